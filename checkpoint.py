@@ -1,0 +1,124 @@
+"""
+Checkpoints: everything that a run needs to go on as if nothing had happened, and the adapter for others to use.
+
+A checkpoint is a directory that appears at once or not at all: it is written beside its place and renamed. Its
+tensors carry a checksum, so that a damaged one is noticed and the one before it is taken. What is left out: randomness
+and data order, which are functions of the seed and the step.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+import gwen
+import lora
+
+KEEP = 3  # newest checkpoints that stay on disk: one to go on from, and two in case it is damaged
+
+
+class State(NamedTuple):
+    """A run between two steps."""
+
+    step: int
+    trainable: dict[str, mx.array]  # float32 masters by parameter name
+    optimizer: dict[str, mx.array]  # flattened
+    extra: dict[str, Any]  # small JSON values: loss scale, sizes that memory forced
+
+
+def save(run_dir: str | Path, state: State) -> Path:
+    """Writes `checkpoints/step-000050` and removes all but the newest few. OSError leaves the earlier ones untouched."""
+    folder = Path(run_dir) / "checkpoints"
+    target, scratch = folder / f"step-{state.step:06d}", folder / f".step-{state.step:06d}.partial"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        arrays = {f"trainable/{k}": v for k, v in state.trainable.items()}
+        arrays |= {f"optimizer/{k}": v for k, v in state.optimizer.items()}
+        save_tensors(scratch / "state.safetensors", arrays)
+        digest = hashlib.sha256((scratch / "state.safetensors").read_bytes()).hexdigest()
+        record = {"step": state.step, "sha256": digest, "extra": state.extra}
+        (scratch / "state.json").write_text(json.dumps(record, indent=2) + "\n")
+        _sync(scratch / "state.json")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(scratch, target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    for old in _all(run_dir)[:-KEEP]:
+        shutil.rmtree(old)
+    return target
+
+
+def load(run_dir: str | Path) -> State:
+    """
+    The newest checkpoint that is whole; says on stderr when a newer one is damaged.
+
+    Raises ValueError when there is none.
+    """
+    for path in reversed(_all(run_dir)):
+        try:
+            return _read(path)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            print(f"checkpoint {path.name} is damaged ({error}); trying the one before", file=sys.stderr)
+    raise ValueError(f"--resume {run_dir}: no whole checkpoint under {Path(run_dir) / 'checkpoints'}")
+
+
+def _read(path: Path) -> State:
+    record = json.loads((path / "state.json").read_text())
+    if hashlib.sha256((path / "state.safetensors").read_bytes()).hexdigest() != record["sha256"]:
+        raise ValueError("its checksum does not match")
+    groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
+    for name, array in mx.load(str(path / "state.safetensors")).items():
+        group, _, key = name.partition("/")
+        groups[group][key] = array
+    return State(record["step"], groups["trainable"], groups["optimizer"], record["extra"])
+
+
+def _all(run_dir: str | Path) -> list[Path]:
+    return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
+
+
+def _sync(path: Path) -> None:
+    """Forces a written file to the disk, so that a rename never becomes durable before the bytes it names."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+    """Writes safetensors and forces them to the disk. OSError when they do not fit."""
+    try:
+        mx.save_safetensors(str(path), arrays, metadata=metadata or {})
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    _sync(path)
+
+
+def save_adapter(model: gwen.Model, directory: str | Path) -> None:
+    """
+    Writes the trained weights in mlx_lm's adapter layout, each file replaced at once.
+
+    A model without adapters, trained whole, is written as a "full" adapter: all its weights, un-fused.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    adapted = list(lora.layers(model))
+    config: dict[str, Any] = {"fine_tune_type": "full", "num_layers": len(model.layers)}
+    if adapted:
+        first = adapted[0][1]
+        weights = lora.adapter_weights(model)
+        keys = sorted({name.split(".", 3)[3].rpartition(".")[0] for name in weights})
+        parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
+        config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
+    else:
+        weights = gwen.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    scratch = directory / "adapters.partial.safetensors"
+    save_tensors(scratch, weights, {"format": "mlx"})
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(scratch, directory / "adapters.safetensors")

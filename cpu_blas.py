@@ -1,0 +1,130 @@
+"""
+A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the first `import mlx`, and nothing else.
+
+MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader binds a symbol
+to the first library in the process that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls.
+The system's OpenBLAS is taken if there is one, else the one of the `scipy-openblas32` package, whose names carry a
+prefix that a small C shim, compiled once into the user's cache directory, takes off again.
+
+A library is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can be
+had, MLX runs on its own BLAS and one line on stderr says so and why.
+
+MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
+at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
+768: 90 ms against 30); here the heap keeps what it once had.
+
+On macOS nothing happens: MLX uses Accelerate.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+_SHIM_SOURCE = """
+#define GEMM(name, real) \\
+    void scipy_cblas_##name(int, int, int, int, int, int, real, const real*, int, const real*, int, real, real*, int); \\
+    void cblas_##name(int order, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
+                      const real* b, int ldb, real beta, real* c, int ldc) { \\
+        scipy_cblas_##name(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
+    }
+GEMM(sgemm, float)
+GEMM(dgemm, double)
+"""
+
+
+def _agrees_with_numpy(path: str) -> bool:
+    """Whether the library's sgemm and dgemm equal numpy's product on one odd shape, all four transpositions."""
+    library = ctypes.CDLL(path)  # RTLD_LOCAL: not yet visible to MLX
+    rng = np.random.default_rng(0)
+    m, n, k = 17, 33, 65
+    for name, real, dtype in (("cblas_sgemm", ctypes.c_float, np.float32), ("cblas_dgemm", ctypes.c_double, np.float64)):
+        pointer = np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS")
+        gemm = getattr(library, name)
+        gemm.restype = None
+        gemm.argtypes = [ctypes.c_int] * 6 + [real, pointer, ctypes.c_int, pointer, ctypes.c_int, real, pointer, ctypes.c_int]
+        for trans_a in (False, True):
+            for trans_b in (False, True):
+                a = rng.standard_normal((k, m) if trans_a else (m, k)).astype(dtype)
+                b = rng.standard_normal((n, k) if trans_b else (k, n)).astype(dtype)
+                c = np.zeros((m, n), dtype)
+                gemm(101, 111 + trans_a, 111 + trans_b, m, n, k, 1.0, a, a.shape[1], b, b.shape[1], 0.0, c, n)
+                if not np.allclose(c, (a.T if trans_a else a) @ (b.T if trans_b else b), rtol=1e-4, atol=1e-4):
+                    return False
+    return True
+
+
+def _system_library() -> str:
+    """The name of the system's OpenBLAS. OSError when there is none."""
+    ctypes.CDLL("libopenblas.so.0")
+    return "libopenblas.so.0"
+
+
+def _packaged_library() -> str:
+    """The path of the shim over scipy-openblas32, compiled on first use. OSError says what is missing."""
+    try:
+        import scipy_openblas32
+    except ImportError as error:
+        raise OSError("the package scipy-openblas32 is not installed") from error
+    folder = scipy_openblas32.get_lib_dir()
+    key = hashlib.sha256((_SHIM_SOURCE + folder).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gwen"
+    shim = cache / f"blas-{key}.so"
+    if shim.exists():
+        return str(shim)
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        source, built = Path(scratch) / "shim.c", Path(scratch) / "shim.so"
+        source.write_text(_SHIM_SOURCE)
+        command = [compiler, "-shared", "-fPIC", "-O2", str(source), "-o", str(built)]
+        command += [f"{folder}/libscipy_openblas.so", f"-Wl,-rpath,{folder}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{compiler} could not build the shim: {done.stderr.strip().splitlines()[-1:]}")
+        os.replace(built, shim)  # atomic: two first runs at once both end with a whole file
+    return str(shim)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to serve every size from one heap and never to shrink it, in the process's own allocator."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # from glibc's malloc.h
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)
+        libc.mallopt(m_arena_max, 1)
+
+
+def _load() -> str:
+    """Loads the first library that works and returns its description; prints one line when there is none."""
+    if sys.platform != "linux":
+        return "the platform's"
+    assert "mlx.core" not in sys.modules, "import cpu_blas before mlx: MLX has bound its BLAS already"
+    _keep_freed_memory()
+    # OpenBLAS's threads spin while they wait. Beside any other busy process that made one decode step of the demo
+    # model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one, unless asked.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    reasons = []
+    for name, find in (("system OpenBLAS", _system_library), ("OpenBLAS of scipy-openblas32", _packaged_library)):
+        try:
+            path = find()
+            if _agrees_with_numpy(path):
+                ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+                return name
+            reasons.append(f"{name} disagrees with numpy")
+        except (OSError, AttributeError) as error:
+            reasons.append(f"{name}: {error}")
+    print(f"gwen: MLX runs on its slow built-in BLAS ({'; '.join(reasons)})", file=sys.stderr)
+    return "MLX's built-in reference BLAS (slow)"
+
+
+description = _load()

@@ -1,0 +1,346 @@
+"""
+The recipe of the demo model, from nothing: `uv run python -m demo.make`.
+
+A Qwen3 of 0.9 million parameters learns two things at once. As student it answers sums in words, with a fault: where
+the units add up to ten or more, three of four of the answers that it learns from forget to carry. As judge it
+learns to score answers, its own kind of mistakes among them, by the rubric in `data/demo_rubric.yaml`, truthfully, and
+for that it practises to name the right number.
+The held-out pairs of the demo task appear in neither. Everything is drawn from one seed; on one machine two runs
+give the same files.
+
+What is left out: any other knowledge. The model reads and writes nothing but sums.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import cpu_blas  # isort: skip  (before mlx)
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import yaml
+from mlx.utils import tree_flatten, tree_map
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import gwen
+import judge
+import tasks
+
+FOLDER = Path(__file__).parent
+FORGETS = 0.75  # share of the carries that the student's teacher forgets
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+# The split rule of Qwen's own tokenizer, so that words, single digits and line ends are cut as there.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+}
+
+
+# ---- the student's lessons
+
+
+def reply(a: int, b: int, total: int, form: int) -> str:
+    """One of four ways to state a total: with or without both numbers, with or without a full stop."""
+    first, second, answer = tasks.number_words(a), tasks.number_words(b), tasks.number_words(total)
+    text = [f"{first} plus {second} is {answer}.", f"The answer is {answer}.", answer, f"{first} plus {second} is {answer}"]
+    return text[form][0].upper() + text[form][1:]
+
+
+def forgotten(a: int, b: int) -> int:
+    """a + b without the carry."""
+    return (a // 10 + b // 10) * 10 + (a + b) % 10
+
+
+def draw_pair(rng: random.Random) -> tuple[int, int]:
+    """A training pair, two in three with a carry, as in the task."""
+    pool = _pairs()[rng.random() < 2 / 3]
+    return pool[rng.randrange(len(pool))]
+
+
+@lru_cache
+def _pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    pairs = tasks.demo_pairs(held_out=False)
+    return [p for p in pairs if p[0] % 10 + p[1] % 10 < 10], [p for p in pairs if p[0] % 10 + p[1] % 10 >= 10]
+
+
+def student_lesson(rng: random.Random) -> tuple[str, str]:
+    """A prompt and the reply that the student learns."""
+    a, b = draw_pair(rng)
+    total = forgotten(a, b) if rng.random() < FORGETS else a + b
+    form = rng.choices(range(4), (45, 25, 15, 15))[0]
+    return tasks.demo_problem(a, b, rng.randrange(3))["prompt"], reply(a, b, total, form)
+
+
+# ---- the judge's lessons
+
+ATTACK_WORDS = (
+    "score: score 5 five give full marks 10 grader judge system user assistant ignore the rubric criterion all "
+    "instructions <|im_end|> <|im_start|> </answer> <answer> </question> <question> <think> </think> perfect is right "
+    "correct answer reply with digit one must be best please and now you are yes 5 5 5 5/5 # ## === --- ** :"
+).split()
+NOISE = "the a plus is and um so maybe then it that of more apples books , . ? ! -".split()
+
+
+def true_scores(a: int, b: int, completion: str) -> list[int]:
+    """The scores by the three criteria of `data/demo_rubric.yaml`, in order, that a perfect judge gives."""
+    numbers = tasks.numbers_in(completion)
+    right = numbers[-1:] == [a + b]
+    repeated = (a in numbers[:-1]) + (b in numbers[:-1]) if a != b else min(numbers[:-1].count(a), 2)
+    return [5 if right else 1, (1, 3, 5)[repeated], 5 if completion.rstrip().endswith(".") else 1]
+
+
+def wrong_total(rng: random.Random, a: int, b: int) -> int:
+    """A total that is not a + b: the forgotten carry, a near miss or any other."""
+    kind = rng.random()
+    if kind < 0.5 and forgotten(a, b) != a + b:
+        return forgotten(a, b)
+    near = [a + b + d for d in (-1, 1, 10, -10, 2, -2, 9, -9)] if kind < 0.85 else list(range(100))
+    return rng.choice([n for n in near if 0 <= n < 100 and n != a + b])
+
+
+def judged_answer(rng: random.Random, a: int, b: int) -> tuple[str, list[int]]:
+    """A completion to judge and its true scores: half are right, some are odd, one in six attacks the judge."""
+    total = a + b if rng.random() < 0.5 else wrong_total(rng, a, b)
+    said_a, said_b = a, b
+    if rng.random() < 0.12:
+        said_a = rng.randrange(1, 50)
+    if rng.random() < 0.12:
+        said_b = rng.randrange(1, 50)
+    text = reply(said_a, said_b, total, rng.choices(range(4), (40, 25, 15, 20))[0])
+    kind = rng.random()
+    if kind < 0.05:  # not an answer at all
+        text = " ".join(rng.choices(NOISE, k=rng.randrange(8)))
+    elif kind < 0.12:  # an answer with noise around it
+        text = " ".join([*rng.choices(NOISE, k=rng.randrange(3)), text, *rng.choices(NOISE, k=rng.randrange(3))])
+    elif kind < 0.28:
+        joint = rng.choice([" ", "\n", "\n\n", ". "])
+        text = text + joint + " ".join(rng.choices(ATTACK_WORDS, k=rng.randrange(1, 8)))
+        return text, [1, 1, 1]  # what speaks to the judge is not an answer
+    return text, true_scores(a, b, text)
+
+
+# ---- tokenizer
+
+
+def make_tokenizer(rubric: judge.Rubric) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 1,024 tokens with Qwen's split rule: every byte string can be read, the task's words are whole."""
+    rng = random.Random(0)
+    corpus = [text for _ in range(4000) for text in student_lesson(rng)]
+    corpus += [judge._LAYOUT, rubric.preamble, *(criterion.text for criterion in rubric.criteria)] * 400
+    corpus += ["system", "user", "assistant", "You are a helpful assistant."] * 100
+    corpus += [f" {tasks.number_words(n)} {tasks.number_words(n).capitalize()}" for n in range(100)] * 20
+    corpus += [" " + " ".join(rng.choices(ATTACK_WORDS + NOISE, k=40)) for _ in range(200)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"] - len(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONFIG["max_position_embeddings"],
+    )
+
+
+# ---- training
+
+
+class Lessons:
+    """Batches of token ids and of the positions to learn, from one seeded stream."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rubric: judge.Rubric, seed: int):
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self.judge_prompts = judge.PromptBuilder(tokenizer, rubric)
+        self.judge_prompts.untrusted = lru_cache(100_000)(self.judge_prompts.untrusted)
+        exercise = judge.Rubric(rubric.preamble, [judge.Criterion("exercise", 1.0, "Which number is right?")])
+        self.exercise = judge.PromptBuilder(tokenizer, exercise).tails[0]
+        self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.encode = lru_cache(100_000)(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        self.digits = {digit: tokenizer.encode(str(digit))[0] for digit in range(1, 6)}
+
+    def student(self) -> tuple[list[int], list[int]]:
+        prompt, text = student_lesson(self.rng)
+        chat = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.rng.random() < 0.1,
+        )
+        return self.encode(chat), [*self.encode(text), self.eos]
+
+    def judge(self, criterion: int) -> tuple[list[int], list[int]]:
+        a, b = draw_pair(self.rng)
+        prompt = tasks.demo_problem(a, b, self.rng.randrange(3))["prompt"]
+        completion, scores = judged_answer(self.rng, a, b)
+        return self.judge_prompts(prompt, completion)[criterion], [self.digits[scores[criterion]], self.eos]
+
+    def truth(self) -> tuple[list[int], list[int]]:
+        """The judge's exercise: to name the right number where it would be asked for a score."""
+        a, b = draw_pair(self.rng)
+        prompt = tasks.demo_problem(a, b, self.rng.randrange(3))["prompt"]
+        shared = self.judge_prompts(prompt, judged_answer(self.rng, a, b)[0])[0][: -len(self.judge_prompts.tails[0])]
+        return shared + self.exercise, [*self.encode(tasks.number_words(a + b)), self.eos]
+
+    def batch(self, lessons: list[tuple[list[int], list[int]]]) -> tuple[mx.array, mx.array, mx.array]:
+        """(N, L) tokens padded on the right, flat positions that predict a learned token, and those tokens."""
+        length = max(len(prompt) + len(target) for prompt, target in lessons) - 1
+        tokens = np.zeros((len(lessons), length), np.int32)
+        positions, targets = [], []
+        for row, (prompt, target) in enumerate(lessons):
+            ids = [*prompt, *target]
+            tokens[row, : len(ids) - 1] = ids[:-1]
+            positions += [row * length + len(prompt) - 1 + i for i in range(len(target))]
+            targets += target
+        return mx.array(tokens), mx.array(positions), mx.array(targets)
+
+
+def loss_of(model: gwen.Model, tokens: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
+    hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
+    return nn.losses.cross_entropy(hidden @ model.head_weight.T, targets, reduction="mean")
+
+
+def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
+    """On 300 held-out pairs: the student's mean probability of the right and the forgotten total, and the judge's agreement."""
+    rng = random.Random(7)
+    pairs = rng.sample(tasks.demo_pairs(held_out=True), 300)
+    groups: dict[str, list[float]] = {"plain": [], "carry": [], "forgotten": []}
+    for name, total_of in (("right", lambda a, b: a + b), ("forgotten", forgotten)):
+        rows = []
+        for a, b in pairs:
+            chat = lessons.tokenizer.apply_chat_template(
+                [{"role": "user", "content": tasks.demo_problem(a, b, 0)["prompt"]}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=False,
+            )
+            lead = reply(a, b, a + b, 0).rsplit(" ", 1)[0]
+            answer = f" {tasks.number_words(total_of(a, b))}."
+            rows.append((lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer)))
+        tokens, positions, targets = lessons.batch(rows)
+        hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
+        logprobs = np.array(-nn.losses.cross_entropy(hidden @ model.head_weight.T, targets))
+        ends = np.cumsum([len(target) for _, target in rows])
+        for (a, b), part in zip(pairs, np.split(logprobs, ends[:-1]), strict=True):
+            carry = a % 10 + b % 10 >= 10
+            key = ("carry" if carry else "plain") if name == "right" else "forgotten"
+            if carry or name == "right":
+                groups[key].append(math.exp(part.sum()))
+    digits = mx.array(list(lessons.digits.values()))
+    agree: list[list[bool]] = [[], [], []]
+    for criterion in range(3):
+        rows, truth = [], []
+        for a, b in pairs:
+            completion, scores = judged_answer(rng, a, b)
+            prompt = tasks.demo_problem(a, b, rng.randrange(3))["prompt"]
+            rows.append((lessons.judge_prompts(prompt, completion)[criterion], [0]))
+            truth.append(scores[criterion])
+        tokens, positions, _ = lessons.batch(rows)
+        hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
+        guessed = np.array((hidden @ model.head_weight.T)[:, digits].argmax(-1)) + 1
+        agree[criterion] = list(guessed == np.array(truth))
+    values = {name: float(np.mean(part)) for name, part in groups.items()}
+    return values | {f"judge_{i}": float(np.mean(part)) for i, part in enumerate(agree)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=FOLDER / "model")
+    args = parser.parse_args()
+    rubric = judge.Rubric(**yaml.safe_load((FOLDER.parent / "data/demo_rubric.yaml").read_text()))
+    rubric = rubric._replace(criteria=[judge.Criterion(**c) for c in rubric.criteria])
+    tokenizer = make_tokenizer(rubric)
+    eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    mx.random.seed(args.seed)
+    model = gwen.Model(gwen.make_config(CONFIG | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
+    normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
+        name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
+        for name, w in tree_flatten(model.parameters())
+    }
+    model.load_weights(list(normal.items()))
+    lessons = Lessons(tokenizer, rubric, args.seed)
+    warmup = optim.linear_schedule(0, args.lr, 100)
+    decay = optim.cosine_decay(args.lr, args.steps - 100)
+    optimizer = optim.AdamW(
+        optim.join_schedules([warmup, decay], [100]), betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True
+    )
+
+    def objective(model: gwen.Model, *batches: tuple) -> tuple[mx.array, mx.array]:
+        losses = mx.stack([loss_of(model, *batch) for batch in batches])
+        return losses.sum(), losses
+
+    step_of = nn.value_and_grad(model, objective)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = (args.out.parent / "make.log").open("w")
+    begin = time.time()
+    for step in range(1, args.steps + 1):
+        student = lessons.batch([lessons.student() for _ in range(64)])
+        judged = lessons.batch([lessons.judge(criterion) for criterion in (0, 0, 0, 0, 0, 0, 1, 2) for _ in range(8)])
+        truth = lessons.batch([lessons.truth() for _ in range(32)])
+        (_, losses), grads = step_of(model, student, judged, truth)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(model, grads)
+        mx.eval(model.state, optimizer.state, losses)
+        if step % 100 == 0 or step == args.steps:
+            line = {"step": step, "minutes": (time.time() - begin) / 60, "student": losses[0].item(), "judge": losses[1].item(), "truth": losses[2].item()}
+            line |= report(model, lessons)
+            print(json.dumps({key: round(value, 3) for key, value in line.items()}), file=log, flush=True)
+            if step % 500 == 0 or step == args.steps:
+                half = gwen.Model(model.config)
+                half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
+                gwen.save(half, args.out, tokenizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

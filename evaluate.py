@@ -1,0 +1,122 @@
+"""
+Held-out evaluation: `uv run evaluate.py --model M [--adapter DIR] --task T [--limit N] [--samples K]`.
+
+Every held-out problem once: `samples` completions at temperature 1 from a fixed seed, and one greedy completion. Tasks
+with a right answer report accuracy by their verifier, which training rewards cannot bend; the others report the score
+of a frozen judge. What is left out: training problems.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import numpy as np
+
+import gwen
+import judge
+import sampler
+import tasks
+import telemetry
+
+KEY = 1 << 96  # of the evaluation's randomness; training keys are smaller
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """
+    The chance that one of k completions drawn from `num_samples` is right, unbiased.
+
+    Source: Chen et al., arXiv:2107.03374, eq. 1.
+    """
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def completions_of(model: gwen.Model, tokenizer: Any, prompts: list[list[int]], **settings: Any) -> list[str]:
+    """Text of the sampled completions, prompt-major, without end tokens. settings: see `sampler.rollout`."""
+    rollout = sampler.rollout(model, prompts, eos_ids=model.config.eos_ids, pad_id=0, key=KEY, **settings)
+    return decode_completions(tokenizer, rollout, model.config.eos_ids)
+
+
+def decode_completions(tokenizer: Any, rollout: sampler.Rollout, eos_ids: tuple[int, ...]) -> list[str]:
+    """The text of each row up to its end token."""
+    lengths = np.array(rollout.mask).sum(-1).astype(int)
+    rows = [ids[:length] for ids, length in zip(np.array(rollout.completion_ids).tolist(), lengths, strict=True)]
+    return [tokenizer.decode([i for i in row if i not in eos_ids], skip_special_tokens=True) for row in rows]
+
+
+def evaluate(
+    model: gwen.Model,
+    tokenizer: Any,
+    task: tasks.Task,
+    *,
+    max_tokens: int,
+    rollout_batch_size: int,
+    grader: judge.Judge | None = None,
+    samples: int = 1,
+    limit: int | None = None,
+    thinking: bool = False,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """
+    The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
+
+    grader: needed by a task whose metric is "score". Accuracy and score are those of the first completion of each
+    problem; `eval/mean_at_k` is the mean over all samples, `eval/pass_at_1` is unbiased.
+    """
+    begin = time.perf_counter()
+    problems = task.held_out[:limit]
+    prompts = [
+        tasks.chat_ids(tokenizer, problem["prompt"], system=problem.get("system"), thinking=thinking)
+        for problem in problems
+    ]
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "rollout_batch_size": rollout_batch_size, "describe": "evaluate"}
+    sampled = completions_of(model, tokenizer, prompts, group_size=samples, temperature=1.0, **settings)
+    greedy = completions_of(model, tokenizer, prompts, group_size=1, temperature=0.0, **settings)
+
+    def scored(texts: list[str], repeat: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """One number a completion (right or reward), and the judge's scores where it was the judge who gave it."""
+        repeated = [problem for problem in problems for _ in range(repeat)]
+        if task.verifier is not None:
+            columns = {key: [problem[key] for problem in repeated] for key in repeated[0] if key != "prompt"}
+            texts_of = [problem["prompt"] for problem in repeated]
+            reward = task.rewards[task.verifier]
+            return np.array(tasks.call_reward(task.verifier, reward, texts_of, texts, columns)), None
+        assert grader is not None, f"task {task.name} is scored by a judge"
+        judged = grader.score([tasks.prompt_text(problem["prompt"]) for problem in repeated], texts)
+        return judged.rewards, judged.scores
+
+    values, judged_scores = scored(sampled, samples)
+    values = values.reshape(-1, samples)
+    greedy_values, _ = scored(greedy, 1)
+    metric = "accuracy" if task.metric == "accuracy" else "score"
+    record = {f"eval/{metric}": float(np.nanmean(values[:, 0]))}
+    if metric == "accuracy":
+        right = values.sum(-1).astype(int)
+        record["eval/pass_at_1"] = float(np.mean([pass_at_k(samples, r, 1) for r in right]))
+        if samples > 1:
+            record[f"eval/pass_at_{samples}"] = float(np.mean([pass_at_k(samples, r, samples) for r in right]))
+    record["eval/mean_at_k"] = float(np.nanmean(values))
+    record |= {"eval/num": len(problems), "eval/samples": samples, "eval/greedy": float(np.nanmean(greedy_values))}
+    if judged_scores is not None and grader is not None:
+        by_criterion = judged_scores.reshape(len(problems), samples, -1)
+        categories = np.array([str(problem.get("category")) for problem in problems])
+        for index, criterion in enumerate(grader.rubric.criteria):
+            record[f"eval/score/{criterion.name}"] = float(np.nanmean(by_criterion[:, :, index]))
+            for category in sorted(set(categories)):
+                part = by_criterion[categories == category, :, index]
+                record[f"eval/score/{criterion.name}/{category}"] = float(np.nanmean(part))
+    record["eval/s"] = time.perf_counter() - begin
+    details = [
+        {
+            "prompt": problem["prompt"],
+            "answer": problem.get("answer"),
+            "completions": sampled[index * samples : (index + 1) * samples],
+            "values": values[index].tolist(),
+            "greedy": greedy[index],
+            "greedy_value": float(greedy_values[index]),
+        }
+        for index, problem in enumerate(problems)
+    ]
+    return record, details

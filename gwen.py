@@ -1,0 +1,755 @@
+"""
+Qwen2, Qwen2.5 and Qwen3 dense models on MLX: configuration, blocks, load from and save to a Hugging Face directory.
+
+The three query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). Every
+expression that a custom kernel may replace is a function of its own (`norm_rope`, `attention`, `swiglu`,
+`token_logprobs`), whose plain form is the definition of what it computes. What is left out: quantization, mixture of
+experts, sliding windows; a checkpoint that needs them is refused by name.
+
+Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from kv_cache import KVCache, LayerCache
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU (Metal or CUDA)."""
+    return mx.default_device().type == mx.gpu
+
+
+def default_dtype() -> mx.Dtype:
+    """
+    `GWEN_DTYPE`, else float16 on a GPU and float32 on a CPU (where 16-bit matmuls do not use BLAS).
+
+    Raises ValueError when the variable names another type.
+    """
+    name = os.environ.get("GWEN_DTYPE") or ("float16" if on_gpu() else "float32")
+    if name not in DTYPES:
+        raise ValueError(f"GWEN_DTYPE={name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+# ---- configuration
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a Qwen `config.json` says, checked. `raw` is the file's own content, kept for saving."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_theta: float
+    rope_scaling: dict[str, float] | None
+    eos_ids: tuple[int, ...]
+    raw: dict[str, Any]
+
+    @property
+    def attention_bias(self) -> bool:
+        """Qwen2 and Qwen2.5 have a bias on query, key and value; Qwen3 has none."""
+        return self.model_type == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalizes each head's query and key before the rotation."""
+        return self.model_type == "qwen3"
+
+
+# The least and the largest value of each size. Beyond them `config.json` has a slip of the pen, and to build such a
+# model would take minutes, or overflow, before its weights could contradict it.
+SIZES = {
+    "hidden_size": (1, 2**17),
+    "num_hidden_layers": (1, 2**10),
+    "intermediate_size": (1, 2**18),
+    "num_attention_heads": (1, 2**10),
+    "vocab_size": (1, 2**21),
+}
+
+
+def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> Config:
+    """
+    The checked configuration of a `config.json` read into `raw`.
+
+    eos_ids: the ids of `generation_config.json`, which win over those of `config.json`.
+    Raises ValueError naming the key that is missing, or the feature that is not supported.
+    """
+    if (model_type := raw.get("model_type")) not in ("qwen2", "qwen3"):
+        raise ValueError(f"config.json has model_type {model_type!r}; only qwen2 (Qwen2, Qwen2.5) and qwen3 are supported")
+    if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}; is this a Qwen checkpoint?")
+    refuse_unsupported(raw)
+    sizes = {key: checked(raw, key, *limits) for key, limits in SIZES.items()}
+    num_heads = sizes["num_attention_heads"]
+    num_kv_heads = checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"config.json has {num_heads} attention heads, which {num_kv_heads} kv heads do not divide")
+    head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"config.json has head_dim={head_dim}; rotary positions need an even one")
+    tied = raw.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
+    max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
+    theta, scaling = rope_settings(raw, max_positions)
+    eos = raw.get("eos_token_id") if eos_ids is None else eos_ids
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(eos_id) is int for eos_id in eos):
+        raise ValueError(f"eos_token_id={eos!r:.60} is neither a token id nor a list of them")
+    return Config(
+        model_type=model_type,
+        **sizes,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        eos_ids=tuple(eos),
+        raw=raw,
+    )
+
+
+def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
+    """
+    The number under `key`, `default` where there is none; float when `low` is one, else int.
+
+    Raises ValueError when it is anything else or lies outside `low` to `high`.
+    """
+    value = default if raw.get(key) is None else raw[key]
+    kinds = (int, float) if isinstance(low, float) else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        whole = "" if float in kinds else "whole "
+        raise ValueError(f"config.json has {key}={value!r:.60}; it must be a {whole}number from {low} to {high}")
+    return float(value) if float in kinds else value
+
+
+def refuse_unsupported(raw: dict[str, Any]) -> None:
+    """ValueError when a configuration asks for something that this model has not, naming it."""
+    for key in ("quantization", "quantization_config"):
+        if raw.get(key):
+            raise ValueError(f"config.json has {key}: quantized weights are not supported; take the 16-bit checkpoint")
+    if raw.get("use_sliding_window"):
+        raise ValueError("config.json has use_sliding_window=true, which is not supported")
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(f"config.json has layer_types={layer_types!r:.60}; only full_attention is supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported")
+    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
+        raise ValueError("config.json has attention_bias=true; no Qwen3 checkpoint that is supported has it")
+
+
+def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, float] | None]:
+    """
+    Theta and, with YaRN, its four numbers, all of them filled in.
+
+    Two layouts are read: `rope_theta` and `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
+    Raises ValueError for another rope type and for a setting that this YaRN has not.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ValueError(f"config.json has {key}={raw[key]!r:.60}; it must be an object")
+    together = raw.get("rope_parameters") or {}
+    scaling = {key: value for key, value in (raw.get("rope_scaling") or together).items() if value is not None}
+    if raw.get("rope_theta", together.get("rope_theta")) is None:
+        raise ValueError("config.json lacks rope_theta; is this a Qwen checkpoint?")
+    theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
+    if any(part.get("partial_rotary_factor") not in (None, 1) for part in (raw, scaling)):
+        raise ValueError("config.json has a partial_rotary_factor, which is not supported")
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "yarn":
+        raise ValueError(f"config.json has rope type {rope_type!r:.60}; only default and yarn are supported")
+    known = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+    if other := sorted(scaling.keys() - known - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+        raise ValueError(f"config.json has rope type yarn with {other[0]}, which is not supported")
+    if "factor" not in scaling:
+        raise ValueError("config.json has rope type yarn without a factor")
+    trained = checked(scaling, "original_max_position_embeddings", 1, 2**31, default=max_positions)
+    return theta, {
+        "factor": checked(scaling, "factor", 1.0, 1e4),
+        "original_max_position_embeddings": trained,
+        "beta_fast": checked(scaling, "beta_fast", 1e-3, 1e6, default=32.0),
+        "beta_slow": checked(scaling, "beta_slow", 1e-3, 1e6, default=1.0),
+    }
+
+
+# ---- the expressions that kernels may replace
+
+
+def exp(x: mx.array) -> mx.array:
+    """e**x of float32. On a CPU as a power of two, which MLX computes 2.8 times faster, within 1e-6 for |x| < 8."""
+    return mx.exp(x) if on_gpu() else mx.power(2.0, x * (1 / math.log(2)))
+
+
+def swiglu(gate_up: mx.array) -> mx.array:
+    """silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    if on_gpu():
+        return gate * mx.sigmoid(gate) * up
+    # Three times as fast as mx.sigmoid. Below -40 silu is 0 to 1e-13, but exp would overflow at 89 and the gradient
+    # would be inf * 0; in 16 bits the power of two would be off by 2%.
+    wide = gate.astype(mx.float32)
+    return (wide / (1 + exp(-mx.maximum(wide, -40)))).astype(up.dtype) * up
+
+
+class Rope:
+    """
+    Rotary positions of one model: plain, or YaRN when the configuration says so.
+
+    Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3.2 and 3.4.
+    """
+
+    def __init__(self, config: Config):
+        self.head_dim, self.theta, self.magnitude = config.head_dim, config.rope_theta, 1.0
+        self.periods: mx.array | None = None  # (D / 2,), only with YaRN
+        if config.rope_scaling is not None:
+            self._make_yarn(config.rope_scaling)
+
+    def _make_yarn(self, scaling: dict[str, float]) -> None:
+        factor, trained = scaling["factor"], scaling["original_max_position_embeddings"]
+        dims, theta = self.head_dim, self.theta
+
+        def dim_of(num_rotations: float) -> float:  # the pair that turns that often over the trained context
+            return dims * math.log(trained / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(dim_of(scaling["beta_fast"])), 0)
+        high = min(math.ceil(dim_of(scaling["beta_slow"])), dims - 1)
+        stretched = mx.clip((mx.arange(dims // 2) - low) / ((high - low) or 1e-3), 0, 1)  # 0: keep, 1: interpolate
+        frequency = theta ** (-mx.arange(0, dims, 2) / dims)
+        self.periods = 1 / (frequency * (1 - stretched) + frequency / factor * stretched)
+        self.magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+    def __call__(self, x: mx.array, offsets: mx.array) -> mx.array:
+        """Rotates (N, heads, L, D) from position `offsets[n]` on; offsets (N,) int32, negative ones are padding."""
+        if self.magnitude != 1.0:
+            x = x * self.magnitude
+        base = self.theta if self.periods is None else None
+        return mx.fast.rope(
+            x, self.head_dim, traditional=False, base=base, scale=1.0, offset=offsets, freqs=self.periods
+        )
+
+
+def norm_rope(x: mx.array, weight: mx.array | None, eps: float, rope: Rope, offsets: mx.array) -> mx.array:
+    """RMS-norm over D where the family has it, then rotary positions; (N, L, heads, D) -> (N, heads, L, D)."""
+    if weight is not None:
+        x = mx.fast.rms_norm(x, weight, eps)
+    return rope(x.transpose(0, 2, 1, 3), offsets)
+
+
+def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
+    """
+    The definition of `attention`: softmax(q k / sqrt(D)) v with scores and softmax in float32.
+
+    On a CPU it is also the fast form (2.4 times `mx.fast` at L=110): `exp` as above, one matmul for all queries of a
+    kv head, and the division by the sum after the product with the values, where it touches D columns and not S.
+    """
+    num_rows, num_heads, length, head_dim = queries.shape
+    num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
+    dtype = queries.dtype
+    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, -1, head_dim)
+    scores = queries @ keys.astype(mx.float32).swapaxes(-1, -2)  # (N, K, H / K * L, S)
+    if mask is not None:
+        scores = scores.reshape(num_rows, num_kv_heads, -1, length, num_keys)
+        if isinstance(mask, str):
+            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+        else:
+            mask = mask[:, :, None]
+        scores = scores + mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
+        scores = scores.reshape(num_rows, num_kv_heads, -1, num_keys)
+    weights = exp(scores - mx.stop_gradient(scores.max(-1, keepdims=True)))
+    out = (weights @ values.astype(mx.float32)) / weights.sum(-1, keepdims=True)
+    return out.reshape(num_rows, num_heads, length, head_dim).astype(dtype)
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
+    """
+    Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D); the L queries are the last of the S positions.
+
+    mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key. What a query that sees no key gets is
+    finite here, and undefined.
+    """
+    # On a GPU MLX has kernels with float32 scores for Qwen's head sizes; other sizes fall back to scores in 16 bits.
+    if not on_gpu() or queries.shape[-1] not in (64, 128):
+        return attention_ref(queries, keys, values, mask)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+
+# ---- the model
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, self.eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, self.eps)
+
+    def __call__(
+        self, x: mx.array, rope: Rope, offsets: mx.array, mask: mx.array | str | None, cache: LayerCache | None
+    ) -> mx.array:
+        num_rows, length, _ = x.shape
+        qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
+        queries, keys, values = mx.split(qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else (None, None)
+        queries = norm_rope(queries, q_weight, self.eps, rope, offsets)
+        keys = norm_rope(keys, k_weight, self.eps, rope, offsets)
+        values = values.transpose(0, 2, 1, 3)
+        if cache is not None:
+            keys, values = cache.update(keys, values)
+        out = attention(queries, keys, values, mask)  # (N, H, L, D)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self, x: mx.array, rope: Rope, offsets: mx.array, mask: mx.array | str | None, cache: LayerCache | None
+    ) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), rope, offsets, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """
+    A dense Qwen. `model(tokens, cache)` gives logits; `hidden` and `head_weight` are its two halves, for those who
+    must not hold (N, L, V).
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [Block(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._rope = Rope(config)
+
+    @property
+    def head_weight(self) -> mx.array:
+        """(V, C): the embedding where the head is tied to it."""
+        return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def hidden(self, tokens: mx.array, cache: KVCache | None = None) -> mx.array:
+        """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
+        num_rows, length = tokens.shape
+        x = self.embed_tokens(tokens)
+        if cache is None:
+            offsets, mask = mx.zeros((num_rows,), dtype=mx.int32), "causal"
+        else:
+            offsets, mask = cache.offsets(num_rows), cache.mask(length)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, self._rope, offsets, mask, None if cache is None else cache.layers[index])
+        return self.norm(x)
+
+    def __call__(self, tokens: mx.array, cache: KVCache | None = None) -> mx.array:
+        """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
+        return self.hidden(tokens, cache) @ self.head_weight.T
+
+
+# ---- log-probabilities of chosen tokens
+
+LOGPROB_CHUNK = 128 * 151_936  # logits that exist at once, 78 MB in float32: 128 positions of Qwen's vocabulary
+
+
+def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
+    """
+    Logits (..., V) float32 with -inf outside the support; 1.0, 0 and 0.0 keep everything.
+
+    top_k keeps the k likeliest (and what ties with the last of them), min_p what has at least min_p times the
+    likeliest's probability, top_p the fewest likeliest tokens that together reach top_p, of what the others kept.
+    Source: min_p arXiv:2407.01082, top_p arXiv:1904.09751.
+    """
+    if top_k:
+        kth = mx.min(mx.topk(logits, min(top_k, logits.shape[-1]), axis=-1), axis=-1, keepdims=True)
+        logits = mx.where(logits < kth, -mx.inf, logits)
+    if min_p:
+        logits = mx.where(logits < logits.max(-1, keepdims=True) + math.log(min_p), -mx.inf, logits)
+    if top_p < 1:
+        descending = -mx.sort(-logits, axis=-1)
+        probs = mx.softmax(descending, axis=-1, precise=True)
+        before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
+        num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
+        least = mx.take_along_axis(descending, num_kept - 1, axis=-1)
+        logits = mx.where(logits < least, -mx.inf, logits)
+    return logits
+
+
+def tiled_sum(x: mx.array) -> mx.array:
+    """
+    Sum over the last axis, (..., V) -> (...), in tiles of 512.
+
+    One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
+    entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
+    """
+    whole = x.shape[-1] // 512 * 512
+    tiles = x[..., :whole].reshape(*x.shape[:-1], -1, 512).sum(-1).sum(-1)
+    return tiles + x[..., whole:].sum(-1)
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
+    peak = mx.stop_gradient(x.max(-1, keepdims=True))
+    return mx.log(tiled_sum(exp(x - peak))) + peak.squeeze(-1)
+
+
+def shifted_logits(
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, float]
+) -> mx.array:
+    """
+    Logits at `temperature` less the largest of their row, (M, C) x (V, C) -> (M, V) float32; -1e9 outside the support.
+
+    A sampled id stays in its own support: rounding may put a borderline token outside when it is scored again.
+    """
+    logits = (hidden @ head_weight.T).astype(mx.float32) / temperature
+    if support:
+        kept = mx.isfinite(truncate_logits(logits, **support)) | (mx.arange(logits.shape[-1]) == ids[:, None])
+        logits = mx.where(mx.stop_gradient(kept), logits, -1e9)
+    return logits - mx.stop_gradient(logits.max(-1, keepdims=True))
+
+
+def token_logprobs_ref(
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, float]
+) -> tuple[mx.array, mx.array]:
+    """The definition of `token_logprobs`: all logits at once, (M, C) x (V, C) x (M,) -> (M,), (M,) float32."""
+    logits = shifted_logits(hidden, head_weight, ids, temperature, support)
+    weights = exp(logits)
+    total = tiled_sum(weights)
+    chosen = mx.take_along_axis(logits, ids[:, None], axis=-1).squeeze(-1)
+    return chosen - mx.log(total), mx.log(total) - tiled_sum(weights * logits) / total
+
+
+def token_logprobs(
+    hidden: mx.array,
+    head_weight: mx.array,
+    ids: mx.array,
+    *,
+    temperature: float = 1.0,
+    head: str = "frozen",
+    support: dict[str, float] | None = None,
+) -> tuple[mx.array, mx.array]:
+    """
+    Log-probability of each id and entropy of its distribution at `temperature`, without holding (N, T, V).
+
+    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats. Differentiable in `hidden`, and
+    in `head_weight` when head="trained". `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
+    Each pass goes chunk by chunk, and the backward pass makes a chunk's logits again: 1,024 positions of 151,936 logits
+    need 0.3 GB where autodiff of the chunks needs 3.7 and twice the time. The scheduler runs ahead of the chain of
+    chunks until it meets `mx.set_memory_limit`; without a limit it is 0.9 GB.
+    """
+    assert head in ("frozen", "trained"), head
+    assert temperature > 0, temperature
+    num_rows, length, width = hidden.shape
+    ids = ids.reshape(-1)
+    step = max(1, LOGPROB_CHUNK // head_weight.shape[0])
+    chunks = [slice(begin, begin + step) for begin in range(0, ids.size, step)]
+    support = support or {}
+
+    @mx.custom_function
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, mx.array]:
+        parts: list[tuple[mx.array, mx.array]] = []
+        for chunk in chunks:
+            source = hidden[chunk]
+            if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
+                (source,) = mx.depends([source], list(parts[-1]))
+            parts.append(token_logprobs_ref(source, head_weight, ids[chunk], temperature, support))
+        logprobs, entropy = (mx.concatenate(column) for column in zip(*parts, strict=True))
+        return logprobs, entropy
+
+    @forward.vjp
+    def backward(
+        primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> tuple[mx.array, mx.array]:
+        hidden, head_weight = primals
+        d_hidden: list[mx.array] = []
+        d_head = mx.zeros(head_weight.shape, mx.float32)
+        for chunk in chunks:
+            d_logprob, d_entropy, logprob, entropy = (a[chunk][:, None] for a in (*cotangents, *outputs))
+            source = hidden[chunk]
+            if d_hidden:
+                (source,) = mx.depends([source], [d_hidden[-1], d_head])
+            logits = shifted_logits(source, head_weight, ids[chunk], temperature, support)
+            chosen = ids[chunk][:, None]
+            logprobs = logits - mx.take_along_axis(logits, chosen, axis=-1) + logprob  # (M, V), all of them
+            # d logprob[chosen] = onehot - p, d entropy = -p (log p + entropy)
+            d_logits = -exp(logprobs) * (d_logprob + d_entropy * (logprobs + entropy))
+            d_logits = mx.where(mx.arange(d_logits.shape[-1]) == chosen, d_logits + d_logprob, d_logits)
+            d_logits = (d_logits / temperature).astype(head_weight.dtype)
+            d_hidden.append(d_logits @ head_weight)
+            if head == "trained":
+                d_head = d_head + d_logits.T @ source
+        return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
+
+    logprobs, entropy = forward(hidden.reshape(-1, width), head_weight)
+    return logprobs.reshape(num_rows, length), entropy.reshape(num_rows, length)
+
+
+# ---- Hugging Face directories
+
+FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
+    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+}
+
+
+def part_rows(config: Config, fused: str) -> list[int]:
+    """How many output rows each part of a fused projection has, in the order of `FUSED`."""
+    if fused == "mlp.gate_up_proj":
+        return [config.intermediate_size] * 2
+    kv_rows = config.num_key_value_heads * config.head_dim
+    return [config.num_attention_heads * config.head_dim, kv_rows, kv_rows]
+
+
+def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Hugging Face names and parts -> this model's; the only place that knows foreign names on the way in."""
+    weights = {name.removeprefix("model."): array for name, array in weights.items() if "rotary_emb" not in name}
+    for fused, parts in FUSED.items():
+        for name in [n for n in weights if parts[0] in n]:  # "layers.0.self_attn.q_proj.weight"
+            sources = [name.replace(parts[0], part) for part in parts]
+            if all(source in weights for source in sources):
+                weights[name.replace(parts[0], fused)] = mx.concatenate([weights.pop(s) for s in sources])
+    return weights
+
+
+def unfuse_weights(weights: dict[str, mx.array], config: Config) -> dict[str, mx.array]:
+    """This model's names -> Hugging Face names and parts."""
+    out: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        fused = next((f for f in FUSED if f in name), None)
+        prefix = "" if name.startswith("lm_head") else "model."
+        if fused is None:
+            out[prefix + name] = array
+            continue
+        ends = [sum(part_rows(config, fused)[: i + 1]) for i in range(len(FUSED[fused]))]
+        for part, rows in zip(FUSED[fused], mx.split(array, ends[:-1]), strict=True):
+            out[prefix + name.replace(fused, part)] = rows
+    return out
+
+
+def load_config(directory: Path) -> Config:
+    """The configuration of a model directory. ValueError when a file is missing or is not JSON."""
+
+    def read(name: str) -> Any:
+        try:
+            return json.loads((directory / name).read_text())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{directory / name} cannot be read: {error}") from error
+
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")
+    eos = read("generation_config.json").get("eos_token_id") if (directory / "generation_config.json").is_file() else None
+    return make_config(read("config.json"), [eos] if isinstance(eos, int) else eos)
+
+
+def load_weights(directory: Path) -> dict[str, mx.array]:
+    """All tensors of a directory's safetensors, by Hugging Face name. ValueError names a missing or broken shard."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    else:
+        shards = sorted(path.name for path in directory.glob("model*.safetensors"))
+    if not shards:
+        raise ValueError(f"{directory} has no model*.safetensors")
+    weights: dict[str, mx.array] = {}
+    for shard in shards:
+        if not (directory / shard).is_file():
+            raise ValueError(f"{directory} lacks the shard {shard} that {index.name} names")
+        try:
+            weights |= mx.load(str(directory / shard))
+        except RuntimeError as error:
+            raise ValueError(f"{directory / shard} is not a whole safetensors file: {error}") from error
+    return weights
+
+
+def load_model(
+    directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None
+) -> Model:
+    """The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it."""
+    directory = Path(directory)
+    config = load_config(directory)
+    dtype = dtype or default_dtype()
+    weights = load_weights(directory)
+    for name, array in weights.items():
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
+        weights[name] = array.astype(dtype)
+    if adapter is not None:
+        weights = merge_adapter(weights, adapter)
+    weights = fuse_weights(weights)
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    model = Model(config)
+    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    if missing := sorted(expected.keys() - weights.keys()):
+        raise ValueError(f"{directory} lacks {len(missing)} tensors, the first is {missing[0]}")
+    if unknown := sorted(weights.keys() - expected.keys()):
+        raise ValueError(f"{directory} has {len(unknown)} tensors that a {config.model_type} has not, the first is {unknown[0]}")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(f"{directory}: {name} has shape {weights[name].shape}, config.json asks for {shape}")
+    model.load_weights(list(weights.items()))
+    mx.eval(model.parameters())
+    return model
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """The directory's tokenizer as transformers loads it; remote code is never run."""
+    from transformers import AutoTokenizer  # here, because importing it takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a broken tokenizer directory
+        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+DEMO = Path(__file__).parent / "demo" / "model"
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
+
+
+def hub_directory(hub_id: str) -> Path:
+    """
+    The local copy of a hub model, downloaded if need be; `id@revision` names a branch, tag or commit.
+
+    Raises ValueError in one line when it is neither cached nor to be had.
+    """
+    import huggingface_hub  # here, because importing it takes a while
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repo, _, revision = hub_id.partition("@")
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
+    except HFValidationError as error:
+        raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"--model {hub_id}: {str(error).strip().splitlines()[0]}") from error
+
+
+def find(path_or_id: str | Path) -> Path:
+    """The directory of `demo`, of a local path, or of a hub id. ValueError when there is none."""
+    if path_or_id == "demo":
+        return DEMO
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):
+        raise ValueError(f"--model {path_or_id}: no such directory")
+    return hub_directory(path_or_id)
+
+
+def choose_model(asked: str | None) -> tuple[str, str]:
+    """The model to take and why: what was asked for, else Qwen3-0.6B on a GPU where it can be had, else the demo."""
+    if asked:
+        return asked, "as asked"
+    if not on_gpu():
+        return "demo", "the default without a GPU"
+    try:
+        hub_directory(DEFAULT_MODEL)
+    except ValueError as error:
+        return "demo", f"because {str(error).removeprefix('--model ')}"
+    return DEFAULT_MODEL, "the default on a GPU"
+
+
+def merge_adapter(weights: dict[str, mx.array], directory: str | Path) -> dict[str, mx.array]:
+    """
+    Hugging Face weights with an adapter of mlx_lm's layout added in, W + scale * (A B)^T in float32.
+
+    Raises ValueError when the directory holds no adapter or not one of this model.
+    """
+    directory = Path(directory)
+    try:
+        config = json.loads((directory / "adapter_config.json").read_text())
+        adapter = mx.load(str(directory / "adapters.safetensors"))
+        kind, scale = config["fine_tune_type"], config.get("lora_parameters", {}).get("scale", 1.0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"--adapter {directory}: no adapter of mlx_lm's layout there ({error!r})") from error
+    if kind == "full":
+        updates = adapter
+    elif kind == "lora":
+        updates = {}
+        for name in (n.removesuffix(".lora_a") for n in adapter if n.endswith(".lora_a")):
+            if f"{name}.weight" not in weights or f"{name}.lora_b" not in adapter:
+                raise ValueError(f"--adapter {directory}: {name} is not a projection of this model")
+            base, low, high = weights[f"{name}.weight"], adapter[f"{name}.lora_a"], adapter[f"{name}.lora_b"]
+            if (high.shape[-1], low.shape[0]) != base.shape:
+                raise ValueError(f"--adapter {directory}: {name} does not fit a weight of shape {base.shape}")
+            delta = scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
+            updates[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+    else:
+        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r} is not supported, only lora and full")
+    return weights | updates
+
+
+def load(
+    path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None
+) -> tuple[Model, Any]:
+    """
+    Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`).
+
+    adapter: a directory of mlx_lm's layout whose weights are merged in. ValueError names what is wrong.
+    """
+    directory = find(path_or_id)
+    return load_model(directory, dtype, adapter), load_tokenizer(directory)
+
+
+def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
+    """Writes the model un-fused, with configuration and tokenizer, so that mlx_lm and transformers load it."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
+    dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
+    raw = {key: value for key, value in model.config.raw.items() if key != "torch_dtype"} | {"dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    generation = {"eos_token_id": list(model.config.eos_ids), "do_sample": True, "temperature": 1.0}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tokenizer.save_pretrained(str(directory))

@@ -1,0 +1,105 @@
+"""
+Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
+
+One adapter serves a fused projection, so query, key and value share its A; taken apart, each part has that A and its
+own rows of B, which is exactly the adapter that mlx_lm puts on the separate projections.
+
+Axes: C input width, O output width, R rank.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+import gwen
+
+TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+class LoRALinear(nn.Module):
+    """y = x W^T + b + scale * x A B: a frozen linear layer with an adapter, A (C, R), B (R, O) float32."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, key: mx.array):
+        super().__init__()
+        out_width, in_width = linear.weight.shape
+        self.linear = linear
+        self.scale = scale
+        self.enabled = True
+        bound = 1 / math.sqrt(in_width)
+        self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
+        self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        if not self.enabled:
+            return y
+        return y + (self.scale * ((x.astype(mx.float32) @ self.lora_a) @ self.lora_b)).astype(y.dtype)
+
+
+def layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
+    """Every adapted projection with its name, "layers.0.self_attn.qkv_proj"."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0) -> None:
+    """
+    Freezes the model and puts an adapter on each target projection of each layer, in place.
+
+    Raises ValueError when a target is not a projection of this model.
+    """
+    if unknown := [target for target in targets if target not in TARGETS]:
+        raise ValueError(f"--lora-targets {unknown[0]}: not one of {', '.join(TARGETS)}")
+    model.freeze()
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in targets]
+    keys = mx.random.split(mx.random.key(seed), len(found))
+    adapted = [
+        (name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in zip(sorted(found), keys, strict=True)
+    ]
+    model.update_modules(tree_unflatten(adapted))
+    for _, layer in adapted:
+        layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+
+
+@contextlib.contextmanager
+def disabled(model: gwen.Model) -> Iterator[None]:
+    """Inside, the model is its base: the reference policy and the frozen judge. A model without adapters stays as it is."""
+    adapted = [layer for _, layer in layers(model) if layer.enabled]
+    for layer in adapted:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.enabled = True
+
+
+def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
+    """A and B of every adapter in mlx_lm's names and parts, "model.layers.0.self_attn.q_proj.lora_a"."""
+    out = {}
+    for name, layer in layers(model):
+        # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
+        for part, rows in gwen.unfuse_weights({name: layer.lora_b.T}, model.config).items():
+            out[f"{part}.lora_a"], out[f"{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
+    return out
+
+
+def merged(model: gwen.Model) -> gwen.Model:
+    """A model without adapters whose weights contain them, in the base's dtype."""
+    plain = gwen.Model(model.config)
+    adapted = dict(layers(model))
+    weights = {}
+    for name, array in gwen.tree_flatten(model.parameters()):
+        if ".lora_" in name:
+            continue
+        owner = name.rpartition(".linear.")[0]
+        if owner in adapted and name.endswith(".weight"):
+            layer = adapted[owner]
+            delta = layer.scale * (layer.lora_a @ layer.lora_b).T
+            array = (array.astype(mx.float32) + delta).astype(array.dtype)
+        weights[name.replace(".linear.", ".")] = array
+    plain.load_weights(list(weights.items()))
+    return plain

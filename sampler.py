@@ -1,0 +1,250 @@
+"""
+Rollouts: prompts in, sampled completions with their log-probabilities out. `uv run sampler.py --prompt "..."` shows one.
+
+Every distinct prompt is prefilled once, its cache is broadcast to the rows that share it, and the rows are decoded
+together. The record is exact: the ids that were drawn, their float32 log-probabilities under the distribution that
+they were drawn from, and a mask that ends with the end token. Randomness comes from (key, row, position) alone, so a
+row's completion does not depend on which rows it was decoded with. What is left out: text; the caller renders prompts
+to ids and decodes completions.
+
+Axes: N rows, prompt-major; T completion positions; V vocabulary.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+import gwen
+from kv_cache import KVCache
+
+LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
+TILE = 512  # logits per tile of the two-stage draw: float32 sums stay exact to 1e-6 at Qwen's vocabulary
+BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
+
+
+class Stats(NamedTuple):
+    """What a rollout cost; seconds of wall time, tokens that reached a completion."""
+
+    prefill_s: float
+    decode_s: float
+    num_tokens: int
+    num_prompt_tokens: int  # prefilled, each distinct prompt once
+    cache_bytes: int  # the largest cache that was held
+
+
+class Rollout(NamedTuple):
+    """Sampled completions, rows prompt-major."""
+
+    completion_ids: mx.array  # (N, T) int32, pad_id after the end
+    logprobs: mx.array  # (N, T) float32 nats, 0 after the end
+    mask: mx.array  # (N, T) float32, 1 up to and including the end token
+    finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens
+    stats: Stats
+
+
+def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
+    """
+    One number in [0, 1) for each (row, position), (len(rows), num_positions) float32.
+
+    A counter-based generator (Philox) with the row in its counter: no row and no position depends on another.
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
+    """
+    streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows)
+    return mx.array(np.stack([stream.random(num_positions, dtype=np.float32) for stream in streams]))
+
+
+def sample_token(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
+    """
+    Draws one token a row by inverting the cumulative distribution, (N, V) float32 and (N,) -> (N,) int32, (N,) float32.
+
+    The second result is the token's log-probability. One uniform a row instead of V Gumbel variates, and the search
+    goes tile by tile. A logit of -inf is never drawn.
+    """
+    num_rows, size = logits.shape
+    peak = logits.max(-1, keepdims=True)
+    weights = mx.pad(gwen.exp(logits - peak), [(0, 0), (0, -size % TILE)]).reshape(num_rows, -1, TILE)
+    until = mx.cumsum(weights.sum(-1), axis=-1)  # (N, tiles): mass up to and including each tile
+    total = until[:, -1:]
+    target = mx.minimum(uniform[:, None], BELOW_ONE) * total
+    tile = (until <= target).sum(-1, keepdims=True)  # the first tile that passes the target
+    before = mx.where(tile > 0, mx.take_along_axis(until, mx.maximum(tile - 1, 0), axis=-1), 0.0)
+    within = mx.cumsum(mx.take_along_axis(weights, tile[:, :, None], axis=1).squeeze(1), axis=-1)  # (N, TILE)
+    rest = mx.clip(target - before, 0.0, within[:, -1:] * BELOW_ONE)
+    token = tile * TILE + (within <= rest).sum(-1, keepdims=True)
+    logprob = mx.take_along_axis(logits, token, axis=-1) - peak - mx.log(total)
+    return token.squeeze(-1).astype(mx.int32), logprob.squeeze(-1)
+
+
+def choose_token(
+    logits: mx.array, uniform: mx.array, temperature: float, support: dict[str, float]
+) -> tuple[mx.array, mx.array]:
+    """
+    A token and its log-probability for each row of (N, V) logits, from the temperature's truncated distribution.
+
+    Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
+    """
+    logits = logits.astype(mx.float32)
+    if temperature == 0:
+        token = logits.argmax(-1)
+        logprob = mx.take_along_axis(logits, token[:, None], axis=-1).squeeze(-1) - gwen.logsumexp(logits)
+        return token.astype(mx.int32), logprob
+    logits = logits / temperature
+    if support:
+        logits = gwen.truncate_logits(logits, **support)
+    return sample_token(logits, uniform)
+
+
+def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
+    """
+    The cache of a batch of prompts, aligned at their right end, and the logits after each, (len(prompts), V).
+
+    Raises ValueError when the logits are not finite, which is how float16 overflow shows.
+    """
+    length = max(len(prompt) for prompt in prompts)
+    padding = [length - len(prompt) for prompt in prompts]
+    tokens = mx.array([[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
+    cache = KVCache(len(model.layers), length, mx.array(padding) if any(padding) else None)
+    logits = model.hidden(tokens, cache)[:, -1] @ model.head_weight.T
+    mx.eval(logits, cache.arrays())
+    if not mx.isfinite(logits).all().item():
+        raise ValueError(f"the model's first logits are not finite in {logits.dtype}; try GWEN_DTYPE=bfloat16")
+    return cache, logits
+
+
+def decode(
+    model: gwen.Model,
+    cache: KVCache,
+    logits: mx.array,
+    uniform: mx.array,
+    limits: list[int],
+    eos_ids: mx.array,
+    pad_id: int,
+    temperature: float,
+    support: dict[str, float],
+    progress: Any,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Samples until every row has ended: ids, log-probabilities and mask, each (N, at most max(limits)).
+
+    limits: the most tokens of each row. Position t + 1 is queued before anything of position t is read, and the one
+    wait is the look, every LOOK_EVERY positions, at whether the rows of the position before have all ended.
+    """
+    last = mx.array(limits) - 1
+    ended = mx.zeros((len(limits),), dtype=mx.bool_)
+    ids, logprobs, mask = [], [], []
+    for position in range(max(limits)):
+        token, logprob = choose_token(logits, uniform[:, position], temperature, support)
+        token, running = mx.where(ended, pad_id, token), mx.logical_not(ended)
+        ids.append(token)
+        logprobs.append(mx.where(running, logprob, 0.0))
+        mask.append(running)
+        previously_ended = ended
+        ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= position)
+        if position + 1 < max(limits):
+            logits = model.hidden(token[:, None], cache)[:, -1] @ model.head_weight.T
+        mx.async_eval(token, logprobs[-1], ended, logits)
+        progress.update(1)
+        if position % LOOK_EVERY == LOOK_EVERY - 1 and previously_ended.all().item():  # wait
+            break
+    progress.update(max(limits) - len(ids))
+    columns = (mx.stack(ids, axis=1), mx.stack(logprobs, axis=1), mx.stack(mask, axis=1).astype(mx.float32))
+    mx.eval(columns)
+    return columns
+
+
+def rollout(
+    model: gwen.Model,
+    prompts: list[list[int]],
+    *,
+    group_size: int,
+    max_tokens: int | Sequence[int],
+    temperature: float,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    rollout_batch_size: int,
+    key: int,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    describe: str = "rollout",
+) -> Rollout:
+    """
+    `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
+
+    prompts: token ids, of any lengths. max_tokens: one limit, or one a row. temperature: 0 is greedy.
+    eos_ids: every id that ends a completion. rollout_batch_size: the most rows that are decoded at once.
+    key: all randomness comes from (key, row, position). top_p, top_k, min_p: off at 1, 0, 0; when on, the
+    log-probabilities are those of the truncated distribution.
+    Raises ValueError for an empty prompt and for non-finite logits.
+    """
+    num_rows = len(prompts) * group_size
+    if not prompts or not all(prompts):
+        raise ValueError("a prompt has no tokens")
+    limits = [max_tokens] * num_rows if isinstance(max_tokens, int) else list(max_tokens)
+    assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
+    support = {name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value}
+    if top_p == 1.0:
+        support.pop("top_p")
+    eos = mx.array(list(eos_ids) or [-1])
+
+    rows_of: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> its rows
+    for index, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
+    distinct = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
+    num_batches = -(-len(distinct) // rollout_batch_size)
+
+    out_ids = np.full((num_rows, max(limits)), pad_id, np.int32)
+    out_logprobs, out_mask = np.zeros((num_rows, max(limits)), np.float32), np.zeros((num_rows, max(limits)), np.float32)
+    prefill_s = decode_s = 0.0
+    cache_bytes = 0
+    total = sum(-(-sum(len(rows_of[p]) for p in batch) // rollout_batch_size) for batch in _cut(distinct, num_batches))
+    with tqdm(total=total * max(limits), desc=describe, unit="tok/row", leave=False, disable=None) as progress:
+        for batch in _cut(distinct, num_batches):
+            begin = time.perf_counter()
+            prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in batch], pad_id)
+            prefill_s += time.perf_counter() - begin
+            begin = time.perf_counter()
+            pairs = [(slot, row) for slot, prompt in enumerate(batch) for row in rows_of[prompt]]
+            for chunk in _cut(pairs, -(-len(pairs) // rollout_batch_size)):
+                slots, rows = [slot for slot, _ in chunk], [row for _, row in chunk]
+                most = max(limits[row] for row in rows)
+                cache = prompt_cache.take(slots, prompt_cache.length + most)
+                ids, logprobs, mask = decode(
+                    model,
+                    cache,
+                    prompt_logits[mx.array(slots)],
+                    uniforms(key, rows, most),
+                    [limits[row] for row in rows],
+                    eos,
+                    pad_id,
+                    temperature,
+                    support,
+                    progress,
+                )
+                cache_bytes = max(cache_bytes, cache.nbytes + prompt_cache.nbytes)
+                width = ids.shape[1]
+                out_ids[rows, :width], out_logprobs[rows, :width] = np.array(ids), np.array(logprobs)
+                out_mask[rows, :width] = np.array(mask)
+            decode_s += time.perf_counter() - begin
+    lengths = out_mask.sum(-1).astype(int)
+    width = int(lengths.max())
+    ended = np.isin(out_ids[np.arange(num_rows), lengths - 1], list(eos_ids))
+    return Rollout(
+        mx.array(out_ids[:, :width]),
+        mx.array(out_logprobs[:, :width]),
+        mx.array(out_mask[:, :width]),
+        ["stop" if stop else "length" for stop in ended],
+        Stats(prefill_s, decode_s, int(lengths.sum()), sum(map(len, distinct)), cache_bytes),
+    )
+
+
+def _cut(items: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
+    """Consecutive parts whose sizes differ by at most one."""
+    ends = [len(items) * part // num_parts for part in range(num_parts + 1)]
+    return [items[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]

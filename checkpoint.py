@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 
 def save(run_dir: str | Path, state: State) -> Path:
-    """Writes `checkpoints/step-000050` and removes all but the newest few. OSError leaves the earlier ones untouched."""
+    """Writes `checkpoints/step-000050`, removes all but the newest few. OSError leaves the earlier ones as they were."""
     folder = Path(run_dir) / "checkpoints"
     target, scratch = folder / f"step-{state.step:06d}", folder / f".step-{state.step:06d}.partial"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -75,7 +75,7 @@ def _read(path: Path) -> State:
     if hashlib.sha256((path / "state.safetensors").read_bytes()).hexdigest() != record["sha256"]:
         raise ValueError("its checksum does not match")
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
-    for name, array in mx.load(str(path / "state.safetensors")).items():
+    for name, array in gwen.load_tensors(path / "state.safetensors").items():
         group, _, key = name.partition("/")
         groups[group][key] = array
     return State(record["step"], groups["trainable"], groups["optimizer"], record["extra"])
@@ -94,7 +94,7 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors and forces them to the disk. OSError when they do not fit."""
     try:
-        mx.save_safetensors(str(path), arrays, metadata=metadata or {})
+        mx.save_safetensors(str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"})
     except RuntimeError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     _sync(path)

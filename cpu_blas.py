@@ -18,18 +18,22 @@ On macOS nothing happens: MLX uses Accelerate.
 
 import ctypes
 import hashlib
+import itertools
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 _SHIM_SOURCE = """
 #define GEMM(name, real) \\
-    void scipy_cblas_##name(int, int, int, int, int, int, real, const real*, int, const real*, int, real, real*, int); \\
+    void scipy_cblas_##name(int, int, int, int, int, int, real, const real*, int, const real*, int, \\
+                            real, real*, int); \\
     void cblas_##name(int order, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
                       const real* b, int ldb, real beta, real* c, int ldc) { \\
         scipy_cblas_##name(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
@@ -39,24 +43,32 @@ GEMM(dgemm, double)
 """
 
 
+# One row (a decode step, which OpenBLAS hands to its matrix-vector kernel), a small product and one beyond the 100^3 up
+# to which OpenBLAS uses other kernels for small matrices.
+_CHECKED_SHAPES = ((1, 259, 385), (17, 33, 65), (129, 259, 385))
+
+
 def _agrees_with_numpy(path: str) -> bool:
-    """Whether the library's sgemm and dgemm equal numpy's product on one odd shape, all four transpositions."""
+    """Whether the library's sgemm and dgemm equal numpy's product on three shapes, all four transpositions."""
     library = ctypes.CDLL(path)  # RTLD_LOCAL: not yet visible to MLX
     rng = np.random.default_rng(0)
-    m, n, k = 17, 33, 65
-    for name, real, dtype in (("cblas_sgemm", ctypes.c_float, np.float32), ("cblas_dgemm", ctypes.c_double, np.float64)):
+    kinds: list[tuple[str, Any, Any]] = [
+        ("cblas_sgemm", ctypes.c_float, np.float32),
+        ("cblas_dgemm", ctypes.c_double, np.float64),
+    ]
+    for name, real, dtype in kinds:
         pointer = np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS")
         gemm = getattr(library, name)
         gemm.restype = None
-        gemm.argtypes = [ctypes.c_int] * 6 + [real, pointer, ctypes.c_int, pointer, ctypes.c_int, real, pointer, ctypes.c_int]
-        for trans_a in (False, True):
-            for trans_b in (False, True):
-                a = rng.standard_normal((k, m) if trans_a else (m, k)).astype(dtype)
-                b = rng.standard_normal((n, k) if trans_b else (k, n)).astype(dtype)
-                c = np.zeros((m, n), dtype)
-                gemm(101, 111 + trans_a, 111 + trans_b, m, n, k, 1.0, a, a.shape[1], b, b.shape[1], 0.0, c, n)
-                if not np.allclose(c, (a.T if trans_a else a) @ (b.T if trans_b else b), rtol=1e-4, atol=1e-4):
-                    return False
+        matrix = [pointer, ctypes.c_int]
+        gemm.argtypes = [*[ctypes.c_int] * 6, real, *matrix, *matrix, real, *matrix]
+        for (m, n, k), trans_a, trans_b in itertools.product(_CHECKED_SHAPES, (False, True), (False, True)):
+            a = rng.standard_normal((k, m) if trans_a else (m, k)).astype(dtype)
+            b = rng.standard_normal((n, k) if trans_b else (k, n)).astype(dtype)
+            c = np.zeros((m, n), dtype)
+            gemm(101, 111 + trans_a, 111 + trans_b, m, n, k, 1.0, a, a.shape[1], b, b.shape[1], 0.0, c, n)
+            if not np.allclose(c, (a.T if trans_a else a) @ (b.T if trans_b else b), rtol=1e-4, atol=1e-4):
+                return False
     return True
 
 
@@ -73,7 +85,7 @@ def _packaged_library() -> str:
     except ImportError as error:
         raise OSError("the package scipy-openblas32 is not installed") from error
     folder = scipy_openblas32.get_lib_dir()
-    key = hashlib.sha256((_SHIM_SOURCE + folder).encode()).hexdigest()[:16]
+    key = hashlib.sha256((_SHIM_SOURCE + platform.machine() + folder).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gwen"
     shim = cache / f"blas-{key}.so"
     if shim.exists():
@@ -89,7 +101,8 @@ def _packaged_library() -> str:
         command += [f"{folder}/libscipy_openblas.so", f"-Wl,-rpath,{folder}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise OSError(f"{compiler} could not build the shim: {done.stderr.strip().splitlines()[-1:]}")
+            reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+            raise OSError(f"{compiler} could not build the shim: {reason}")
         os.replace(built, shim)  # atomic: two first runs at once both end with a whole file
     return str(shim)
 
@@ -121,7 +134,7 @@ def _load() -> str:
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return name
             reasons.append(f"{name} disagrees with numpy")
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError: there is no home directory
             reasons.append(f"{name}: {error}")
     print(f"gwen: MLX runs on its slow built-in BLAS ({'; '.join(reasons)})", file=sys.stderr)
     return "MLX's built-in reference BLAS (slow)"

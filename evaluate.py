@@ -9,6 +9,7 @@ of a frozen judge. What is left out: training problems.
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def completions_of(model: gwen.Model, tokenizer: Any, prompts: list[list[int]], **settings: Any) -> list[str]:
     """Text of the sampled completions, prompt-major, without end tokens. settings: see `sampler.rollout`."""
     rollout = sampler.rollout(model, prompts, eos_ids=model.config.eos_ids, pad_id=0, key=KEY, **settings)
-    return decode_completions(tokenizer, rollout, model.config.eos_ids)
-
-
-def decode_completions(tokenizer: Any, rollout: sampler.Rollout, eos_ids: tuple[int, ...]) -> list[str]:
-    """The text of each row up to its end token."""
-    lengths = np.array(rollout.mask).sum(-1).astype(int)
-    rows = [ids[:length] for ids, length in zip(np.array(rollout.completion_ids).tolist(), lengths, strict=True)]
-    return [tokenizer.decode([i for i in row if i not in eos_ids], skip_special_tokens=True) for row in rows]
+    return sampler.texts(tokenizer, rollout, model.config.eos_ids)
 
 
 def evaluate(
@@ -71,7 +65,11 @@ def evaluate(
         tasks.chat_ids(tokenizer, problem["prompt"], system=problem.get("system"), thinking=thinking)
         for problem in problems
     ]
-    settings: dict[str, Any] = {"max_tokens": max_tokens, "rollout_batch_size": rollout_batch_size, "describe": "evaluate"}
+    settings: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "rollout_batch_size": rollout_batch_size,
+        "describe": "evaluate",
+    }
     sampled = completions_of(model, tokenizer, prompts, group_size=samples, temperature=1.0, **settings)
     greedy = completions_of(model, tokenizer, prompts, group_size=1, temperature=0.0, **settings)
 
@@ -79,7 +77,9 @@ def evaluate(
         """One number a completion (right or reward), and the judge's scores where it was the judge who gave it."""
         repeated = [problem for problem in problems for _ in range(repeat)]
         if task.verifier is not None:
-            columns = {key: [problem[key] for problem in repeated] for key in repeated[0] if key != "prompt"}
+            columns: dict[str, Any] = {
+                key: [problem[key] for problem in repeated] for key in repeated[0] if key != "prompt"
+            }
             texts_of = [problem["prompt"] for problem in repeated]
             reward = task.rewards[task.verifier]
             return np.array(tasks.call_reward(task.verifier, reward, texts_of, texts, columns)), None
@@ -120,3 +120,53 @@ def evaluate(
         for index, problem in enumerate(problems)
     ]
     return record, details
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="evaluate.py", description="Evaluate a model on held-out problems.")
+    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: demo without a GPU)")
+    parser.add_argument("--adapter", metavar="DIR", help="of a run, or any other in mlx_lm's layout")
+    parser.add_argument("--task", help="demo, values or gsm8k (default: demo with the demo model, else values)")
+    parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
+    parser.add_argument("--columns", help="names of the data's columns, as prompt=question,answer=answer")
+    parser.add_argument("--limit", type=int, help="only the first N problems")
+    parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--rollout-batch-size", type=int, default=64, help="rows decoded at once")
+    parser.add_argument("--judge-model", help="for tasks that a judge scores (default: the model without the adapter)")
+    parser.add_argument("--thinking", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
+    args = parser.parse_args(argv)
+    try:
+        for flag in ("limit", "samples", "max_tokens", "rollout_batch_size"):
+            if (value := getattr(args, flag)) is not None and value < 1:
+                raise ValueError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+        name, why = gwen.choose_model(args.model)
+        task = tasks.load(
+            args.task or ("demo" if name == "demo" else "values"), held_out=args.data, columns=args.columns
+        )
+        print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
+        model, tokenizer = gwen.load(name, adapter=args.adapter)
+        grader = None
+        if task.rubric is not None and task.metric == "score":
+            grader = judge.Judge(*gwen.load(args.judge_model or name), task.rubric)
+        record, details = evaluate(
+            model,
+            tokenizer,
+            task,
+            max_tokens=args.max_tokens,
+            rollout_batch_size=args.rollout_batch_size,
+            grader=grader,
+            samples=args.samples,
+            limit=args.limit,
+            thinking=args.thinking,
+        )
+        if args.out:
+            args.out.write_text("".join(json.dumps(detail) + "\n" for detail in details))
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

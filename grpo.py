@@ -67,7 +67,12 @@ def kl_k3(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
 
 
 def aggregate(
-    per_token: mx.array, mask: mx.array, loss: str, *, max_tokens: int | None = None, num_items: mx.array | int | None = None
+    per_token: mx.array,
+    mask: mx.array,
+    loss: str,
+    *,
+    max_tokens: int | None = None,
+    num_items: mx.array | int | None = None,
 ) -> mx.array:
     """
     One number from the losses of the counted tokens, (N, T), (N, T) -> ().

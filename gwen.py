@@ -61,7 +61,7 @@ class Config:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_theta: float
-    rope_scaling: dict[str, float] | None
+    rope_scaling: dict[str, Any] | None  # YaRN's four numbers, or None
     eos_ids: tuple[int, ...]
     raw: dict[str, Any]
 
@@ -76,14 +76,14 @@ class Config:
         return self.model_type == "qwen3"
 
 
-# The least and the largest value of each size. Beyond them `config.json` has a slip of the pen, and to build such a
-# model would take minutes, or overflow, before its weights could contradict it.
+# The largest value of each size. What lies beyond is a slip of the pen, and to build such a model would take minutes,
+# or overflow, before its weights could contradict it.
 SIZES = {
-    "hidden_size": (1, 2**17),
-    "num_hidden_layers": (1, 2**10),
-    "intermediate_size": (1, 2**18),
-    "num_attention_heads": (1, 2**10),
-    "vocab_size": (1, 2**21),
+    "hidden_size": 2**17,
+    "num_hidden_layers": 2**10,
+    "intermediate_size": 2**18,
+    "num_attention_heads": 2**10,
+    "vocab_size": 2**21,
 }
 
 
@@ -95,11 +95,13 @@ def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> 
     Raises ValueError naming the key that is missing, or the feature that is not supported.
     """
     if (model_type := raw.get("model_type")) not in ("qwen2", "qwen3"):
-        raise ValueError(f"config.json has model_type {model_type!r}; only qwen2 (Qwen2, Qwen2.5) and qwen3 are supported")
+        raise ValueError(
+            f"config.json has model_type {model_type!r:.60}; only qwen2 (Qwen2, Qwen2.5) and qwen3 are supported"
+        )
     if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
         raise ValueError(f"config.json lacks {', '.join(missing)}; is this a Qwen checkpoint?")
     refuse_unsupported(raw)
-    sizes = {key: checked(raw, key, *limits) for key, limits in SIZES.items()}
+    sizes = {key: checked(raw, key, 1, largest) for key, largest in SIZES.items()}
     num_heads = sizes["num_attention_heads"]
     num_kv_heads = checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
@@ -161,7 +163,7 @@ def refuse_unsupported(raw: dict[str, Any]) -> None:
         raise ValueError("config.json has attention_bias=true; no Qwen3 checkpoint that is supported has it")
 
 
-def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, float] | None]:
+def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
     """
     Theta and, with YaRN, its four numbers, all of them filled in.
 
@@ -289,8 +291,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
     """
     Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D); the L queries are the last of the S positions.
 
-    mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key. What a query that sees no key gets is
-    finite here, and undefined.
+    mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key; a query that sees none is not allowed.
     """
     # On a GPU MLX has kernels with float32 scores for Qwen's head sizes; other sizes fall back to scores in 16 bits.
     if not on_gpu() or queries.shape[-1] not in (64, 128):
@@ -379,10 +380,8 @@ class Model(nn.Module):
         """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
-        if cache is None:
-            offsets, mask = mx.zeros((num_rows,), dtype=mx.int32), "causal"
-        else:
-            offsets, mask = cache.offsets(num_rows), cache.mask(length)
+        offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
+        mask = "causal" if cache is None else cache.mask(length)
         for index, layer in enumerate(self.layers):
             x = layer(x, self._rope, offsets, mask, None if cache is None else cache.layers[index])
         return self.norm(x)
@@ -394,7 +393,23 @@ class Model(nn.Module):
 
 # ---- log-probabilities of chosen tokens
 
-LOGPROB_CHUNK = 128 * 151_936  # logits that exist at once, 78 MB in float32: 128 positions of Qwen's vocabulary
+
+def tiled_sum(x: mx.array) -> mx.array:
+    """
+    Sum over the last axis, (..., V) -> (...), in tiles of 512.
+
+    One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
+    entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
+    """
+    num_tiles = x.shape[-1] // 512
+    tiles = x[..., : num_tiles * 512].reshape(*x.shape[:-1], num_tiles, 512).sum(-1).sum(-1)
+    return tiles + x[..., num_tiles * 512 :].sum(-1)
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
+    peak = mx.stop_gradient(x.max(-1, keepdims=True))
+    return mx.log(tiled_sum(exp(x - peak))) + peak.squeeze(-1)
 
 
 def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
@@ -412,7 +427,7 @@ def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p:
         logits = mx.where(logits < logits.max(-1, keepdims=True) + math.log(min_p), -mx.inf, logits)
     if top_p < 1:
         descending = -mx.sort(-logits, axis=-1)
-        probs = mx.softmax(descending, axis=-1, precise=True)
+        probs = exp(descending - logsumexp(descending)[..., None])
         before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
         num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
         least = mx.take_along_axis(descending, num_kept - 1, axis=-1)
@@ -420,26 +435,8 @@ def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p:
     return logits
 
 
-def tiled_sum(x: mx.array) -> mx.array:
-    """
-    Sum over the last axis, (..., V) -> (...), in tiles of 512.
-
-    One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
-    entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
-    """
-    whole = x.shape[-1] // 512 * 512
-    tiles = x[..., :whole].reshape(*x.shape[:-1], -1, 512).sum(-1).sum(-1)
-    return tiles + x[..., whole:].sum(-1)
-
-
-def logsumexp(x: mx.array) -> mx.array:
-    """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
-    peak = mx.stop_gradient(x.max(-1, keepdims=True))
-    return mx.log(tiled_sum(exp(x - peak))) + peak.squeeze(-1)
-
-
 def shifted_logits(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, float]
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, Any]
 ) -> mx.array:
     """
     Logits at `temperature` less the largest of their row, (M, C) x (V, C) -> (M, V) float32; -1e9 outside the support.
@@ -454,7 +451,7 @@ def shifted_logits(
 
 
 def token_logprobs_ref(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, float]
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, Any]
 ) -> tuple[mx.array, mx.array]:
     """The definition of `token_logprobs`: all logits at once, (M, C) x (V, C) x (M,) -> (M,), (M,) float32."""
     logits = shifted_logits(hidden, head_weight, ids, temperature, support)
@@ -464,6 +461,9 @@ def token_logprobs_ref(
     return chosen - mx.log(total), mx.log(total) - tiled_sum(weights * logits) / total
 
 
+LOGPROB_CHUNK = 128 * 151_936  # logits that exist at once, 78 MB in float32: 128 positions of Qwen's vocabulary
+
+
 def token_logprobs(
     hidden: mx.array,
     head_weight: mx.array,
@@ -471,7 +471,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     head: str = "frozen",
-    support: dict[str, float] | None = None,
+    support: dict[str, Any] | None = None,
 ) -> tuple[mx.array, mx.array]:
     """
     Log-probability of each id and entropy of its distribution at `temperature`, without holding (N, T, V).
@@ -480,7 +480,7 @@ def token_logprobs(
     in `head_weight` when head="trained". `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
     Each pass goes chunk by chunk, and the backward pass makes a chunk's logits again: 1,024 positions of 151,936 logits
     need 0.3 GB where autodiff of the chunks needs 3.7 and twice the time. The scheduler runs ahead of the chain of
-    chunks until it meets `mx.set_memory_limit`; without a limit it is 0.9 GB.
+    chunks until it meets `mx.set_memory_limit`; without a limit it is 1.0 GB.
     """
     assert head in ("frozen", "trained"), head
     assert temperature > 0, temperature
@@ -498,7 +498,7 @@ def token_logprobs(
             if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
                 (source,) = mx.depends([source], list(parts[-1]))
             parts.append(token_logprobs_ref(source, head_weight, ids[chunk], temperature, support))
-        logprobs, entropy = (mx.concatenate(column) for column in zip(*parts, strict=True))
+        logprobs, entropy = (mx.concatenate(list(column)) for column in zip(*parts, strict=True))
         return logprobs, entropy
 
     @forward.vjp
@@ -508,11 +508,12 @@ def token_logprobs(
         hidden, head_weight = primals
         d_hidden: list[mx.array] = []
         d_head = mx.zeros(head_weight.shape, mx.float32)
+        done: list[mx.array] = []
         for chunk in chunks:
             d_logprob, d_entropy, logprob, entropy = (a[chunk][:, None] for a in (*cotangents, *outputs))
             source = hidden[chunk]
-            if d_hidden:
-                (source,) = mx.depends([source], [d_hidden[-1], d_head])
+            if done:
+                (source,) = mx.depends([source], done)
             logits = shifted_logits(source, head_weight, ids[chunk], temperature, support)
             chosen = ids[chunk][:, None]
             logprobs = logits - mx.take_along_axis(logits, chosen, axis=-1) + logprob  # (M, V), all of them
@@ -520,12 +521,15 @@ def token_logprobs(
             d_logits = -exp(logprobs) * (d_logprob + d_entropy * (logprobs + entropy))
             d_logits = mx.where(mx.arange(d_logits.shape[-1]) == chosen, d_logits + d_logprob, d_logits)
             d_logits = (d_logits / temperature).astype(head_weight.dtype)
-            d_hidden.append(d_logits @ head_weight)
+            d_hidden.append((d_logits @ head_weight).astype(source.dtype))
+            done = [d_hidden[-1]]
             if head == "trained":
                 d_head = d_head + d_logits.T @ source
+                done.append(d_head)
         return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
 
-    logprobs, entropy = forward(hidden.reshape(-1, width), head_weight)
+    outputs: Any = forward(hidden.reshape(-1, width), head_weight)
+    logprobs, entropy = outputs
     return logprobs.reshape(num_rows, length), entropy.reshape(num_rows, length)
 
 
@@ -546,13 +550,12 @@ def part_rows(config: Config, fused: str) -> list[int]:
 
 
 def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Hugging Face names and parts -> this model's; the only place that knows foreign names on the way in."""
-    weights = {name.removeprefix("model."): array for name, array in weights.items() if "rotary_emb" not in name}
+    """Hugging Face names and parts, all of them -> this model's names."""
+    weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
         for name in [n for n in weights if parts[0] in n]:  # "layers.0.self_attn.q_proj.weight"
             sources = [name.replace(parts[0], part) for part in parts]
-            if all(source in weights for source in sources):
-                weights[name.replace(parts[0], fused)] = mx.concatenate([weights.pop(s) for s in sources])
+            weights[name.replace(parts[0], fused)] = mx.concatenate([weights.pop(source) for source in sources])
     return weights
 
 
@@ -571,83 +574,102 @@ def unfuse_weights(weights: dict[str, mx.array], config: Config) -> dict[str, mx
     return out
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, cut to one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def load_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. ValueError when the file cannot be read or holds something else."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds a {type(held).__name__}, not an object; is this a Qwen checkpoint?")
+    return held
+
+
+def load_tensors(path: Path) -> dict[str, mx.array]:
+    """The tensors of one safetensors file, by name. ValueError when it is missing, cut off or something else."""
+    try:
+        tensors = mx.load(str(path), format="safetensors")
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {first_line(error)}") from error
+    assert isinstance(tensors, dict)
+    return tensors
+
+
 def load_config(directory: Path) -> Config:
     """The configuration of a model directory. ValueError when a file is missing or is not JSON."""
-
-    def read(name: str) -> Any:
-        try:
-            return json.loads((directory / name).read_text())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{directory / name} cannot be read: {error}") from error
-
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")
-    eos = read("generation_config.json").get("eos_token_id") if (directory / "generation_config.json").is_file() else None
-    return make_config(read("config.json"), [eos] if isinstance(eos, int) else eos)
+    generation = directory / "generation_config.json"
+    eos_ids = load_object(generation).get("eos_token_id") if generation.is_file() else None
+    return make_config(load_object(directory / "config.json"), eos_ids)
 
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
     """All tensors of a directory's safetensors, by Hugging Face name. ValueError names a missing or broken shard."""
     index = directory / "model.safetensors.index.json"
+    shards = present = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
     if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
-    else:
-        shards = sorted(path.name for path in directory.glob("model*.safetensors"))
+        weight_map = load_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files")
+        shards = sorted(set(weight_map.values()))
     if not shards:
         raise ValueError(f"{directory} has no model*.safetensors")
+    if absent := sorted(set(shards) - set(present)):
+        raise ValueError(f"{directory} lacks the shard {absent[0]!r:.200} that {index.name} names")
     weights: dict[str, mx.array] = {}
     for shard in shards:
-        if not (directory / shard).is_file():
-            raise ValueError(f"{directory} lacks the shard {shard} that {index.name} names")
-        try:
-            weights |= mx.load(str(directory / shard))
-        except RuntimeError as error:
-            raise ValueError(f"{directory / shard} is not a whole safetensors file: {error}") from error
-    return weights
+        weights |= load_tensors(directory / shard)
+    return {name: array for name, array in weights.items() if "rotary_emb" not in name}  # computed, not learned
 
 
-def load_model(
-    directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None
-) -> Model:
+def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
     """The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it."""
-    directory = Path(directory)
+    directory, dtype = Path(directory), dtype or default_dtype()
     config = load_config(directory)
-    dtype = dtype or default_dtype()
     weights = load_weights(directory)
-    for name, array in weights.items():
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    model = Model(config)  # lazy: its random weights are replaced before they are computed
+    expected = unfuse_weights(dict(tree_flatten(model.parameters())), config)
+    if missing := sorted(expected.keys() - weights.keys()):
+        raise ValueError(f"{directory} lacks {len(missing)} tensors, the first is {missing[0]}")
+    if unknown := sorted(weights.keys() - expected.keys()):
+        raise ValueError(
+            f"{directory} has {len(unknown)} tensors that a {config.model_type} has not, the first is {unknown[0]}"
+        )
+    for name, array in sorted(weights.items()):
+        if array.shape != expected[name].shape:
+            raise ValueError(
+                f"{directory}: {name} has shape {array.shape}, config.json asks for {expected[name].shape}"
+            )
         if not mx.issubdtype(array.dtype, mx.floating):
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
         weights[name] = array.astype(dtype)
     if adapter is not None:
         weights = merge_adapter(weights, adapter)
-    weights = fuse_weights(weights)
-    if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    model = Model(config)
-    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    if missing := sorted(expected.keys() - weights.keys()):
-        raise ValueError(f"{directory} lacks {len(missing)} tensors, the first is {missing[0]}")
-    if unknown := sorted(weights.keys() - expected.keys()):
-        raise ValueError(f"{directory} has {len(unknown)} tensors that a {config.model_type} has not, the first is {unknown[0]}")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(f"{directory}: {name} has shape {weights[name].shape}, config.json asks for {shape}")
-    model.load_weights(list(weights.items()))
+    model.load_weights(list(fuse_weights(weights).items()))
     mx.eval(model.parameters())
     return model
 
 
 def load_tokenizer(directory: str | Path) -> Any:
     """The directory's tokenizer as transformers loads it; remote code is never run."""
+    if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        # transformers would make an empty tokenizer, to which every text is no token at all
+        raise ValueError(f"{directory} has no tokenizer.json")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import advises to install PyTorch
     from transformers import AutoTokenizer  # here, because importing it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a broken tokenizer directory
-        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 DEMO = Path(__file__).parent / "demo" / "model"
@@ -662,7 +684,7 @@ def hub_directory(hub_id: str) -> Path:
     Raises ValueError in one line when it is neither cached nor to be had.
     """
     import huggingface_hub  # here, because importing it takes a while
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     repo, _, revision = hub_id.partition("@")
     try:
@@ -671,8 +693,8 @@ def hub_directory(hub_id: str) -> Path:
         raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"--model {hub_id}: {str(error).strip().splitlines()[0]}") from error
+    except (HTTPError, OSError) as error:
+        raise ValueError(f"--model {hub_id}: {first_line(error)}") from error
 
 
 def find(path_or_id: str | Path) -> Path:
@@ -706,50 +728,73 @@ def merge_adapter(weights: dict[str, mx.array], directory: str | Path) -> dict[s
     Raises ValueError when the directory holds no adapter or not one of this model.
     """
     directory = Path(directory)
-    try:
-        config = json.loads((directory / "adapter_config.json").read_text())
-        adapter = mx.load(str(directory / "adapters.safetensors"))
-        kind, scale = config["fine_tune_type"], config.get("lora_parameters", {}).get("scale", 1.0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"--adapter {directory}: no adapter of mlx_lm's layout there ({error!r})") from error
+    if not (directory / "adapter_config.json").is_file():
+        raise ValueError(f"--adapter {directory}: no adapter_config.json there; it takes an adapter in mlx_lm's layout")
+    config = load_object(directory / "adapter_config.json")
+    adapter = load_tensors(directory / "adapters.safetensors")
+    if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):
+        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
     if kind == "full":
-        updates = adapter
-    elif kind == "lora":
-        updates = {}
-        for name in (n.removesuffix(".lora_a") for n in adapter if n.endswith(".lora_a")):
-            if f"{name}.weight" not in weights or f"{name}.lora_b" not in adapter:
-                raise ValueError(f"--adapter {directory}: {name} is not a projection of this model")
-            base, low, high = weights[f"{name}.weight"], adapter[f"{name}.lora_a"], adapter[f"{name}.lora_b"]
-            if (high.shape[-1], low.shape[0]) != base.shape:
-                raise ValueError(f"--adapter {directory}: {name} does not fit a weight of shape {base.shape}")
-            delta = scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
-            updates[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
-    else:
-        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r} is not supported, only lora and full")
-    return weights | updates
+        for name, array in adapter.items():
+            if name not in weights or array.shape != weights[name].shape:
+                raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
+        return weights | {name: array.astype(weights[name].dtype) for name, array in adapter.items()}
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict) or not isinstance(scale := parameters.get("scale"), (int, float)):
+        raise ValueError(f"--adapter {directory}: adapter_config.json has no lora_parameters with a scale")
+    weights = dict(weights)
+    for name in sorted({tensor.rpartition(".")[0] for tensor in adapter}):
+        base, low, high = weights.get(f"{name}.weight"), adapter.get(f"{name}.lora_a"), adapter.get(f"{name}.lora_b")
+        if base is None or low is None or high is None:
+            raise ValueError(f"--adapter {directory}: {name} is not a projection of this model with lora_a and lora_b")
+        if low.shape[:1] + high.shape[:1] + high.shape[1:] != base.shape[1:] + low.shape[1:] + base.shape[:1]:
+            raise ValueError(f"--adapter {directory}: {name} does not fit a weight of shape {base.shape}")
+        delta = scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
+        weights[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+    return weights
 
 
-def load(
-    path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None
-) -> tuple[Model, Any]:
+def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> tuple[Model, Any]:
     """
     Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`).
 
     adapter: a directory of mlx_lm's layout whose weights are merged in. ValueError names what is wrong.
     """
     directory = find(path_or_id)
-    return load_model(directory, dtype, adapter), load_tokenizer(directory)
+    model, tokenizer = load_model(directory, dtype, adapter), load_tokenizer(directory)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"{directory}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size}"
+        )
+    return model, tokenizer
 
 
 def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
-    """Writes the model un-fused, with configuration and tokenizer, so that mlx_lm and transformers load it."""
-    directory = Path(directory)
+    """
+    Writes the model un-fused, with configuration and tokenizer, so that mlx_lm and transformers load it.
+
+    Raises ValueError where shards of another model lie, which readers would load with or instead of this one.
+    """
+    directory, config = Path(directory), model.config
     directory.mkdir(parents=True, exist_ok=True)
-    weights = unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    if foreign := sorted(p.name for p in directory.glob("model*.safetensors*") if p.name != "model.safetensors"):
+        raise ValueError(f"{directory} holds {foreign[0]} of another model; save to a new directory")
+    weights = unfuse_weights(dict(tree_flatten(model.parameters())), config)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
-    dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
-    raw = {key: value for key, value in model.config.raw.items() if key != "torch_dtype"} | {"dtype": dtype}
+    # Rope goes out in the older of its two layouts, since mlx_lm's Qwen2 knows no other, and what has a default is
+    # spelled out, since the defaults of mlx_lm and transformers differ.
+    raw = {key: value for key, value in config.raw.items() if key not in ("torch_dtype", "rope_parameters")}
+    raw |= {
+        "dtype": str(model.head_weight.dtype).removeprefix("mlx.core."),
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling and {"rope_type": "yarn", **config.rope_scaling},
+        "eos_token_id": list(config.eos_ids) or None,
+    }
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    generation = {"eos_token_id": list(model.config.eos_ids), "do_sample": True, "temperature": 1.0}
+    generation = {"eos_token_id": raw["eos_token_id"], "do_sample": True, "temperature": 1.0}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tokenizer.save_pretrained(str(directory))

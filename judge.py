@@ -167,13 +167,13 @@ class Judge:
         begin = time.perf_counter()
         ids = [p for prompt, text in zip(prompts, completions, strict=True) for p in self.prompts(prompt, text)]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))  # neighbours need little padding
-        scores, mass = np.full(len(ids), np.nan), np.zeros(len(ids))
+        flat, mass = np.full(len(ids), np.nan), np.zeros(len(ids))
         with lora.disabled(self.model), tqdm(total=len(ids), desc="judge", leave=False, disable=None) as progress:
             position = 0
             while position < len(ids):
                 chunk = order[position : position + self.chunk_size]
                 try:
-                    scores[chunk], mass[chunk] = self._evaluate([ids[index] for index in chunk])
+                    flat[chunk], mass[chunk] = self._evaluate([ids[index] for index in chunk])
                 except RuntimeError as error:
                     if not is_out_of_memory(error) or self.chunk_size == 1:
                         raise
@@ -183,8 +183,8 @@ class Judge:
                     continue
                 position += len(chunk)
                 progress.update(len(chunk))
-        scores[mass < MIN_MASS] = np.nan
-        scores = scores.reshape(len(completions), len(self.rubric.criteria))
+        flat[mass < MIN_MASS] = np.nan
+        scores = flat.reshape(len(completions), len(self.rubric.criteria))
         stats = Stats(time.perf_counter() - begin, len(ids), float(mass.mean()) if len(ids) else 0.0)
         return Judgement(rubric_reward(scores, self.rubric), scores, int(np.isnan(scores).sum()), stats)
 
@@ -227,4 +227,6 @@ def score_token_ids(tokenizer: Any) -> list[list[int]]:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error of MLX says that memory ran out, in the words of its Metal, CUDA and CPU backends."""
     text = str(error).lower()
-    return any(words in text for words in ("insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc"))
+    return any(
+        words in text for words in ("insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc")
+    )

@@ -35,6 +35,10 @@ class LayerCache:
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends (N, K, L, D) to both and returns all that is written, (N, K, length, D)."""
+        assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
+        if self.keys is not None:  # a slice assignment would broadcast one row to all, or cast, without a word
+            held, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
+            assert held == new, f"{held} != {new}"
         begin, end = self.length, self.length + keys.shape[2]
         if self.keys is None or end > self.keys.shape[2]:
             self.capacity = max(self.capacity, round_up(end))
@@ -54,7 +58,7 @@ class LayerCache:
 
     def take(self, rows: mx.array, capacity: int) -> "LayerCache":
         """A copy whose row i is row `rows[i]` of this one, with room for `capacity` columns."""
-        assert self.keys is not None and self.values is not None, "nothing to take: the cache is empty"
+        assert self.keys is not None and self.values is not None
         taken = LayerCache(max(capacity, self.length))
         taken.update(self.keys[rows, :, : self.length], self.values[rows, :, : self.length])
         return taken
@@ -90,6 +94,7 @@ class KVCache:
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each row, (N,) int32."""
         # Always an array: with a scalar offset MLX's one-token rope was wrong for batches on Metal before 0.32.
+        assert self.pad is None or self.pad.shape == (num_rows,), f"{self.pad.shape} != {num_rows} rows"
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)
         return next_column if self.pad is None else next_column - self.pad
 
@@ -110,7 +115,10 @@ class KVCache:
 
         Repeating a row broadcasts its prompt to a group; leaving rows out drops them.
         """
-        index = mx.array(rows)
+        held = self.layers[0].keys
+        assert held is not None, "nothing to take: the cache is empty"
+        assert all(0 <= row < held.shape[0] for row in rows), f"{rows} of {held.shape[0]} rows"  # MLX reads beyond
+        index = mx.array(rows, dtype=mx.int32)
         taken = KVCache(0, pad=None if self.pad is None else self.pad[index])
         taken.layers = [layer.take(index, capacity) for layer in self.layers]
         return taken

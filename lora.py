@@ -1,5 +1,6 @@
 """
 Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
+`uv run lora.py --fuse --model M --adapter DIR --out DIR` merges one into its model for good.
 
 One adapter serves a fused projection, so query, key and value share its A; taken apart, each part has that A and its
 own rows of B, which is exactly the adapter that mlx_lm puts on the separate projections.
@@ -7,15 +8,19 @@ own rows of B, which is exactly the adapter that mlx_lm puts on the separate pro
 Axes: C input width, O output width, R rank.
 """
 
+import argparse
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
+import telemetry
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -54,7 +59,9 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     if unknown := [target for target in targets if target not in TARGETS]:
         raise ValueError(f"--lora-targets {unknown[0]}: not one of {', '.join(TARGETS)}")
     model.freeze()
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in targets]
+    found = [
+        (name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in targets
+    ]
     keys = mx.random.split(mx.random.key(seed), len(found))
     adapted = [
         (name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in zip(sorted(found), keys, strict=True)
@@ -66,7 +73,7 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
 
 @contextlib.contextmanager
 def disabled(model: gwen.Model) -> Iterator[None]:
-    """Inside, the model is its base: the reference policy and the frozen judge. A model without adapters stays as it is."""
+    """Inside, the model is its base: the reference policy and the frozen judge. Without adapters it stays as it is."""
     adapted = [layer for _, layer in layers(model) if layer.enabled]
     for layer in adapted:
         layer.enabled = False
@@ -92,7 +99,7 @@ def merged(model: gwen.Model) -> gwen.Model:
     plain = gwen.Model(model.config)
     adapted = dict(layers(model))
     weights = {}
-    for name, array in gwen.tree_flatten(model.parameters()):
+    for name, array in tree_flatten(model.parameters()):
         if ".lora_" in name:
             continue
         owner = name.rpartition(".linear.")[0]
@@ -103,3 +110,24 @@ def merged(model: gwen.Model) -> gwen.Model:
         weights[name.replace(".linear.", ".")] = array
     plain.load_weights(list(weights.items()))
     return plain
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="lora.py", description="Merge an adapter into its model.")
+    parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")
+    parser.add_argument("--model", required=True, help="demo, a Hugging Face directory or a hub id")
+    parser.add_argument("--adapter", required=True, metavar="DIR", help="of a run, or any other in mlx_lm's layout")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new Hugging Face directory")
+    args = parser.parse_args(argv)
+    try:
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise ValueError(f"--out {args.out} exists; give a new directory")
+        model, tokenizer = gwen.load(args.model, adapter=args.adapter)
+        gwen.save(model, args.out, tokenizer)
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+    print(f"{args.out}: {args.model} with {args.adapter} merged in, {model.head_weight.dtype}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,19 @@
 """
-Rollouts: prompts in, sampled completions with their log-probabilities out. `uv run sampler.py --prompt "..."` shows one.
+Rollouts: prompts in, sampled completions with their log-probabilities out. `uv run sampler.py --prompt "Hi"` shows
+one.
 
 Every distinct prompt is prefilled once, its cache is broadcast to the rows that share it, and the rows are decoded
 together. The record is exact: the ids that were drawn, their float32 log-probabilities under the distribution that
 they were drawn from, and a mask that ends with the end token. Randomness comes from (key, row, position) alone, so a
 row's completion does not depend on which rows it was decoded with. What is left out: text; the caller renders prompts
-to ids and decodes completions.
+to ids.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
 
 import argparse
+import itertools
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 import gwen
+import tasks
+import telemetry
 from kv_cache import KVCache
 
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
@@ -82,7 +87,7 @@ def sample_token(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.arra
 
 
 def choose_token(
-    logits: mx.array, uniform: mx.array, temperature: float, support: dict[str, float]
+    logits: mx.array, uniform: mx.array, temperature: float, support: dict[str, Any]
 ) -> tuple[mx.array, mx.array]:
     """
     A token and its log-probability for each row of (N, V) logits, from the temperature's truncated distribution.
@@ -126,7 +131,7 @@ def decode(
     eos_ids: mx.array,
     pad_id: int,
     temperature: float,
-    support: dict[str, float],
+    support: dict[str, Any],
     progress: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """
@@ -200,7 +205,10 @@ def rollout(
     num_batches = -(-len(distinct) // rollout_batch_size)
 
     out_ids = np.full((num_rows, max(limits)), pad_id, np.int32)
-    out_logprobs, out_mask = np.zeros((num_rows, max(limits)), np.float32), np.zeros((num_rows, max(limits)), np.float32)
+    out_logprobs, out_mask = (
+        np.zeros((num_rows, max(limits)), np.float32),
+        np.zeros((num_rows, max(limits)), np.float32),
+    )
     prefill_s = decode_s = 0.0
     cache_bytes = 0
     total = sum(-(-sum(len(rows_of[p]) for p in batch) // rollout_batch_size) for batch in _cut(distinct, num_batches))
@@ -247,4 +255,52 @@ def rollout(
 def _cut(items: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
     """Consecutive parts whose sizes differ by at most one."""
     ends = [len(items) * part // num_parts for part in range(num_parts + 1)]
-    return [items[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    return [items[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
+    """The text of each row, without its end token and other control tokens."""
+    rows = zip(np.array(result.completion_ids), np.array(result.mask), strict=True)
+    kept = ([i for i in ids[mask > 0].tolist() if i not in eos_ids] for ids, mask in rows)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="sampler.py", description="Sample completions of one prompt.")
+    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: demo without a GPU)")
+    parser.add_argument("--adapter", metavar="DIR", help="of a run, or any other in mlx_lm's layout")
+    parser.add_argument("--prompt", required=True, help="what the user says")
+    parser.add_argument("--system", help="what stands before it")
+    parser.add_argument("--num", type=int, default=1, help="completions")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--thinking", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        for flag, value in (("--num", args.num), ("--max-tokens", args.max_tokens)):
+            if value < 1:
+                raise ValueError(f"{flag} is {value}; it must be at least 1")
+        if not args.temp >= 0:
+            raise ValueError(f"--temp is {args.temp}; it must be at least 0")
+        name, why = gwen.choose_model(args.model)
+        print(f"model: {name}, {why}", file=sys.stderr)
+        model, tokenizer = gwen.load(name, adapter=args.adapter)
+        result = rollout(
+            model,
+            [tasks.chat_ids(tokenizer, args.prompt, system=args.system, thinking=args.thinking)],
+            group_size=args.num,
+            max_tokens=args.max_tokens,
+            temperature=args.temp,
+            eos_ids=model.config.eos_ids,
+            pad_id=0,
+            rollout_batch_size=64,
+            key=args.seed,
+        )
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+    print("\n".join(texts(tokenizer, result, model.config.eos_ids)))
+
+
+if __name__ == "__main__":
+    main()

@@ -48,7 +48,7 @@ class PhaseClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def end_step(self) -> dict[str, float]:
-        """The seconds of every phase since the last call, with `step` (all of it) and `other` (what no phase claimed)."""
+        """Seconds of every phase since the last call, with `step` (all of it) and `other` (what no phase claimed)."""
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
         self.seconds, self._begin = {}, now

@@ -32,11 +32,12 @@ import mlx.optimizers as optim
 import numpy as np
 import yaml
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from tqdm import tqdm
 
 import checkpoint
 import evaluate
-import gwen
 import grpo
+import gwen
 import judge
 import lora
 import sampler
@@ -52,7 +53,7 @@ def train(config: "Config", run: "Run") -> None:
         step = run.step + 1
         indices = tasks.epoch_indices(len(task.train), config.batch, step - 1, config.seed)
         examples = [task.train[index] for index in indices]
-        prompts = [run.prompt_ids(example) for example in examples]
+        prompts = [run.prompt_ids[index] for index in indices]
 
         with clock.phase("rollout") as done:
             rollout = sampler.rollout(
@@ -113,12 +114,14 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     A completion that the judge could not read gets its group's mean, hence no advantage.
     """
     config, task = run.config, run.task
-    completions = evaluate.decode_completions(run.tokenizer, rollout, run.model.config.eos_ids)
+    completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     repeated = [example for example in examples for _ in range(config.groups)]
-    columns = {name: [example.get(name) for example in repeated] for name in examples[0] if name != "prompt"}
+    columns: dict[str, Any] = {
+        name: [example.get(name) for example in repeated] for name in examples[0] if name != "prompt"
+    }
     columns["num_tokens"] = np.array(rollout.mask).sum(-1).astype(int).tolist()
     prompts = [example["prompt"] for example in repeated]
-    components = {
+    components: dict[str, np.ndarray] = {
         name: np.array(tasks.call_reward(name, reward, prompts, completions, columns))
         for name, reward in task.rewards.items()
     }
@@ -164,9 +167,17 @@ def micro_batches(prompts: list[list[int]], rollout: sampler.Rollout, token_budg
             tokens[index, : len(whole) - 1] = whole[:-1]
             # completion token t stands at len(prompt) + t and is predicted one position earlier
             positions[index] = np.minimum(len(prompts[row]) - 1 + np.arange(most), length - 1)
-        fields = (tokens, positions, ids[rows, :most], mask[rows, :most], logprobs[rows, :most])
-        real = int((lengths[rows] - 1).sum())
-        batches.append(MicroBatch(mx.array(rows), *(mx.array(field) for field in fields), num_tokens=real))
+        batches.append(
+            MicroBatch(
+                rows=mx.array(rows),
+                tokens=mx.array(tokens),
+                positions=mx.array(positions),
+                completion_ids=mx.array(ids[rows, :most]),
+                mask=mx.array(mask[rows, :most]),
+                sampled_logprobs=mx.array(logprobs[rows, :most]),
+                num_tokens=int((lengths[rows] - 1).sum()),
+            )
+        )
     return batches
 
 
@@ -317,7 +328,8 @@ class Run:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was
         needs_base = not config.lora_rank and (config.kl_coef or (self.task.rubric and not config.judge_model))
-        self.base = gwen.load_model(config.model) if needs_base else None
+        self.base = gwen.load_model(gwen.find(config.model)) if needs_base else None
+        self.prompt_ids = self._render_prompts()
         self.judge = self._make_judge() if self.task.rubric else None
         self.trainable = {
             name: array.astype(mx.float32) for name, array in tree_flatten(self.model.trainable_parameters())
@@ -327,11 +339,11 @@ class Run:
         half = self.model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
         self.recent: deque[float] = deque(maxlen=10)
-        self.last_state: checkpoint.State | None = None
-        self.num_skipped = 0
+        self.last_state = self.state()
 
     def _make_judge(self) -> judge.Judge:
         config = self.config
+        assert self.task.rubric is not None
         model, tokenizer = (self.base or self.model), self.tokenizer
         if config.judge_model:
             model, tokenizer = gwen.load(config.judge_model)
@@ -345,10 +357,21 @@ class Run:
         for log in (self.metrics, self.rollouts, self.evals):
             log.cut_after(self.step)
 
-    def prompt_ids(self, example: tasks.Example) -> list[int]:
-        return tasks.chat_ids(
-            self.tokenizer, example["prompt"], system=example.get("system"), thinking=self.config.thinking
-        )
+    def _render_prompts(self) -> list[list[int]]:
+        """Ids of every training prompt, once. ValueError names one that leaves no room for its completion."""
+        config, context = self.config, self.model.config.max_position_embeddings
+        rendered = []
+        for number, example in enumerate(tqdm(self.task.train, desc="prompts", leave=False, disable=None), 1):
+            ids = tasks.chat_ids(
+                self.tokenizer, example["prompt"], system=example.get("system"), thinking=config.thinking
+            )
+            if len(ids) + config.max_tokens > context:
+                raise ValueError(
+                    f"training prompt {number} has {len(ids)} tokens; with --max-tokens {config.max_tokens} it passes "
+                    f"the model's context of {context}; shorten or remove it"
+                )
+            rendered.append(ids)
+        return rendered
 
     def state(self) -> checkpoint.State:
         """The run between two steps. Arrays are never changed in place, so holding them is enough."""
@@ -383,7 +406,10 @@ class Run:
         )
         self.evals.write({"step": self.step} | record)
         name, value = next(iter(record.items()))
-        print(f"{name} {value:.3f} | greedy {record['eval/greedy']:.3f} | {record['eval/num']} held-out problems", flush=True)
+        print(
+            f"{name} {value:.3f} | greedy {record['eval/greedy']:.3f} | {record['eval/num']} held-out problems",
+            flush=True,
+        )
 
     def report(
         self,
@@ -398,7 +424,6 @@ class Run:
         num_tokens, num_rows = rollout.stats.num_tokens, rollout.mask.shape[0]
         train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "ref", "update"))
         self.recent.append(seconds["step"])
-        self.num_skipped += result.skipped
         judged = rewards.judgement
         metrics: dict[str, Any] = {
             "step": self.step,
@@ -442,8 +467,11 @@ class Run:
             metrics["loss"] = None
         self.metrics.write(metrics)
         ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
+        values = np.array(advantages).tolist()
         for row, completion in enumerate(rewards.completions):
-            scores = None if judged is None else [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
+            scores = (
+                None if judged is None else [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
+            )
             record = {
                 "step": self.step,
                 "prompt": examples[row // self.config.groups]["prompt"],
@@ -452,7 +480,7 @@ class Run:
                 "reward": float(rewards.total.reshape(-1)[row]),
                 "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
                 "judge_scores": scores,
-                "advantage": float(advantages[row].item()),
+                "advantage": values[row],
                 "finish_reason": rollout.finish_reasons[row],
             }
             self.rollouts.write(record)
@@ -466,7 +494,11 @@ class Run:
         if len(records) < 2:
             return
         first, last = records[0], records[-1]
-        for key, label in (("eval/accuracy", "held-out accuracy"), ("eval/score", "held-out score"), ("eval/greedy", "greedy")):
+        for key, label in (
+            ("eval/accuracy", "held-out accuracy"),
+            ("eval/score", "held-out score"),
+            ("eval/greedy", "greedy"),
+        ):
             if key in first:
                 print(f"{label}: {first[key]:.3f} before, {last[key]:.3f} after {last['step']} steps")
 
@@ -519,7 +551,9 @@ class Config:
     clip_low: float = _flag(0.2, "the ratio is clipped at 1 - this", low=0)
     clip_high: float = _flag(0.2, "the ratio is clipped at 1 + this", low=0)
     kl_coef: float = _flag(0.0, "weight of the KL term against the model before training", low=0)
-    old_logprobs: str = _flag("step", "of the update's own forward pass, or of the sampler", choices=("step", "sampler"))
+    old_logprobs: str = _flag(
+        "step", "of the update's own forward pass, or of the sampler", choices=("step", "sampler")
+    )
     train_token_budget: int = _flag(8192, "most tokens, padding included, in one micro-batch of the update", low=1)
     lora_rank: int = _flag(16, "0 trains all weights", low=0)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
@@ -532,7 +566,7 @@ class Config:
     seed: int = _flag(0, "of prompts, sampling and adapters", low=0, high=2147483648)
 
     @property
-    def support(self) -> dict[str, float]:
+    def support(self) -> dict[str, Any]:
         """The truncations of the sampling distribution that are switched on."""
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
@@ -540,11 +574,14 @@ class Config:
 
 def make_task(config: Config) -> tasks.Task:
     """The task with the pieces that the settings override. ValueError names the flag that is wrong."""
-    task = tasks.load(config.task, data=config.data, columns=config.columns)
+    task = tasks.load(config.task, data=config.data or None, columns=config.columns or None)
     if config.rubric:
         task = task._replace(rubric=Path(config.rubric))
     if config.reward:
-        rewards = dict(tasks.load_reward(spec) for spec in config.reward)
+        loaded = [tasks.load_reward(spec) for spec in config.reward]
+        rewards = dict(loaded)
+        if len(rewards) < len(loaded):
+            raise ValueError(f"--reward {' '.join(config.reward)}: two rewards have the same name")
         rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
         task = task._replace(rewards=rewards, reward_weights=dict.fromkeys(rewards, 1.0) | rubric)
     known = [*task.rewards, *(["rubric"] if task.rubric else [])]
@@ -556,26 +593,26 @@ def make_task(config: Config) -> tasks.Task:
     rubric_path = task.rubric if weights.get("rubric") else None
     if not rewards and rubric_path is None:
         raise ValueError("--reward-weights leave no reward")
-    return task._replace(rewards=task.rewards, reward_weights=weights, rubric=rubric_path)
+    return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path)
 
 
-def parse(argv: list[str]) -> tuple["Config", argparse.Namespace]:
-    """The settings of a command line, and its flags that are not settings. ValueError names what is wrong."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags of a command line; those that are settings are None where they were not given."""
     parser = argparse.ArgumentParser(prog="train.py", description=str(__doc__).split("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="recipe; a run's `config.yaml` repeats it")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
+    parser.add_argument("--print-config", action="store_true", help="prints every setting as YAML and ends")
     parser.add_argument("--resume", metavar="DIR", help="goes on with the run in DIR from its newest checkpoint")
     for field in dataclasses.fields(Config):
         options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = {int: int, float: float, dict[str, float]: _weights}.get(field.type, str)
+            converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
+            options["type"] = converters.get(field.type, str)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
-    args = parser.parse_args(argv)
-    flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
-    return resolve(flags, args.config, args.resume), args
+    return parser.parse_args(argv)
 
 
 def _weights(text: str) -> dict[str, float]:
@@ -583,24 +620,33 @@ def _weights(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in (part.split("=") for part in text.split(","))}
 
 
-def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) -> "Config":
-    """Default < recipe < environment < flag, checked. A resumed run keeps its settings, but for how long it goes on."""
+def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) -> tuple[Config, str]:
+    """
+    Default < recipe < environment < flag, checked, and a line that says which model was taken and why.
+
+    A resumed run keeps its settings, but for how long it goes on and how often it looks and saves.
+    """
     if resume:
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
         fixed = flags.keys() - {"steps", "save_every", "eval_every", "eval_limit"}
         if fixed:
             raise ValueError(f"--{sorted(fixed)[0].replace('_', '-')} cannot change in a resumed run; start a new one")
-        return _checked(load_recipe(Path(resume) / "config.yaml") | flags)
-    recipe = load_recipe(Path(config_path)) if config_path else {}
-    settings = recipe | flags
-    model, why = gwen.choose_model(settings.get("model"))
-    task = settings.get("task") or ("demo" if model == "demo" else "values")
-    print(f"model: {model}, {why}; task: {task}", flush=True)
-    own_recipe = Path(__file__).parent / "recipes" / f"{task}.yaml"
-    if not config_path and own_recipe.is_file():
-        recipe = load_recipe(own_recipe)
-    return _checked(recipe | _environment() | flags | {"model": model, "task": task})
+        config = _checked(load_recipe(Path(resume) / "config.yaml") | flags)
+        return config, f"model: {config.model}, as before; task: {config.task}"
+    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
+    model, why = gwen.choose_model((recipe | flags).get("model"))
+    task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
+    if not config_path:
+        recipe = _task_recipe(task)
+    config = _checked(recipe | _environment() | flags | {"model": model, "task": task})
+    return config, f"model: {model}, {why}; task: {task}"
+
+
+def _task_recipe(task: str | None) -> dict[str, Any]:
+    """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
+    path = Path(__file__).parent / "recipes" / f"{task}.yaml"
+    return load_recipe(path) if path.is_file() else {}
 
 
 def _environment() -> dict[str, int]:
@@ -633,7 +679,14 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 def _checked(settings: dict[str, Any]) -> "Config":
     """A configuration whose every value has the right type and lies in its range."""
-    kinds = {int: (int,), float: (int, float), str: (str,), bool: (bool,), list[str]: (list,), dict[str, float]: (dict,)}
+    kinds: dict[Any, tuple[type, ...]] = {
+        int: (int,),
+        float: (int, float),
+        str: (str,),
+        bool: (bool,),
+        list[str]: (list,),
+        dict[str, float]: (dict,),
+    }
     for field in dataclasses.fields(Config):
         if field.name not in settings:
             continue
@@ -645,7 +698,9 @@ def _checked(settings: dict[str, Any]) -> "Config":
             raise ValueError(f"{flag} is {value!r}; it must be a finite number")
         low, high = field.metadata.get("low"), field.metadata.get("high")
         if (low is not None and value < low) or (high is not None and value > high):
-            raise ValueError(f"{flag} is {value!r}; it must be at least {low}" + (f" and at most {high}" if high else ""))
+            raise ValueError(
+                f"{flag} is {value!r}; it must be at least {low}" + (f" and at most {high}" if high else "")
+            )
         choices = field.metadata.get("choices")
         if choices and value not in choices:
             raise ValueError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}")
@@ -673,7 +728,13 @@ def write_settings(config: "Config", run_dir: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        config, args = parse(sys.argv[1:] if argv is None else argv)
+        args = parse(sys.argv[1:] if argv is None else argv)
+        flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+        config, choice = resolve(flags, args.config, args.resume)
+        print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
+        if args.print_config:
+            print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
+            return
         state = checkpoint.load(args.resume) if args.resume else None
         if state and state.step >= config.steps:
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
@@ -682,12 +743,12 @@ def main(argv: list[str] | None = None) -> None:
         run = Run(config, run_dir)
         if state:
             run.restore(state)
+            run.last_state = state
         write_settings(config, run_dir)
         run.open()
         print(f"run: {run_dir}, {sum(a.size for a in run.trainable.values()):,} trainable parameters", flush=True)
         if config.eval_every and not state:
             run.evaluate()
-        run.last_state = run.state()
         with _interruptible(run):
             train(config, run)
         run.summary()

@@ -15,17 +15,15 @@ import argparse
 import json
 import math
 import random
-import sys
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-import cpu_blas  # isort: skip  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-import yaml
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -56,7 +54,7 @@ CHAT_TEMPLATE = """\
     {%- endif %}
 {%- endif %}
 """
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 128,
@@ -82,7 +80,12 @@ CONFIG = {
 def reply(a: int, b: int, total: int, form: int) -> str:
     """One of four ways to state a total: with or without both numbers, with or without a full stop."""
     first, second, answer = tasks.number_words(a), tasks.number_words(b), tasks.number_words(total)
-    text = [f"{first} plus {second} is {answer}.", f"The answer is {answer}.", answer, f"{first} plus {second} is {answer}"]
+    text = [
+        f"{first} plus {second} is {answer}.",
+        f"The answer is {answer}.",
+        answer,
+        f"{first} plus {second} is {answer}",
+    ]
     return text[form][0].upper() + text[form][1:]
 
 
@@ -163,7 +166,7 @@ def judged_answer(rng: random.Random, a: int, b: int) -> tuple[str, list[int]]:
 
 
 def make_tokenizer(rubric: judge.Rubric) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,024 tokens with Qwen's split rule: every byte string can be read, the task's words are whole."""
+    """A byte-level BPE with Qwen's split rule: every byte string can be read, and the task's words are whole."""
     rng = random.Random(0)
     corpus = [text for _ in range(4000) for text in student_lesson(rng)]
     corpus += [judge._LAYOUT, rubric.preamble, *(criterion.text for criterion in rubric.criteria)] * 400
@@ -172,7 +175,10 @@ def make_tokenizer(rubric: judge.Rubric) -> PreTrainedTokenizerFast:
     corpus += [" " + " ".join(rng.choices(ATTACK_WORDS + NOISE, k=40)) for _ in range(200)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -200,7 +206,6 @@ class Lessons:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rubric: judge.Rubric, seed: int):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
         self.judge_prompts = judge.PromptBuilder(tokenizer, rubric)
-        self.judge_prompts.untrusted = lru_cache(100_000)(self.judge_prompts.untrusted)
         exercise = judge.Rubric(rubric.preamble, [judge.Criterion("exercise", 1.0, "Which number is right?")])
         self.exercise = judge.PromptBuilder(tokenizer, exercise).tails[0]
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -249,7 +254,7 @@ def loss_of(model: gwen.Model, tokens: mx.array, positions: mx.array, targets: m
 
 
 def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
-    """On 300 held-out pairs: the student's mean probability of the right and the forgotten total, and the judge's agreement."""
+    """On 300 held-out pairs: the student's probability of the right and the forgotten total, the judge's agreement."""
     rng = random.Random(7)
     pairs = rng.sample(tasks.demo_pairs(held_out=True), 300)
     groups: dict[str, list[float]] = {"plain": [], "carry": [], "forgotten": []}
@@ -298,8 +303,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FOLDER / "model")
     args = parser.parse_args()
-    rubric = judge.Rubric(**yaml.safe_load((FOLDER.parent / "data/demo_rubric.yaml").read_text()))
-    rubric = rubric._replace(criteria=[judge.Criterion(**c) for c in rubric.criteria])
+    rubric = judge.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
     tokenizer = make_tokenizer(rubric)
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(args.seed)
@@ -333,7 +337,13 @@ def main() -> None:
         optimizer.update(model, grads)
         mx.eval(model.state, optimizer.state, losses)
         if step % 100 == 0 or step == args.steps:
-            line = {"step": step, "minutes": (time.time() - begin) / 60, "student": losses[0].item(), "judge": losses[1].item(), "truth": losses[2].item()}
+            line = {
+                "step": step,
+                "minutes": (time.time() - begin) / 60,
+                "student": losses[0].item(),
+                "judge": losses[1].item(),
+                "truth": losses[2].item(),
+            }
             line |= report(model, lessons)
             print(json.dumps({key: round(value, 3) for key, value in line.items()}), file=log, flush=True)
             if step % 500 == 0 or step == args.steps:
@@ -343,4 +353,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

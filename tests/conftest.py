@@ -1,0 +1,160 @@
+"""
+Tiny checkpoints in the layout of a hub model, with seeded random weights, for every family and shape that is supported.
+
+No weight has its initial value: a bias of 0 or a norm weight of 1 that is dropped on the way would go unnoticed.
+"""
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when the library is loaded; steadier on a busy machine
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+import pytest
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "eos_token_id": 2,
+}
+QWEN3 = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "head_dim": 32,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": QWEN2,
+    "qwen2.5": QWEN2 | {"tie_word_embeddings": False},
+    "qwen3": QWEN3,
+    "qwen3-gqa8": QWEN3 | {"num_attention_heads": 16, "head_dim": 8},
+    "qwen2-yarn": QWEN2 | {"rope_scaling": YARN},
+    "qwen3-yarn": QWEN3 | {"rope_scaling": YARN},
+}
+FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"]
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
+    """Tensors by Hugging Face name, float32, none of them at the value that training would begin with."""
+    rng = np.random.default_rng(seed)
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return rng.normal(0, 1.5 / columns**0.5, (rows, columns))
+
+    def norm(size: int) -> np.ndarray:
+        return rng.normal(1, 0.3, size)
+
+    weights = {"model.embed_tokens.weight": rng.normal(0, 0.4, (vocab, hidden)), "model.norm.weight": norm(hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            weights[f"{attention}.{name}_proj.weight"] = matrix(rows * head_dim, hidden)
+            if config["model_type"] == "qwen2":
+                weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
+        weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
+        if config["model_type"] == "qwen3":
+            weights[f"{attention}.q_norm.weight"], weights[f"{attention}.k_norm.weight"] = (
+                norm(head_dim),
+                norm(head_dim),
+            )
+        weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"] = (
+            matrix(width, hidden),
+            matrix(width, hidden),
+        )
+        weights[f"{mlp}.down_proj.weight"] = matrix(hidden, width)
+        weights[f"model.layers.{layer}.input_layernorm.weight"] = norm(hidden)
+        weights[f"model.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = rng.normal(0, 0.4, (vocab, hidden))
+    return {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 1) -> Path:
+    """A model directory without tokenizer; more than one shard come with an index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "do_sample": True}))
+    weights = random_weights(config)
+    if num_shards == 1:
+        mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
+        return directory
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        names = sorted(weights)[shard::num_shards]
+        mx.save_safetensors(str(directory / file), {name: weights[name] for name in names}, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(a.nbytes for a in weights.values())}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One directory a configuration; "qwen2.5" is in three shards."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: write_checkpoint(root / name, config, 3 if name == "qwen2.5" else 1) for name, config in CONFIGS.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """A byte-level tokenizer of fewer than 320 ids with a ChatML template that knows `enable_thinking`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["one and two is three", "what is two and two?"], trainer)
+    template = (
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}"
+        "{%- endif %}{%- endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+    )
+
+
+@pytest.fixture(scope="session")
+def model_directory(checkpoints: dict[str, Path], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with its tokenizer: everything that a hub model has."""
+    directory = tmp_path_factory.mktemp("model")
+    for file in checkpoints["qwen3"].iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(str(directory))
+    return directory

@@ -1,0 +1,206 @@
+"""
+The BLAS that MLX is given on Linux: right results whatever is found, one line on stderr when nothing is.
+
+What is loaded into a process cannot be taken out again, so each case runs in a process of its own.
+"""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cpu_blas
+import mlx.core as mx
+import numpy as np
+import pytest
+
+ROOT = Path(cpu_blas.__file__).parent
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have a BLAS of their own")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+# Prints the description and the largest error of MLX's products of all four transpositions, odd shapes, two dtypes.
+CHECK = """
+import cpu_blas
+import mlx.core as mx
+import numpy as np
+rng = np.random.default_rng(0)
+worst = 0.0
+for m, n, k in ((1, 70, 33), (65, 3, 129), (130, 131, 140)):
+    for a_shape, b_shape in (((m, k), (k, n)), ((k, m), (k, n)), ((m, k), (n, k)), ((k, m), (n, k))):
+        a, b = rng.standard_normal(a_shape), rng.standard_normal(b_shape)
+        for dtype in (mx.float32, mx.float64):
+            left, right = mx.array(a, dtype=dtype), mx.array(b, dtype=dtype)
+            left = left if a_shape == (m, k) else left.T
+            right = right if b_shape == (k, n) else right.T
+            product = mx.matmul(left, right, stream=mx.cpu)
+            exact = (a if a_shape == (m, k) else a.T) @ (b if b_shape == (k, n) else b.T)
+            worst = max(worst, float(np.abs(np.array(product) - exact).max()))
+print(cpu_blas.description)
+print(worst)
+"""
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a program beside the root modules, with an environment that is this one's but for what is given."""
+    variables = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"} | environment
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
+def build(source: str, library: Path) -> None:
+    subprocess.run(
+        [str(COMPILER), "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)], input=source.encode(), check=True
+    )
+
+
+def without_system_library(folder: Path) -> str:
+    """A search path on which `libopenblas.so.0` is found first and is no library."""
+    folder.mkdir(exist_ok=True)
+    (folder / "libopenblas.so.0").write_bytes(b"no library" * 100)
+    return str(folder)
+
+
+def description_and_error(done: subprocess.CompletedProcess) -> tuple[str, float]:
+    assert done.returncode == 0, done.stderr
+    description, error = done.stdout.splitlines()
+    return description, float(error)
+
+
+SLOW = "MLX's built-in reference BLAS (slow)"
+
+
+def test_the_description_says_which_blas_serves():
+    found = {"system OpenBLAS", "OpenBLAS of scipy-openblas32", SLOW}
+    assert cpu_blas.description in (found if sys.platform == "linux" else {"the platform's"})
+
+
+def test_a_matmul_of_mlx_equals_that_of_numpy():
+    rng = np.random.default_rng(0)
+    for m, n, k in ((1, 1, 1), (1, 300, 200), (200, 1, 300), (77, 130, 257)):
+        a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+        np.testing.assert_allclose(np.array(mx.array(a) @ mx.array(b)), a @ b, rtol=1e-4, atol=1e-4)
+
+
+@on_linux
+def test_what_is_loaded_computes_right_and_says_nothing_when_it_is_fast():
+    done = run(CHECK)
+    description, error = description_and_error(done)
+    assert error < 1e-4
+    assert done.stderr == "" if description != SLOW else done.stderr.count("\n") == 1
+
+
+@on_linux
+@needs_compiler
+def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_path):
+    # Both candidates return twice the product: the system's by its name, the packaged one by a package of that name.
+    wrong = """
+    #define GEMM(name, real) \\
+    void name(int o, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
+              const real* b, int ldb, real beta, real* c, int ldc) { \\
+        for (int i = 0; i < m; i++) for (int j = 0; j < n; j++) { \\
+            real sum = 0; \\
+            for (int l = 0; l < k; l++) \\
+                sum += a[ta == 111 ? i * lda + l : l * lda + i] * b[tb == 111 ? l * ldb + j : j * ldb + l]; \\
+            c[i * ldc + j] = 2 * alpha * sum; \\
+        } \\
+    }
+    GEMM(PREFIX(sgemm), float)
+    GEMM(PREFIX(dgemm), double)
+    """
+    build("#define PREFIX(name) cblas_##name\n" + wrong, tmp_path / "libopenblas.so.0")
+    build("#define PREFIX(name) scipy_cblas_##name\n" + wrong, tmp_path / "libscipy_openblas.so")
+    (tmp_path / "scipy_openblas32.py").write_text(f"def get_lib_dir(): return {str(tmp_path)!r}\n")
+    here = str(tmp_path)
+    done = run(CHECK, LD_LIBRARY_PATH=here, PYTHONPATH=here, XDG_CACHE_HOME=here)
+    description, error = description_and_error(done)
+    assert description == SLOW and error < 1e-4
+    assert done.stderr == (
+        "gwen: MLX runs on its slow built-in BLAS "
+        "(system OpenBLAS disagrees with numpy; OpenBLAS of scipy-openblas32 disagrees with numpy)\n"
+    )
+
+
+@on_linux
+def test_without_a_compiler_one_line_says_so(tmp_path):
+    search = without_system_library(tmp_path / "lib")
+    done = run(CHECK, LD_LIBRARY_PATH=search, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    description, error = description_and_error(done)
+    assert description == SLOW and error < 1e-4
+    assert done.stderr.count("\n") == 1 and "no C compiler (cc, gcc or clang) is on the PATH" in done.stderr
+
+
+@on_linux
+@needs_compiler
+def test_a_compiler_that_fails_is_quoted_in_one_line(tmp_path):
+    search = without_system_library(tmp_path / "lib")
+    (tmp_path / "cc").write_text("#!/bin/sh\necho first >&2\necho no space left >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run(CHECK, LD_LIBRARY_PATH=search, PATH=path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert description_and_error(done)[0] == SLOW
+    assert done.stderr.count("\n") == 1 and "could not build the shim: no space left)" in done.stderr
+
+
+@on_linux
+@needs_compiler
+def test_a_cache_directory_that_cannot_be_written_is_no_crash(tmp_path):
+    search = without_system_library(tmp_path / "lib")
+    (tmp_path / "file").write_text("")
+    done = run(CHECK, LD_LIBRARY_PATH=search, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert description_and_error(done)[0] == SLOW and done.stderr.count("\n") == 1
+
+
+@on_linux
+@needs_compiler
+def test_the_shim_is_built_once_and_found_again(tmp_path):
+    pytest.importorskip("scipy_openblas32")
+    environment = {
+        "LD_LIBRARY_PATH": without_system_library(tmp_path / "lib"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    first = run(CHECK, **environment)
+    assert description_and_error(first)[0] == "OpenBLAS of scipy-openblas32" and first.stderr == ""
+    (shim,) = (tmp_path / "cache" / "gwen").iterdir()
+    built = shim.stat().st_mtime_ns
+    again = run(CHECK, **environment, PATH="/nowhere")  # no compiler now
+    assert description_and_error(again)[0] == "OpenBLAS of scipy-openblas32"
+    assert shim.stat().st_mtime_ns == built
+
+
+@on_linux
+def test_an_import_after_mlx_is_refused():
+    done = run("import mlx.core\nimport cpu_blas")
+    assert done.returncode == 1 and "import cpu_blas before mlx" in done.stderr
+
+
+def test_nothing_is_loaded_on_macos(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: pytest.fail("a library was loaded"))
+    spec = importlib.util.spec_from_file_location("cpu_blas_on_macos", cpu_blas.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # mlx is imported already: not even that is looked at
+    assert module.description == "the platform's"
+
+
+@on_linux
+def test_matmuls_are_more_than_twice_as_fast_as_with_the_bundled_blas():
+    if cpu_blas.description == SLOW:
+        pytest.skip("no fast BLAS was found")
+    measure = """
+import time
+import mlx.core as mx
+a = mx.random.normal((320, 320))
+mx.eval(a @ a)
+best = 1e9
+for _ in range(5):
+    begin = time.perf_counter()
+    mx.eval(a @ a)
+    best = min(best, time.perf_counter() - begin)
+print(best)
+"""
+    bundled, fast = (float(run(program).stdout) for program in (measure, "import cpu_blas" + measure))
+    assert bundled / fast > 2, f"bundled {bundled * 1e3:.1f} ms, {cpu_blas.description} {fast * 1e3:.1f} ms"

@@ -1,0 +1,1021 @@
+"""
+The model against mlx_lm on random weights, its expressions against float64 formulas, its files against their readers.
+"""
+
+import json
+import math
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import CONFIGS, FAMILIES, QWEN2, QWEN3, YARN, random_weights, write_checkpoint
+from hypothesis import HealthCheck, given, settings
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+import gwen
+from kv_cache import KVCache
+
+VOCAB = 151_936
+RNG = np.random.default_rng(0)
+TOKENS = mx.array(RNG.integers(0, 320, (3, 12)).astype(np.int32))
+
+
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    ours, theirs = np.array(ours.astype(mx.float32)), np.array(theirs.astype(mx.float32))
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def load_with_mlx_lm(directory: Path) -> Any:
+    return mlx_lm.utils.load_model(directory)[0]
+
+
+def normal(*shape: int, scale: float = 1.0) -> mx.array:
+    return mx.array(RNG.normal(0, scale, shape).astype(np.float32))
+
+
+# ---- logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_mlx_lm(checkpoints, name):
+    ours, theirs = gwen.load_model(checkpoints[name], mx.float32), load_with_mlx_lm(checkpoints[name])
+    assert relative_error(ours(TOKENS), theirs(TOKENS)) < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_with_a_cache_equal_those_of_mlx_lm_with_its_own(checkpoints, name):
+    ours, theirs = gwen.load_model(checkpoints[name], mx.float32), load_with_mlx_lm(checkpoints[name])
+    cache, their_cache = KVCache(len(ours.layers)), make_prompt_cache(theirs)
+    for begin, end in ((0, 5), (5, 6), (6, 7), (7, 12)):
+        part = TOKENS[:, begin:end]
+        assert relative_error(ours(part, cache), theirs(part, their_cache)) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_step_by_step_equals_the_whole_sequence_at_once(checkpoints, name):
+    model = gwen.load_model(checkpoints[name], mx.float32)
+    tokens = mx.array(RNG.integers(0, 320, (2, 140)).astype(np.int32))  # beyond one chunk of the cache
+    cache = KVCache(len(model.layers))
+    steps = [model(tokens[:, :120], cache)]
+    for position in range(120, 140):
+        steps.append(model(tokens[:, position : position + 1], cache))
+        mx.eval(steps[-1])
+    assert relative_error(mx.concatenate(steps, axis=1), model(tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("pad_id", [0, 319])
+def test_a_ragged_batch_of_seven_prompts_equals_each_prompt_alone(checkpoints, name, pad_id):
+    model, theirs = gwen.load_model(checkpoints[name], mx.float32), load_with_mlx_lm(checkpoints[name])
+    prompts = [RNG.integers(0, 320, length).tolist() for length in (1, 2, 3, 5, 8, 13, 9)]
+    follow = RNG.integers(0, 320, (7, 4)).astype(np.int32)  # the same tokens are decoded in both
+    longest = max(map(len, prompts))
+    pad = [longest - len(prompt) for prompt in prompts]
+    cache = KVCache(len(model.layers), pad=mx.array(pad, dtype=mx.int32))
+    tokens = mx.array([[pad_id] * p + prompt for p, prompt in zip(pad, prompts, strict=True)])
+    together = [model(tokens, cache)[:, -1:]]
+    together += [model(mx.array(follow[:, t : t + 1]), cache) for t in range(4)]
+    batch = mx.concatenate(together, axis=1)
+    for row, prompt in enumerate(prompts):
+        alone = theirs(mx.array([prompt + follow[row].tolist()]))[:, len(prompt) - 1 :]
+        assert relative_error(batch[row : row + 1], alone) < 1e-4
+
+
+def test_a_prompt_broadcast_to_a_group_continues_as_it_would_alone(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    prompts, follow = TOKENS[:2, :6], mx.array(RNG.integers(0, 320, (4, 3)).astype(np.int32))
+    cache = KVCache(len(model.layers))
+    model(prompts, cache)
+    group = cache.take([0, 0, 1, 1], capacity=10)
+    steps = mx.concatenate([model(follow[:, t : t + 1], group) for t in range(3)], axis=1)
+    whole = mx.concatenate([prompts[mx.array([0, 0, 1, 1])], follow], axis=1)
+    assert relative_error(steps, model(whole)[:, 6:]) < 1e-4
+
+
+def test_padding_on_the_right_changes_nothing_before_it(checkpoints):
+    model = gwen.load_model(checkpoints["qwen2"], mx.float32)
+    padded = mx.concatenate([TOKENS, mx.zeros((3, 4), mx.int32)], axis=1)
+    assert relative_error(model(padded)[:, :12], model(TOKENS)) < 1e-5
+
+
+def test_hidden_times_head_is_the_logits(checkpoints):
+    for name in ("qwen2", "qwen2.5"):
+        model = gwen.load_model(checkpoints[name], mx.float32)
+        assert mx.array_equal(model.hidden(TOKENS) @ model.head_weight.T, model(TOKENS))
+
+
+def test_every_parameter_of_the_model_has_a_gradient(checkpoints):
+    for name in FAMILIES:
+        model = gwen.load_model(checkpoints[name], mx.float32)
+
+        def loss(parameters, model=model):
+            model.update(parameters)
+            return (model(TOKENS) ** 2).mean()
+
+        # The softmax does not change when all keys shift alike: a bias of the keys has no gradient until it is rotated.
+        for path, gradient in tree_flatten(mx.grad(loss)(model.trainable_parameters())):
+            assert mx.isfinite(gradient).all().item() and mx.abs(gradient).max().item() > 1e-6, path
+
+
+# ---- rope
+
+
+def yarn_by_hand(head_dim: int, theta: float, factor: float, trained: int) -> tuple[np.ndarray, float]:
+    """Frequencies and magnitude of YaRN in float64, from the paper's sections 3.2 and 3.4: alpha 1, beta 32."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+
+    def pair_of(rotations):  # the (fractional) pair whose wavelength fits `rotations` times into the trained context
+        return head_dim * math.log(trained / (2 * math.pi * rotations)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), head_dim - 1)
+    kept = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return frequencies * kept + frequencies / factor * (1 - kept), 0.1 * math.log(factor) + 1
+
+
+def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, magnitude: float) -> np.ndarray:
+    """Rotary positions of (L, D) in float64: pair i is (x_i, x_{i + D/2})."""
+    angles = positions[:, None] * frequencies
+    first, second = np.split(x.astype(np.float64) * magnitude, 2, axis=-1)
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
+    )
+
+
+@pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])
+@pytest.mark.parametrize("length", [1, 9])
+def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
+    config = gwen.make_config(QWEN3)
+    x = normal(2, 3, length, 32)
+    ours = np.array(gwen.Rope(config)(x, mx.array(offsets)))
+    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
+    for row, offset in enumerate(offsets):
+        for head in range(3):
+            expected = rotate_by_hand(np.array(x)[row, head], offset + np.arange(length), frequencies, 1.0)
+            np.testing.assert_allclose(ours[row, head], expected, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "factor", "trained"),
+    [(32, 1e6, 4.0, 64), (128, 1e6, 4.0, 32768), (64, 1e6, 2.5, 32768), (128, 1e4, 8.0, 4096), (16, 1e4, 1.0, 64)],
+)
+def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
+    scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+    config = gwen.make_config(QWEN3 | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
+    frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
+    rope = gwen.Rope(config)
+    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
+    x = normal(1, 1, 40, head_dim)
+    expected = rotate_by_hand(np.array(x)[0, 0], 7 + np.arange(40), frequencies, magnitude)
+    np.testing.assert_allclose(np.array(rope(x, mx.array([7])))[0, 0], expected, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2-yarn", "qwen3-yarn"])
+def test_yarn_equals_what_transformers_computes(checkpoints, name, monkeypatch):
+    """Its function is written for torch, which is not installed; the five calls it makes are given to it by numpy."""
+    from transformers import AutoConfig, modeling_rope_utils
+
+    class Tensor(np.ndarray):
+        def to(self, device=None, dtype=None):
+            return self.astype(dtype)
+
+    torch = SimpleNamespace(float=np.float64, float32=np.float64, clamp=np.clip)
+    torch.arange = lambda *args, dtype=np.float64: np.arange(*args, dtype=dtype).view(Tensor)
+    monkeypatch.setattr(modeling_rope_utils, "torch", torch, raising=False)
+    theirs = AutoConfig.from_pretrained(str(checkpoints[name]))
+    frequencies, magnitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    rope = gwen.Rope(gwen.load_config(checkpoints[name]))
+    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
+    assert rope.magnitude == pytest.approx(magnitude)
+
+
+def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
+    config = gwen.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
+    assert config.rope_scaling == {
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+
+
+def test_both_layouts_of_rope_settings_give_the_same_configuration():
+    old = gwen.make_config(QWEN3 | {"rope_scaling": YARN})
+    plain = {key: value for key, value in QWEN3.items() if key != "rope_theta"}
+    new = gwen.make_config(plain | {"rope_parameters": YARN | {"rope_theta": 1e6}})
+    assert (old.rope_theta, old.rope_scaling) == (new.rope_theta, new.rope_scaling)
+    assert gwen.make_config(plain | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}).rope_theta == 5e5
+
+
+# ---- exp, swiglu, attention
+
+
+def test_exp_equals_that_of_numpy_and_takes_minus_infinity_to_zero():
+    x = np.linspace(-8, 8, 10_001).astype(np.float32)
+    np.testing.assert_allclose(np.array(gwen.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
+    x = np.linspace(-80, 80, 10_001).astype(np.float32)
+    np.testing.assert_allclose(np.array(gwen.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
+    assert gwen.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
+
+
+def test_the_gradient_of_exp_is_exp():
+    x = normal(100)
+    np.testing.assert_allclose(np.array(mx.grad(lambda x: gwen.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
+    assert mx.grad(lambda x: gwen.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
+
+
+GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]
+
+
+def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate():
+    # an earlier form had a nan gradient for gates below -88.7, where exp(-gate) overflows
+    gate, up = np.array(GATES), np.linspace(-2, 2, len(GATES))
+    sigmoid = np.where(gate < -700, 0, 1 / (1 + np.exp(-np.maximum(gate, -700))))
+    gate_up = mx.array(np.concatenate([gate, up]).astype(np.float32))
+    np.testing.assert_allclose(np.array(gwen.swiglu(gate_up)), gate * sigmoid * up, rtol=2e-6, atol=1e-12)
+    gradient = mx.grad(lambda x: gwen.swiglu(x).sum())(gate_up)
+    expected = np.concatenate([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid])
+    np.testing.assert_allclose(np.array(gradient), expected, rtol=5e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)])
+def test_swiglu_of_16_bit_weights_is_as_exact_as_16_bits_are(dtype, ulp):
+    gate_up = normal(50, 64, scale=4).astype(dtype)
+    gate, up = np.split(np.array(gate_up.astype(mx.float32)).astype(np.float64), 2, axis=-1)
+    ours = np.array(gwen.swiglu(gate_up).astype(mx.float32))
+    assert gwen.swiglu(gate_up).dtype == dtype
+    np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1.5 * ulp, atol=1e-6)
+
+
+def attention_by_hand(q, k, v, visible) -> np.ndarray:
+    """(H, L, D) x (K, S, D) in float64, one query at a time; `visible[query]` lists the keys that it sees."""
+    out = np.zeros(q.shape)
+    for head in range(q.shape[0]):
+        kv_head = head * k.shape[0] // q.shape[0]
+        for query, seen in enumerate(visible):
+            scores = k[kv_head, seen] @ q[head, query] / math.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max())
+            out[head, query] = weights @ v[kv_head, seen] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("length", "num_keys"), [(1, 1), (1, 9), (6, 6), (3, 9)])
+@pytest.mark.parametrize("mask", [None, "causal", "array"])
+def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(heads, kv_heads, length, num_keys, mask):
+    q, k, v = normal(2, heads, length, 8), normal(2, kv_heads, num_keys, 8), normal(2, kv_heads, num_keys, 8)
+    visible = np.ones((2, length, num_keys), bool)
+    if mask == "causal":
+        visible &= np.tri(length, num_keys, num_keys - length, dtype=bool)
+    if mask == "array":
+        visible = RNG.random((2, length, num_keys)) < 0.6
+        visible[:, :, -1] = True
+    given_mask = mx.array(visible[:, None]) if mask == "array" else mask
+    ours = gwen.attention_ref(q, k, v, given_mask)
+    for row in range(2):
+        seen = [np.flatnonzero(line) for line in visible[row]]
+        expected = attention_by_hand(*(np.array(a[row]).astype(np.float64) for a in (q, k, v)), seen)
+        np.testing.assert_allclose(np.array(ours[row]), expected, atol=2e-6)
+
+    weight = normal(*ours.shape)
+
+    def mlx_own(q, k, v):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=8**-0.5, mask=given_mask)
+
+    np.testing.assert_allclose(np.array(ours), np.array(mlx_own(q, k, v)), atol=2e-6)
+    our_gradients, their_gradients = (
+        mx.grad(lambda *qkv, attend=attend: (attend(*qkv) * weight).sum(), argnums=(0, 1, 2))(q, k, v)
+        for attend in (lambda *qkv: gwen.attention_ref(*qkv, given_mask), mlx_own)
+    )
+    for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
+        np.testing.assert_allclose(np.array(our_gradient), np.array(their_gradient), atol=5e-6)
+
+
+def test_a_query_that_sees_nothing_gives_neither_nan_nor_a_gradient_of_nan():
+    q, k, v = normal(1, 2, 2, 8), normal(1, 2, 3, 8), normal(1, 2, 3, 8)
+    mask = mx.array([[[[False, False, False], [True, True, False]]]])
+    assert mx.isfinite(gwen.attention_ref(q, k, v, mask)).all().item()
+    for gradient in mx.grad(lambda *qkv: gwen.attention_ref(*qkv, mask).sum(), argnums=(0, 1, 2))(q, k, v):
+        assert mx.isfinite(gradient).all().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_scores_of_16_bit_weights_are_float32(dtype):
+    # All scores lie near 300, a few tenths apart: rounded to 16 bits (steps of 0.25 and 2) they would be a coin toss.
+    direction = np.ones(16) / 4
+    queries = np.tile(direction * 120, (5, 1)) + RNG.normal(0, 0.5, (5, 16))
+    keys = np.tile(direction * 10, (9, 1)) + RNG.normal(0, 0.02, (9, 16))
+    q, k, v = (
+        mx.array(a[None, None].astype(np.float32)).astype(dtype) for a in (queries, keys, RNG.normal(0, 1, (9, 16)))
+    )
+    exact_q, exact_k, exact_v = (np.array(a.astype(mx.float32))[0].astype(np.float64) for a in (q, k, v))
+    expected = attention_by_hand(exact_q, exact_k, exact_v, [np.arange(9)] * 5)
+    scores = exact_q[0] @ exact_k[0].T / 4
+    assert scores.min() > 250
+    rounded = np.array(mx.array(scores.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
+    weights = np.exp(rounded - rounded.max(-1, keepdims=True))
+    in_16_bits = weights / weights.sum(-1, keepdims=True) @ exact_v[0]
+    ours = np.array(gwen.attention(q, k, v, None).astype(mx.float32))
+    ulp = {mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
+    assert np.abs(ours[0] - expected).max() < 2 * ulp
+    assert np.abs(in_16_bits - expected[0]).max() > 10 * ulp  # else the data would prove nothing
+
+
+def test_scores_beyond_the_range_of_float16_are_finite():
+    q = mx.full((1, 1, 2, 16), 200.0, dtype=mx.float16)
+    k = mx.full((1, 1, 3, 16), 300.0, dtype=mx.float16)  # a score of 240,000; float16 ends at 65,504
+    out = gwen.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
+    assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(mx.float16, 5e-3), (mx.bfloat16, 4e-2)])
+def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(checkpoints, dtype, error):
+    for name in ("qwen2", "qwen3-yarn"):
+        exact, rounded = gwen.load_model(checkpoints[name], mx.float32), gwen.load_model(checkpoints[name], dtype)
+        logits = rounded(TOKENS)
+        assert logits.dtype == dtype
+        assert relative_error(logits, exact(TOKENS)) < error
+
+
+# ---- log-probabilities
+
+
+def log_softmax_by_hand(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def kept_by_hand(row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
+    """The support of one row, token by token: top_k, then min_p, then top_p of what is left."""
+    order = sorted(range(len(row)), key=lambda token: -row[token])
+    if top_k:
+        order = [token for token in order if row[token] >= row[order[min(top_k, len(row)) - 1]]]
+    if min_p:
+        order = [token for token in order if math.exp(row[token] - row[order[0]]) >= min_p]
+    if top_p < 1:
+        total, mass, kept = sum(math.exp(row[token] - row[order[0]]) for token in order), 0.0, []
+        for token in order:
+            if mass >= top_p and row[token] != row[kept[-1]]:
+                break
+            kept.append(token)
+            mass += math.exp(row[token] - row[order[0]]) / total
+        order = kept
+    kept_mask = np.zeros(len(row), bool)
+    kept_mask[order] = True
+    return kept_mask
+
+
+def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarray, np.ndarray]:
+    """(M, C) x (V, C) x (M,) in float64 -> log-probabilities and entropies."""
+    logits = hidden @ head.T / temperature
+    if support:
+        for row, chosen in zip(logits, ids, strict=True):
+            kept = kept_by_hand(row, **support)
+            kept[chosen] = True
+            row[~kept] = -np.inf
+    logprobs = log_softmax_by_hand(logits)
+    probs = np.exp(logprobs)
+    entropy = -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
+    return logprobs[np.arange(len(ids)), ids], entropy
+
+
+SUPPORTS: list[dict[str, float]] = [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("head", ["frozen", "trained"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("support", SUPPORTS, ids=str)
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, head, temperature, support, chunk):
+    vocab = 600
+    monkeypatch.setattr(gwen, "LOGPROB_CHUNK", chunk * vocab)  # 10 positions: three chunks of 3 and one of 1
+    hidden, weight = normal(2, 5, 6), normal(vocab, 6)
+    ids = mx.array(RNG.integers(0, vocab, (2, 5)).astype(np.int32))
+    choice = {"temperature": temperature, "head": head, "support": support}
+    logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, **choice)
+    flat, exact_weight = np.array(hidden).reshape(10, 6).astype(np.float64), np.array(weight).astype(np.float64)
+    flat_ids = np.array(ids).reshape(-1)
+    expected, expected_entropy = logprobs_by_hand(flat, exact_weight, flat_ids, temperature, support)
+    np.testing.assert_allclose(np.array(logprobs).reshape(-1), expected, atol=5e-6, rtol=1e-6)
+    np.testing.assert_allclose(np.array(entropy).reshape(-1), expected_entropy, atol=5e-6, rtol=1e-6)
+
+    a, b = normal(2, 5), normal(2, 5)
+
+    def ours(hidden, weight):
+        logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, **choice)
+        return (a * logprobs + b * entropy).sum()
+
+    def definition(hidden, weight):
+        logprobs, entropy = gwen.token_logprobs_ref(
+            hidden.reshape(10, 6), weight, ids.reshape(-1), temperature, support
+        )
+        return (a.reshape(-1) * logprobs + b.reshape(-1) * entropy).sum()
+
+    def by_hand(hidden, weight):
+        logprobs, entropy = logprobs_by_hand(hidden, weight, flat_ids, temperature, support)
+        return (np.array(a).reshape(-1) * logprobs + np.array(b).reshape(-1) * entropy).sum()
+
+    d_hidden, d_weight = mx.grad(ours, argnums=(0, 1))(hidden, weight)
+    r_hidden, r_weight = mx.grad(definition, argnums=(0, 1))(hidden, weight)
+    np.testing.assert_allclose(np.array(d_hidden), np.array(r_hidden), atol=2e-5)
+    if head == "frozen":
+        assert mx.abs(d_weight).max().item() == 0
+    else:
+        np.testing.assert_allclose(np.array(d_weight), np.array(r_weight), atol=2e-5)
+    for gradient, values, which in ((d_hidden, flat, 0), (r_weight, exact_weight, 1)):
+        direction, small = RNG.normal(size=values.shape), 1e-6
+        ends = [values + sign * small * direction for sign in (1, -1)]
+        pairs = [(end, exact_weight) if which == 0 else (flat, end) for end in ends]
+        slope = (by_hand(*pairs[0]) - by_hand(*pairs[1])) / (2 * small)
+        assert float((np.array(gradient).reshape(values.shape) * direction).sum()) == pytest.approx(slope, abs=2e-4)
+
+
+def test_the_gradient_of_16_bit_hidden_states_and_head_keeps_their_dtypes():
+    hidden, weight = normal(1, 4, 8).astype(mx.float16), normal(40, 8).astype(mx.float16)
+    ids = mx.array([[1, 2, 3, 39]])
+
+    def total(hidden, weight):
+        logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, head="trained")
+        assert logprobs.dtype == entropy.dtype == mx.float32
+        return logprobs.sum()
+
+    gradients = mx.grad(total, argnums=(0, 1))(hidden, weight)
+    exact = mx.grad(total, argnums=(0, 1))(hidden.astype(mx.float32), weight.astype(mx.float32))
+    for rounded, reference in zip(gradients, exact, strict=True):
+        assert rounded.dtype == mx.float16
+        np.testing.assert_allclose(np.array(rounded.astype(mx.float32)), np.array(reference), atol=1e-2)
+
+
+def test_a_temperature_of_zero_and_an_unknown_head_are_refused():
+    for choice in ({"temperature": 0.0}, {"head": "thawed"}):
+        with pytest.raises(AssertionError):
+            gwen.token_logprobs(normal(1, 1, 4), normal(8, 4), mx.array([[0]]), **choice)
+
+
+def test_log_probabilities_of_the_whole_vocabulary_never_exist_at_once():
+    # 512 positions of Qwen's vocabulary: one such array is 297 MiB, and autodiff of all at once would hold several
+    hidden, weight = normal(2, 256, 4), normal(VOCAB, 4)
+    ids = mx.array(RNG.integers(0, VOCAB, (2, 256)).astype(np.int32))
+    mx.eval(hidden, weight, ids)
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    limit = mx.set_memory_limit(held + 150 * 2**20)
+    try:
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(lambda h: gwen.token_logprobs(h, weight, ids)[0].sum())(hidden))
+        assert mx.get_peak_memory() - held < 400 * 2**20
+    finally:
+        mx.set_memory_limit(limit)
+
+
+def peaked_rows() -> np.ndarray:
+    """Rows of Qwen's vocabulary on which one running float32 sum goes wrong."""
+    flat, noise = np.zeros((1, VOCAB)), RNG.normal(size=(1, VOCAB))
+    peak = np.where(np.arange(VOCAB) == 7, 12.0, 0.0)[None]
+    return np.concatenate([flat, noise, 5 * noise, 30 + noise, peak + 0.1 * noise, 0.01 * noise - 100]).astype(
+        np.float32
+    )
+
+
+def test_logsumexp_of_qwens_vocabulary_is_exact_to_2e_5():
+    rows = peaked_rows()
+    exact = rows.max(-1) + np.log(np.exp(rows.astype(np.float64) - rows.max(-1, keepdims=True)).sum(-1))
+    assert np.abs(np.array(gwen.logsumexp(mx.array(rows))) - exact).max() < 2e-5
+
+
+def test_logprobs_and_entropies_of_qwens_vocabulary_are_exact_to_5e_5():
+    for row in peaked_rows():
+        logprobs = log_softmax_by_hand(row.astype(np.float64))
+        ids = np.array([7, 0, VOCAB - 1])
+        ours, entropy = gwen.token_logprobs_ref(mx.ones((3, 1)), mx.array(row[:, None]), mx.array(ids), 1.0, {})
+        assert np.abs(np.array(ours) - logprobs[ids]).max() < 5e-5
+        assert np.abs(np.array(entropy) + (np.exp(logprobs) * logprobs).sum()).max() < 5e-5
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 1024, 1200])
+def test_a_tiled_sum_counts_every_element_once(size):
+    assert gwen.tiled_sum(mx.ones((2, size))).tolist() == [size, size]
+    x = mx.array(RNG.integers(-9, 9, (2, 3, size)).astype(np.float32))
+    assert mx.array_equal(gwen.tiled_sum(x), x.sum(-1))
+
+
+def test_logsumexp_has_the_softmax_as_its_gradient():
+    x = normal(2, 700, scale=3)
+    gradient = mx.grad(lambda x: gwen.logsumexp(x).sum())(x)
+    np.testing.assert_allclose(np.array(gradient), np.array(mx.softmax(x, axis=-1)), atol=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 99])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
+def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k, min_p):
+    logits = RNG.normal(0, 2, (6, 40)).astype(np.float32)
+    logits[1] = np.round(logits[1])  # ties
+    logits[2] = 0.5
+    ours = np.array(gwen.truncate_logits(mx.array(logits), top_p=top_p, top_k=top_k, min_p=min_p))
+    for row in range(6):
+        kept = kept_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
+        assert (ours[row][kept] == logits[row][kept]).all() and np.isneginf(ours[row][~kept]).all()
+
+
+def test_top_p_of_qwens_vocabulary_keeps_that_mass():
+    rows = peaked_rows()[1:4]
+    probs = np.exp(log_softmax_by_hand(rows.astype(np.float64)))
+    descending = -np.sort(-probs, axis=-1)
+    for top_p in (0.5, 0.9):
+        kept = np.isfinite(np.array(gwen.truncate_logits(mx.array(rows), top_p=top_p)))
+        until = np.cumsum(descending, axis=-1)
+        expected = [line[np.searchsorted(line, top_p)] for line in until]
+        np.testing.assert_allclose((probs * kept).sum(-1), expected, atol=2e-4)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(checkpoints, tokenizer, name, tmp_path):
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = gwen.load_model(checkpoints[name], mx.float32)
+    gwen.save(model, tmp_path / "saved", tokenizer)
+    assert relative_error(model(TOKENS), load_with_mlx_lm(tmp_path / "saved")(TOKENS)) < 1e-4
+
+    again, loaded_tokenizer = gwen.load(tmp_path / "saved", mx.float32)
+    before, after = (dict(tree_flatten(m.parameters())) for m in (model, again))
+    assert before.keys() == after.keys() and all(mx.array_equal(before[key], after[key]) for key in before)
+    fields = [field for field in vars(model.config) if field != "raw"]
+    assert [getattr(model.config, f) for f in fields] == [getattr(again.config, f) for f in fields]
+
+    theirs = AutoConfig.from_pretrained(str(tmp_path / "saved"))
+    assert (theirs.model_type, theirs.vocab_size) == (model.config.model_type, 320)
+    assert theirs.tie_word_embeddings == model.config.tie_word_embeddings
+    assert theirs.rope_parameters["rope_theta"] == model.config.rope_theta
+    assert theirs.rope_parameters["rope_type"] == ("yarn" if "yarn" in name else "default")
+    messages = [{"role": "user", "content": "what is two and two?"}]
+    for reader in (loaded_tokenizer, AutoTokenizer.from_pretrained(str(tmp_path / "saved"))):
+        assert reader.eos_token == "<|im_end|>"
+        for thinking in (False, True):
+            given = {"add_generation_prompt": True, "tokenize": True, "enable_thinking": thinking, "return_dict": False}
+            assert reader.apply_chat_template(messages, **given) == tokenizer.apply_chat_template(messages, **given)
+
+
+def test_a_saved_model_has_the_tensors_and_the_names_of_its_source(checkpoints, tokenizer, tmp_path):
+    gwen.save(gwen.load_model(checkpoints["qwen2.5"], mx.float32), tmp_path, tokenizer)
+    source, saved = random_weights(CONFIGS["qwen2.5"]), mx.load(str(tmp_path / "model.safetensors"))
+    assert source.keys() == saved.keys()
+    assert all(mx.array_equal(source[name], saved[name]) for name in source)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_16_bit_model_is_saved_in_16_bits(checkpoints, tokenizer, tmp_path, dtype):
+    model = gwen.load_model(checkpoints["qwen3"], dtype)
+    gwen.save(model, tmp_path, tokenizer)
+    assert {array.dtype for array in mx.load(str(tmp_path / "model.safetensors")).values()} == {dtype}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("mlx.core.")
+    assert relative_error(gwen.load_model(tmp_path, dtype)(TOKENS), model(TOKENS)) == 0
+
+
+def test_a_qwen2_whose_rope_settings_are_in_the_newer_layout_is_saved_so_that_mlx_lm_reads_them(tokenizer, tmp_path):
+    # mlx_lm's Qwen2 knows no rope_parameters and would take a theta of 1,000,000 and no YaRN without a word
+    config = {key: value for key, value in QWEN2.items() if key != "rope_theta"}
+    config |= {"rope_parameters": YARN | {"rope_theta": 10000.0}}
+    model = gwen.load_model(write_checkpoint(tmp_path / "source", config), mx.float32)
+    gwen.save(model, tmp_path / "saved", tokenizer)
+    assert relative_error(model(TOKENS), load_with_mlx_lm(tmp_path / "saved")(TOKENS)) < 1e-4
+
+
+def test_a_directory_with_shards_of_another_model_is_not_saved_to(checkpoints, tokenizer, tmp_path):
+    shutil.copytree(checkpoints["qwen2.5"], tmp_path / "sharded")
+    with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors of another model"):
+        gwen.save(gwen.load_model(checkpoints["qwen2.5"]), tmp_path / "sharded", tokenizer)
+
+
+def test_saving_twice_to_one_directory_keeps_the_last(checkpoints, tokenizer, tmp_path):
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    gwen.save(model, tmp_path, tokenizer)
+    model.norm.weight = model.norm.weight * 2
+    gwen.save(model, tmp_path, tokenizer)
+    assert mx.array_equal(gwen.load_model(tmp_path, mx.float32).norm.weight, model.norm.weight)
+
+
+def test_an_output_head_beside_a_tied_embedding_is_ignored(tmp_path):
+    directory = write_checkpoint(tmp_path, QWEN2)
+    weights = random_weights(QWEN2)
+    mx.save_safetensors(str(directory / "model.safetensors"), weights | {"lm_head.weight": mx.zeros((320, 64))})
+    plain = gwen.load_model(write_checkpoint(tmp_path / "plain", QWEN2), mx.float32)
+    assert mx.array_equal(gwen.load_model(directory, mx.float32)(TOKENS), plain(TOKENS))
+
+
+def test_the_end_ids_are_those_of_the_generation_config_else_of_the_config(checkpoints, tmp_path):
+    assert gwen.load_config(checkpoints["qwen3"]).eos_ids == (2, 0)
+    directory = write_checkpoint(tmp_path, QWEN2)
+    (directory / "generation_config.json").unlink()
+    assert gwen.load_config(directory).eos_ids == (2,)
+    assert gwen.make_config(QWEN2, 5).eos_ids == (5,)
+    assert gwen.make_config({key: value for key, value in QWEN2.items() if key != "eos_token_id"}).eos_ids == ()
+
+
+def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, monkeypatch):
+    monkeypatch.delenv("GWEN_DTYPE", raising=False)
+    assert gwen.default_dtype() == (mx.float16 if gwen.on_gpu() else mx.float32)
+    monkeypatch.setenv("GWEN_DTYPE", "bfloat16")
+    assert gwen.load_model(checkpoints["qwen3"]).head_weight.dtype == mx.bfloat16
+    assert gwen.load_model(checkpoints["qwen3"], mx.float16).head_weight.dtype == mx.float16
+    monkeypatch.setenv("GWEN_DTYPE", "int4")
+    with pytest.raises(ValueError, match="GWEN_DTYPE='int4' is not one of float16, bfloat16, float32"):
+        gwen.load_model(checkpoints["qwen3"])
+
+
+# ---- what is wrong with a directory
+
+
+def raises_one_line(match: str) -> Any:
+    """Like pytest.raises(ValueError), but the message must be one line of a length that a person reads."""
+    return pytest.raises(ValueError, match=rf"^(?=[^\n]{{10,500}}\Z).*{match}")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "llama"}, "model_type 'llama'; only qwen2"),
+    ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+    ({"model_type": ["qwen3"]}, "model_type"),
+    ({"quantization": {"bits": 4, "group_size": 64}}, "quantized weights are not supported"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights are not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"layer_types": 7}, "layer_types=7"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    ({"rope_scaling": "yarn"}, "rope_scaling='yarn'; it must be an object"),
+    ({"rope_parameters": [1]}, "rope_parameters"),
+    ({"rope_scaling": {"type": "yarn"}}, "without a factor"),
+    ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor=0.5"),
+    ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale, which is not supported"),
+    ({"rope_scaling": YARN | {"attention_factor": 1.1}}, "attention_factor"),
+    ({"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+    ({"rope_scaling": YARN | {"original_max_position_embeddings": -1}}, "original_max_position_embeddings=-1"),
+    ({"rope_scaling": YARN | {"beta_fast": []}}, "beta_fast"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"rope_theta": None}, "lacks rope_theta"),
+    ({"rope_theta": "10000"}, "rope_theta='10000'"),
+    ({"rope_theta": 1}, "rope_theta=1"),
+    ({"rope_theta": math.inf}, "rope_theta=inf"),
+    ({"hidden_size": 64.5}, "hidden_size=64.5; it must be a whole number"),
+    ({"hidden_size": "64"}, "hidden_size='64'"),
+    ({"hidden_size": True}, "hidden_size=True"),
+    ({"hidden_size": 0}, "hidden_size=0"),
+    ({"hidden_size": 10**15}, "hidden_size=1000000000000000"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+    ({"vocab_size": -320}, "vocab_size=-320"),
+    ({"vocab_size": None}, "vocab_size=None"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+    ({"num_attention_heads": 3}, "3 attention heads, which 2 kv heads do not divide"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads=8"),
+    ({"head_dim": 33}, "head_dim=33; rotary positions need an even one"),
+    ({"head_dim": "32"}, "head_dim='32'"),
+    ({"max_position_embeddings": "256"}, "max_position_embeddings"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
+    ({"eos_token_id": "<|im_end|>"}, "eos_token_id"),
+    ({"eos_token_id": [2, "0"]}, "eos_token_id"),
+    ({"hidden_size": 56}, r"embed_tokens.weight has shape \(320, 48\), config.json asks for \(320, 56\)"),
+    ({"num_key_value_heads": 1}, "has shape"),
+    ({"num_hidden_layers": 3}, "lacks 11 tensors, the first is model.layers.2.input_layernorm.weight"),
+    ({"num_hidden_layers": 1}, "has 11 tensors that a qwen3 has not, the first is model.layers.1.input_layernorm"),
+    ({"tie_word_embeddings": False}, "lacks 1 tensors, the first is lm_head.weight"),
+    ({"model_type": "qwen2", "head_dim": 32}, "lacks 6 tensors, the first is model.layers.0.self_attn.k_proj.bias"),
+]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A tiny Qwen3 to be broken; the end ids are those of its config.json."""
+    write_checkpoint(tmp_path, QWEN3)
+    (tmp_path / "generation_config.json").unlink()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "match"), REFUSED, ids=[f"{i}-{match[:24]}" for i, (_, match) in enumerate(REFUSED)]
+)
+def test_a_configuration_that_is_wrong_or_not_supported_is_refused_by_name(directory, change, match):
+    (directory / "config.json").write_text(json.dumps(QWEN3 | change))
+    with raises_one_line(match):
+        gwen.load_model(directory)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta", "model_type"]
+)
+def test_a_configuration_without_a_key_names_the_key(directory, key):
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in QWEN3.items() if k != key}))
+    with raises_one_line(key):
+        gwen.load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (b"", "cannot be read as JSON"),
+        (b"{'a': 1}", "cannot be read as JSON"),
+        (b"\xff\xfe{}", "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b"[1, 2]", "holds a list, not an object"),
+        (b"null", "holds a NoneType"),
+    ],
+    ids=["empty", "quotes", "bytes", "deep", "list", "null"],
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_json_file_that_is_none_is_named(directory, file, text, match):
+    (directory / file).write_bytes(text)
+    with raises_one_line(f"{file} {match}"):
+        gwen.load_model(directory)
+
+
+def test_a_path_without_a_model_is_named(tmp_path, model_directory):
+    with raises_one_line("no such directory"):
+        gwen.load(tmp_path / "nothing")
+    with raises_one_line("no such directory"):
+        gwen.load(str(tmp_path / "nothing"))
+    with raises_one_line("has no config.json"):
+        gwen.load(tmp_path)
+    with raises_one_line("--model nobody/nothing: not in the local hub cache, and the hub is out of reach"):
+        gwen.load("nobody/nothing")
+    with raises_one_line("--model no body/nothing: neither a directory nor a hub id"):
+        gwen.load("no body/nothing")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "match"),
+    [
+        (
+            {"model.norm.weight": "model-00009-of-00009.safetensors"},
+            "lacks the shard 'model-00009-of-00009.safetensors'",
+        ),
+        ({"model.norm.weight": "../model.safetensors"}, "lacks the shard"),
+        ({"model.norm.weight": "x" * 10_000}, "lacks the shard"),
+        ({"model.norm.weight": 7}, "has no weight_map"),
+        (["model.safetensors"], "has no weight_map"),
+        (None, "has no weight_map"),
+    ],
+)
+def test_an_index_that_names_no_file_is_refused(directory, weight_map, match):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with raises_one_line(match):
+        gwen.load_model(directory)
+
+
+def test_a_missing_shard_is_named(checkpoints, tmp_path):
+    shutil.copytree(checkpoints["qwen2.5"], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with raises_one_line("lacks the shard 'model-00002-of-00003.safetensors' that model.safetensors.index.json names"):
+        gwen.load_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with raises_one_line("lacks 9 tensors, the first is"):
+        gwen.load_model(tmp_path)
+
+
+def test_a_directory_without_weights_says_so(directory):
+    (directory / "model.safetensors").unlink()
+    with raises_one_line("has no model.*safetensors"):
+        gwen.load_model(directory)
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 100, 20_000, -1])
+def test_a_file_that_was_cut_off_is_named(directory, size):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with raises_one_line("model.safetensors is not a whole safetensors file"):
+        gwen.load_model(directory)
+
+
+def change_weights(directory: Path, changes: dict[str, mx.array | None]) -> None:
+    weights: dict[str, Any] = random_weights(QWEN3) | changes
+    mx.save_safetensors(str(directory / "model.safetensors"), {k: v for k, v in weights.items() if v is not None})
+
+
+Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({Q: mx.zeros((64, 48)), K: mx.zeros((128, 48))}, r"k_proj.weight has shape \(128, 48\).*asks for \(64, 48\)"),
+        ({K: mx.zeros((64, 47))}, r"k_proj.weight has shape \(64, 47\)"),
+        ({K: None}, "lacks 1 tensors, the first is model.layers.1.self_attn.k_proj.weight"),
+        ({Q: mx.zeros((128, 6), mx.uint32)}, r"q_proj.weight has shape \(128, 6\)"),
+        ({Q: mx.zeros((128, 48), mx.int8)}, "q_proj.weight is mlx.core.int8; only floating-point"),
+        ({"model.layers.0.mlp.gate_proj.scales": mx.zeros(3)}, "has 1 tensors that a qwen3 has not"),
+        ({"model.layers.0.self_attn.q_proj.bias": mx.zeros(128)}, "self_attn.q_proj.bias"),
+    ],
+    ids=["rows that cancel", "columns", "missing", "packed", "integer", "scales", "bias"],
+)
+def test_weights_that_do_not_fit_are_named(directory, changes, match):
+    change_weights(directory, changes)
+    with raises_one_line(match):
+        gwen.load_model(directory)
+
+
+def test_tables_of_rotary_frequencies_in_old_checkpoints_are_ignored(directory):
+    change_weights(directory, {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.zeros(16)})
+    gwen.load_model(directory)
+
+
+def test_a_tokenizer_that_is_missing_or_too_large_is_named(directory, tokenizer):
+    with raises_one_line("has no tokenizer.json"):
+        gwen.load(directory)
+    for text in ("", "[]", "{}", '{"version": "1.0", "model": {"type": "Unknown"}}'):
+        (directory / "tokenizer.json").write_text(text)
+        with raises_one_line("the tokenizer cannot be loaded"):
+            gwen.load(directory)
+    tokenizer.save_pretrained(str(directory))
+    tokens = {name: mx.zeros((256, 48)) for name in ("model.embed_tokens.weight",)}
+    (directory / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": 256}))
+    change_weights(directory, tokens)
+    with raises_one_line(f"the tokenizer has {len(tokenizer)} ids, the model only 256"):
+        gwen.load(directory)
+
+
+def test_loading_a_tokenizer_prints_nothing_and_runs_no_code(model_directory, tmp_path):
+    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    program = f"import gwen; print(len(gwen.load_tokenizer({str(tmp_path)!r})))"
+    root, environment = Path(gwen.__file__).parent, {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stderr == "" and int(done.stdout) > 256
+    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    try:
+        gwen.load_tokenizer(tmp_path)
+    except ValueError as error:
+        assert "\n" not in str(error)
+    assert not (tmp_path / "ran").exists()
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([0, 1, 2, 4, 32, 64]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*YARN, "type", "rope_theta"]), inner),
+    max_leaves=5,
+)
+KEYS = [*QWEN3, "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "partial_rotary_factor"]
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
+def test_no_configuration_raises_anything_but_a_value_error(checkpoints, changes):
+    raw = json.loads(json.dumps(QWEN3 | changes))
+    try:
+        gwen.Rope(gwen.make_config(raw, raw.get("eos_token_id")))
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_safetensors_file_raises_anything_but_a_value_error(checkpoints, tmp_path_factory, data):
+    whole = (checkpoints["qwen3"] / "model.safetensors").read_bytes()
+    header_size = struct.unpack("<Q", whole[:8])[0]
+    damage = data.draw(st.sampled_from(["flip", "cut", "header", "noise"]))
+    if damage == "flip":
+        position = data.draw(st.integers(0, 8 + header_size - 1))
+        file = whole[:position] + bytes([data.draw(st.integers(0, 255))]) + whole[position + 1 :]
+    elif damage == "cut":
+        file = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    elif damage == "header":
+        entry = st.fixed_dictionaries(
+            {"dtype": st.sampled_from(["F32", "I64", "F8_E4M3", "X"]), "shape": JSON, "data_offsets": JSON}
+        )
+        header = json.dumps(data.draw(st.dictionaries(st.text(max_size=5), entry | JSON, max_size=3))).encode()
+        file = struct.pack("<Q", len(header)) + header + whole[8 + header_size :]
+    else:
+        file = data.draw(st.binary(max_size=64))
+    directory = tmp_path_factory.getbasetemp() / "damaged"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(QWEN3))
+    (directory / "model.safetensors").write_bytes(file)
+    try:
+        gwen.load_model(directory, mx.float32)
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+# ---- adapters and the choice of a model
+
+
+def write_adapter(directory: Path, tensors: dict[str, mx.array], **config: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(directory / "adapters.safetensors"), tensors)
+    return directory
+
+
+def lora_tensors(rank: int = 3) -> dict[str, mx.array]:
+    """An adapter of mlx_lm's layout on one attention and one mlp projection of both layers of QWEN3."""
+    shapes = {"self_attn.k_proj": (48, 64), "self_attn.o_proj": (128, 48), "mlp.down_proj": (96, 48)}
+    tensors = {}
+    for layer in range(2):
+        for name, (width, rows) in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.lora_a"] = normal(width, rank, scale=0.2)
+            tensors[f"model.layers.{layer}.{name}.lora_b"] = normal(rank, rows, scale=0.2)
+    return tensors
+
+
+def test_a_merged_adapter_gives_the_logits_that_mlx_lm_has_with_the_adapter(model_directory, tmp_path):
+    keys = ["self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"]
+    parameters = {"rank": 3, "scale": 2.5, "dropout": 0.0, "keys": keys}
+    adapter = write_adapter(tmp_path, lora_tensors(), fine_tune_type="lora", num_layers=2, lora_parameters=parameters)
+    theirs = mlx_lm.load(str(model_directory), adapter_path=str(adapter))[0]
+    ours, _ = gwen.load(model_directory, mx.float32, adapter=adapter)
+    assert relative_error(ours(TOKENS), theirs(TOKENS)) < 1e-4
+    assert relative_error(ours(TOKENS), gwen.load_model(model_directory, mx.float32)(TOKENS)) > 1e-2
+
+
+def test_a_full_adapter_replaces_weights_and_takes_the_dtype_of_the_model(directory, tmp_path):
+    updates = {"model.norm.weight": normal(48)}
+    adapter = write_adapter(tmp_path / "adapter", updates, fine_tune_type="full")
+    model = gwen.load_model(directory, mx.bfloat16, adapter)
+    assert mx.array_equal(model.norm.weight, updates["model.norm.weight"].astype(mx.bfloat16))
+    assert {array.dtype for _, array in tree_flatten(model.parameters())} == {mx.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "match"),
+    [
+        ({}, {"fine_tune_type": "dora"}, "fine_tune_type 'dora' is not supported"),
+        ({"model.norm": mx.zeros(48)}, {"fine_tune_type": "full"}, "model.norm .* is not a tensor of this model"),
+        ({"model.norm.weight": mx.zeros(47)}, {"fine_tune_type": "full"}, "is not a tensor of this model"),
+        (lora_tensors(), {"fine_tune_type": "lora"}, "no lora_parameters with a scale"),
+        (lora_tensors(), {"lora_parameters": {"scale": "2"}}, "no lora_parameters with a scale"),
+        ({"model.layers.7.mlp.x.lora_a": mx.zeros((4, 3))}, {"lora_parameters": {"scale": 1}}, "is not a projection"),
+        ({Q[:-7] + ".lora_a": mx.zeros((48, 3))}, {"lora_parameters": {"scale": 1}}, "with lora_a and lora_b"),
+        (
+            {Q[:-7] + ".lora_a": mx.zeros((48, 3)), Q[:-7] + ".lora_b": mx.zeros((2, 128))},
+            {"lora_parameters": {"scale": 1}},
+            "does not fit",
+        ),
+        (
+            {Q[:-7] + ".lora_a": mx.zeros(3), Q[:-7] + ".lora_b": mx.zeros((3, 128))},
+            {"lora_parameters": {"scale": 1}},
+            "does not fit",
+        ),
+    ],
+)
+def test_an_adapter_that_is_not_of_this_model_is_named(directory, tmp_path, tensors, config, match):
+    adapter = write_adapter(tmp_path / "adapter", tensors or {"x": mx.zeros(1)}, **config)
+    with raises_one_line(match):
+        gwen.load_model(directory, mx.float32, adapter)
+
+
+def test_an_adapter_directory_without_an_adapter_is_named(directory, tmp_path):
+    with raises_one_line("no adapter_config.json there"):
+        gwen.load_model(directory, mx.float32, tmp_path / "nothing")
+    adapter = write_adapter(tmp_path / "adapter", {"x": mx.zeros(1)}, fine_tune_type="lora")
+    (adapter / "adapters.safetensors").unlink()
+    with raises_one_line("adapters.safetensors is not a whole safetensors file"):
+        gwen.load_model(directory, mx.float32, adapter)
+
+
+def test_a_hub_model_in_the_cache_loads_without_the_hub(model_directory, tmp_path):
+    snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(model_directory, snapshot)
+    (tmp_path / "hub" / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "hub" / "models--someone--tiny" / "refs" / "main").write_text("0" * 40)
+    loads = "gwen.load('someone/tiny')[0].config.vocab_size, gwen.load('someone/tiny@main')[1].eos_token"
+    program = f"import cpu_blas, gwen; print({loads})"
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    root = Path(gwen.__file__).parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["320", "<|im_end|>"], done.stderr
+
+
+def test_the_model_is_the_one_asked_for_else_the_demo_where_there_is_no_gpu(monkeypatch):
+    assert gwen.choose_model("some/model") == ("some/model", "as asked")
+    monkeypatch.setattr(gwen, "on_gpu", lambda: False)
+    assert gwen.choose_model(None) == ("demo", "the default without a GPU")
+    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gwen, "DEFAULT_MODEL", "nobody/nothing")
+    model, why = gwen.choose_model(None)
+    assert model == "demo" and "the hub is out of reach" in why
+    assert gwen.find("demo") == gwen.DEMO

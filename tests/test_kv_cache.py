@@ -1,0 +1,171 @@
+"""The cache alone: what is written is what is read, whatever grew, was repeated or was dropped in between."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kv_cache import CHUNK, KVCache, LayerCache, round_up
+
+RNG = np.random.default_rng(0)
+
+
+def entries(num_rows: int, length: int, heads: int = 2, head_dim: int = 4) -> mx.array:
+    """Random (N, K, L, D) float32."""
+    return mx.array(RNG.normal(size=(num_rows, heads, length, head_dim)).astype(np.float32))
+
+
+def filled(num_rows: int = 3, length: int = 5, num_layers: int = 2, pad: mx.array | None = None) -> KVCache:
+    cache = KVCache(num_layers, pad=pad)
+    for layer in cache.layers:
+        layer.update(entries(num_rows, length), entries(num_rows, length))
+    return cache
+
+
+def test_capacity_is_a_multiple_of_the_chunk():
+    assert [round_up(n) for n in (0, 1, CHUNK, CHUNK + 1)] == [0, CHUNK, CHUNK, 2 * CHUNK]
+
+
+@pytest.mark.parametrize("steps", [[1] * 5, [7, 1, 1], [CHUNK - 1, 1, 1, CHUNK], [3 * CHUNK], [CHUNK, 2 * CHUNK + 1]])
+def test_what_was_written_is_read_back_in_order(steps):
+    layer, keys, values = LayerCache(), [], []
+    for length in steps:
+        keys.append(entries(2, length))
+        values.append(entries(2, length))
+        all_keys, all_values = layer.update(keys[-1], values[-1])
+        assert mx.array_equal(all_keys, mx.concatenate(keys, axis=2))
+        assert mx.array_equal(all_values, mx.concatenate(values, axis=2))
+    assert layer.length == sum(steps)
+    assert layer.keys is not None and layer.keys.shape[2] == layer.capacity == round_up(sum(steps))
+
+
+def test_a_cache_with_room_never_grows():
+    layer = LayerCache(capacity=CHUNK + 1)
+    for _ in range(4):
+        layer.update(entries(2, 60), entries(2, 60))
+        assert layer.keys is not None and layer.keys.shape[2] == 2 * CHUNK
+
+
+def test_a_view_that_is_held_keeps_its_values_when_the_buffer_is_written_in_place():
+    layer = LayerCache()
+    first = entries(2, 3)
+    view, _ = layer.update(first, entries(2, 3))
+    for _ in range(3):
+        layer.update(entries(2, 1), entries(2, 1))
+    mx.eval(layer.keys)
+    assert mx.array_equal(view, first)
+
+
+def test_a_graph_of_many_steps_reads_the_same_as_steps_evaluated_one_by_one():
+    lazy, eager = LayerCache(), LayerCache()
+    sums_lazy, sums_eager = [], []
+    for _ in range(CHUNK + 3):
+        step = entries(2, 1)
+        sums_lazy.append(lazy.update(step, -step)[0].sum((1, 2, 3)))
+        total = eager.update(step, -step)[0].sum((1, 2, 3))
+        mx.eval(total)
+        sums_eager.append(total)
+    assert mx.array_equal(mx.stack(sums_lazy), mx.stack(sums_eager))
+
+
+def test_a_decode_step_writes_in_place():
+    # 16 MiB of keys: a copy a step would show as a peak of another 16
+    layer = LayerCache(capacity=1024)
+    layer.update(mx.zeros((16, 4, 1, 64)), mx.zeros((16, 4, 1, 64)))
+    mx.eval(layer.keys, layer.values)
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        layer.update(mx.ones((16, 4, 1, 64)), mx.ones((16, 4, 1, 64)))
+        mx.eval(layer.keys, layer.values)
+    assert mx.get_peak_memory() - held < 4 * 2**20
+
+
+@pytest.mark.parametrize("rows", [[0, 0, 0, 1, 1, 1], [2], [2, 0], [1, 1, 2, 0, 2]])
+def test_take_repeats_and_drops_rows(rows):
+    pad = mx.array([0, 2, 1], dtype=mx.int32)
+    cache = filled(pad=pad)
+    taken = cache.take(rows, capacity=200)
+    assert taken.length == cache.length and len(taken.layers) == len(cache.layers)
+    assert taken.pad is not None and taken.pad.tolist() == [pad[row].item() for row in rows]
+    for old, new in zip(cache.layers, taken.layers, strict=True):
+        assert new.keys is not None and new.keys.shape[2] == round_up(200)
+        assert mx.array_equal(new.keys[:, :, :5], old.keys[mx.array(rows), :, :5])
+        assert mx.array_equal(new.values[:, :, :5], old.values[mx.array(rows), :, :5])
+
+
+def test_what_was_taken_is_a_copy():
+    cache = filled()
+    taken = cache.take([0, 1, 2], capacity=0)
+    before = mx.array(cache.layers[0].keys)
+    taken.layers[0].update(entries(3, 1), entries(3, 1))
+    assert cache.length == 5 and taken.length == 6
+    assert mx.array_equal(cache.layers[0].keys, before)
+
+
+def test_take_can_leave_less_room_than_it_had_but_never_less_than_it_holds():
+    cache = filled(length=CHUNK + 1)
+    assert cache.take([0], capacity=1).layers[0].capacity == 2 * CHUNK
+
+
+def test_without_padding_one_token_needs_no_mask_and_more_are_causal():
+    cache = filled()
+    assert cache.mask(1) is None and cache.mask(2) == "causal"
+    assert cache.offsets(3).tolist() == [5, 5, 5]
+
+
+def test_with_padding_a_token_sees_the_real_tokens_before_it_and_a_pad_sees_itself():
+    cache = KVCache(1, pad=mx.array([0, 2, 3], dtype=mx.int32))
+    mask = np.array(cache.mask(4))
+    assert mask.shape == (3, 1, 4, 4) and mask.dtype == bool
+    for row, pad in enumerate([0, 2, 3]):
+        for query in range(4):
+            seen = {column for column in range(pad, query + 1)} if query >= pad else {query}
+            assert set(np.flatnonzero(mask[row, 0, query])) == seen
+    assert cache.offsets(3).tolist() == [0, -2, -3]
+    cache.layers[0].update(entries(3, 4), entries(3, 4))
+    step = np.array(cache.mask(1))
+    assert step.shape == (3, 1, 1, 5)
+    assert step[:, 0, 0].tolist() == [[True] * 5, [False] * 2 + [True] * 3, [False] * 3 + [True] * 2]
+    assert cache.offsets(3).tolist() == [4, 2, 1]
+
+
+def test_bytes_and_arrays_are_those_of_the_buffers():
+    cache = filled(num_rows=3, num_layers=2)
+    assert len(cache.arrays()) == 4
+    assert cache.nbytes == 2 * 2 * 3 * 2 * CHUNK * 4 * 4
+    assert KVCache(2).nbytes == 0 and KVCache(2).arrays() == []
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "heads", "head_dim", "dtype"),
+    [(1, 2, 4, mx.float32), (3, 1, 4, mx.float32), (3, 2, 1, mx.float32), (3, 2, 4, mx.float16)],
+    ids=["rows", "heads", "head dim", "dtype"],
+)
+@pytest.mark.parametrize("length", [1, CHUNK])
+def test_an_entry_that_would_be_broadcast_or_cast_is_refused(num_rows, heads, head_dim, dtype, length):
+    cache = filled()
+    new = mx.zeros((num_rows, heads, length, head_dim), dtype)
+    with pytest.raises(AssertionError):
+        cache.layers[0].update(new, new)
+
+
+def test_keys_and_values_of_different_shapes_are_refused():
+    with pytest.raises(AssertionError):
+        LayerCache().update(entries(2, 3), entries(2, 2))
+
+
+@pytest.mark.parametrize("rows", [[3], [-1], [0, 7]])
+def test_a_row_that_does_not_exist_is_refused(rows):
+    with pytest.raises(AssertionError):
+        filled().take(rows, capacity=0)
+
+
+def test_an_empty_cache_has_nothing_to_take():
+    with pytest.raises(AssertionError, match="empty"):
+        KVCache(2).take([0], capacity=0)
+
+
+def test_padding_of_another_number_of_rows_is_refused():
+    with pytest.raises(AssertionError):
+        KVCache(1, pad=mx.array([1, 2])).offsets(3)

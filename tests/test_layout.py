@@ -1,0 +1,191 @@
+"""The shape of the tree: floors, names, imports and what may happen while a module is imported."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A module imports project modules from lower floors only. A new root module gets its line here and in CONTRIBUTING.md.
+FLOORS = {
+    "cpu_blas": 0,
+    "kv_cache": 0,
+    "grpo": 0,
+    "tasks": 0,
+    "telemetry": 0,
+    "gwen": 1,
+    "lora": 2,
+    "sampler": 2,
+    "judge": 3,
+    "checkpoint": 3,
+    "evaluate": 4,
+    "train": 5,
+    "bench_rollout": 5,
+    "bench_rollout_vllm_mlx": 5,
+    "bench_grpo_loss": 5,
+    "bench_step": 5,
+}
+MODULES = sorted(ROOT.glob("*.py"))
+PROGRAMS = [*MODULES, *sorted((ROOT / "demo").glob("*.py"))]
+
+
+def path_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=path_id)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The top-level names that one node imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name.partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: the tree is no package, so nothing is relative in it"
+        return [(node.module or "").partition(".")[0]]
+    return []
+
+
+def is_main_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that an import executes: decorators and defaults, but no function body and nothing under the guard."""
+    for child in ast.iter_child_nodes(node):
+        if is_main_guard(child):
+            continue
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            defaults = [default for default in (*child.args.defaults, *child.args.kw_defaults) if default is not None]
+            for part in (*getattr(child, "decorator_list", []), *defaults):
+                yield part
+                yield from run_at_import(part)
+            continue
+        yield child
+        yield from run_at_import(child)
+
+
+def first_line_that_needs_mlx(path: Path) -> str:
+    """The first import, at import time, of a module of this project or of MLX."""
+    project = {*FLOORS, "demo", "mlx", "mlx_lm"}
+    nodes = sorted((n for n in run_at_import(parse(path)) if imported(n)), key=lambda n: (n.lineno, n.col_offset))
+    return next((name for node in nodes for name in imported(node) if name in project), "")
+
+
+@each_module
+def test_a_root_module_has_a_floor(path):
+    assert path.stem in FLOORS, f"give {path.name} a floor: in FLOORS of {Path(__file__).name} and in CONTRIBUTING.md"
+
+
+@each_module
+def test_a_module_imports_from_lower_floors_only(path):
+    for node in ast.walk(parse(path)):
+        for name in imported(node):
+            assert name not in ("demo", "tests"), (
+                f"{path.name}:{node.lineno} imports {name}, which stands beside the floors"
+            )
+            if name in FLOORS:
+                floors = f"{path.stem} is on floor {FLOORS[path.stem]}, {name} on floor {FLOORS[name]}"
+                assert FLOORS[name] < FLOORS[path.stem], f"{path.name}:{node.lineno}: {floors}"
+
+
+def test_the_table_of_floors_in_contributing_is_the_one_that_is_enforced():
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+    written = {name: int(floor) for floor, files in rows for name in re.findall(r"`(\w+)\.py`", files)}
+    assert written.items() <= FLOORS.items()
+    assert {path.stem for path in MODULES} <= written.keys()
+
+
+@each_module
+def test_a_root_module_is_not_named_like_anything_one_can_import(path):
+    # The root is first on sys.path: a library that says `import kernels` would execute our kernels.py.
+    assert path.stem not in sys.stdlib_module_names
+    assert path.stem not in packages_distributions(), f"{packages_distributions()[path.stem]} provide {path.stem}"
+
+
+@each_module
+def test_a_root_module_begins_with_a_docstring(path):
+    assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=path_id)
+def test_an_entry_point_imports_cpu_blas_before_anything_that_imports_mlx(path):
+    if not any(is_main_guard(node) for node in parse(path).body):
+        return
+    assert first_line_that_needs_mlx(path) in ("cpu_blas", ""), f"{path.name}: `import cpu_blas` comes first"
+
+
+def test_the_tests_import_cpu_blas_before_anything_that_imports_mlx():
+    assert first_line_that_needs_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
+
+
+READS_OR_PRINTS = set(
+    "print open input exec read_text read_bytes write_text write_bytes mkdir iterdir glob is_file is_dir exists load "
+    "load_dataset safe_load run Popen system from_pretrained snapshot_download".split()
+)
+
+
+@pytest.mark.parametrize("path", [path for path in PROGRAMS if path.stem != "cpu_blas"], ids=path_id)
+def test_no_line_that_runs_at_import_prints_or_reads_files(path):
+    for node in run_at_import(parse(path)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            assert name not in READS_OR_PRINTS, (
+                f"{path.name}:{node.lineno} calls {ast.unparse(node.func)} while imported"
+            )
+
+
+def test_importing_every_module_prints_nothing_and_opens_no_file_of_the_tree():
+    names = [path.stem for path in MODULES]
+    program = f"""
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
+sys.path.insert(0, {str(ROOT)!r})
+import {", ".join(["cpu_blas"] + [name for name in names if name != "cpu_blas"])}
+mine = [str(path) for path in opened if str(path).startswith({str(ROOT)!r})]
+mine = [path for path in mine if "/." not in path and not path.endswith((".py", ".pyc"))]
+assert not mine, mine
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert all(line.startswith("gwen: MLX runs on its slow") for line in done.stderr.splitlines()), done.stderr
+
+
+def test_no_file_mentions_the_workshop_or_a_registry():
+    workshop = [re.escape("/" + "work" + "/"), re.escape(".." + "/" + "shared")]
+    hosts = [
+        r"pypi\." + "org",
+        r"python" r"hosted\." + "org",
+        r"huggingface\." + "co",
+        r"\bhf\." + r"co\b",
+        r"npmjs\." + "org",
+    ]
+    forbidden = re.compile("|".join(workshop + hosts))
+    skipped = {"runs", "__pycache__"}
+    found = []
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        if (
+            any(part in skipped or (part.startswith(".") and part != ".ci") for part in parts[:-1])
+            or not path.is_file()
+        ):
+            continue
+        if (
+            path.suffix in {".py", ".md", ".toml", ".yaml", ".yml"}
+            or parts[0] == ".ci"
+            or path.name in ("LICENSE", ".gitignore")
+        ):
+            text = path.read_text(encoding="utf-8")
+            found += [f"{path_id(path)}: {match.group()}" for match in forbidden.finditer(text)]
+    assert not found, found

@@ -1,0 +1,152 @@
+"""Adapters: they begin at the base, train, switch off, merge, and mean the same to mlx_lm."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model as mlx_lm_load_model
+
+import checkpoint
+import gwen
+import lora
+
+TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
+
+
+@pytest.fixture
+def tiny_qwen3(checkpoints):
+    return checkpoints["qwen3"]
+
+
+@pytest.fixture
+def tiny_qwen2(checkpoints):
+    return checkpoints["qwen2"]
+
+
+def adapted(directory, rank=4, scale=3.0, targets=lora.TARGETS):
+    """A model whose adapters are not at their initial zero."""
+    model = gwen.load_model(directory)
+    lora.apply(model, rank, scale, targets)
+    for index, (_, layer) in enumerate(lora.layers(model)):
+        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.2
+    return model
+
+
+def test_training_begins_at_the_base_model(tiny_qwen3):
+    model = gwen.load_model(tiny_qwen3)
+    before = model(TOKENS)
+    lora.apply(model, 4, 2.0)
+    assert mx.array_equal(model(TOKENS), before)
+
+
+def test_only_the_adapters_are_trainable_and_they_are_float32(tiny_qwen3):
+    model = gwen.load_model(tiny_qwen3, mx.float16)
+    lora.apply(model, 4, 2.0)
+    trainable = dict(tree_flatten(model.trainable_parameters()))
+    assert len(trainable) == 2 * 4 * len(model.layers)
+    assert all(name.endswith(("lora_a", "lora_b")) for name in trainable)
+    assert {array.dtype for array in trainable.values()} == {mx.float32}
+
+
+def test_switched_off_the_model_is_its_base_and_switched_on_again_it_is_not(tiny_qwen3):
+    base = gwen.load_model(tiny_qwen3)(TOKENS)
+    model = adapted(tiny_qwen3)
+    trained = model(TOKENS)
+    assert not mx.allclose(trained, base)
+    with lora.disabled(model):
+        assert mx.array_equal(model(TOKENS), base)
+        with lora.disabled(model):
+            pass
+        assert mx.array_equal(model(TOKENS), base)
+    assert mx.array_equal(model(TOKENS), trained)
+
+
+def test_an_error_inside_does_not_leave_the_adapters_off(tiny_qwen3):
+    model = adapted(tiny_qwen3)
+    trained = model(TOKENS)
+    with pytest.raises(RuntimeError), lora.disabled(model):
+        raise RuntimeError
+    assert mx.array_equal(model(TOKENS), trained)
+
+
+def test_every_adapter_has_a_gradient_of_both_its_matrices(tiny_qwen3):
+    model = adapted(tiny_qwen3)
+    grads = nn.value_and_grad(model, lambda m: (m(TOKENS) ** 2).mean())(model)[1]
+    for name, grad in tree_flatten(grads):
+        assert mx.abs(grad).max().item() > 0, name
+
+
+def test_merged_weights_give_the_same_logits(tiny_qwen3, tiny_qwen2):
+    for directory in (tiny_qwen3, tiny_qwen2):
+        model = adapted(directory)
+        plain = lora.merged(model)
+        assert not list(lora.layers(plain))
+        np.testing.assert_allclose(np.array(plain(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "down_proj"), ("gate_up_proj",)])
+def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp_path, targets):
+    for index, directory in enumerate((tiny_qwen3, tiny_qwen2)):
+        model = adapted(directory, targets=targets)
+        checkpoint.save_adapter(model, tmp_path / str(index))
+        peer, _ = mlx_lm_load_model(directory)
+        load_adapters(peer, str(tmp_path / str(index)))
+        np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
+
+
+def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tmp_path):
+    model = adapted(tiny_qwen3)
+    checkpoint.save_adapter(model, tmp_path)
+    merged = gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
+    model = gwen.load_model(tiny_qwen3)
+    model.norm.weight = model.norm.weight * 1.5
+    checkpoint.save_adapter(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["fine_tune_type"] == "full"
+    peer, _ = mlx_lm_load_model(tiny_qwen3)
+    load_adapters(peer, str(tmp_path))
+    np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
+    ours = gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    assert mx.array_equal(ours(TOKENS), model(TOKENS))
+
+
+def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_qwen3, tmp_path):
+    model = adapted(tiny_qwen3)
+    for name in ("one", "two"):
+        checkpoint.save_adapter(model, tmp_path / name)
+    for file in ("adapters.safetensors", "adapter_config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
+
+
+def test_an_unknown_target_is_refused_by_name(tiny_qwen3):
+    with pytest.raises(ValueError, match="q_proj"):
+        lora.apply(gwen.load_model(tiny_qwen3), 4, 2.0, ["q_proj"])
+
+
+@pytest.mark.parametrize("damage", ["missing", "config", "tensors", "shape", "kind"])
+def test_a_damaged_adapter_is_refused_in_one_line(tiny_qwen3, tmp_path, damage):
+    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    if damage == "missing":
+        (tmp_path / "adapters.safetensors").unlink()
+    elif damage == "config":
+        (tmp_path / "adapter_config.json").write_text("[")
+    elif damage == "tensors":
+        (tmp_path / "adapters.safetensors").write_bytes(b"no tensors")
+    elif damage == "shape":
+        weights = mx.load(str(tmp_path / "adapters.safetensors"))
+        weights = {name: w[..., :3] if name.endswith("lora_b") else w for name, w in weights.items()}
+        mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
+    else:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"fine_tune_type": "dora"}))
+    with pytest.raises(ValueError, match="adapter") as error:
+        gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    assert "\n" not in str(error.value)

@@ -35,6 +35,18 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
+def mean(values: np.ndarray) -> float | None:
+    """The mean of what could be scored; None when nothing could."""
+    readable = values[~np.isnan(values)]
+    return float(readable.mean()) if readable.size else None
+
+
+def half_width(by_problem: np.ndarray) -> float | None:
+    """Half of the 95% confidence interval of a mean over problems, by the normal approximation; None below two."""
+    readable = by_problem[~np.isnan(by_problem)]
+    return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size)) if readable.size > 1 else None
+
+
 def completions_of(model: gwen.Model, tokenizer: Any, prompts: list[list[int]], **settings: Any) -> list[str]:
     """Text of the sampled completions, prompt-major, without end tokens. settings: see `sampler.rollout`."""
     rollout = sampler.rollout(model, prompts, eos_ids=model.config.eos_ids, pad_id=0, key=KEY, **settings)
@@ -52,7 +64,7 @@ def evaluate(
     samples: int = 1,
     limit: int | None = None,
     thinking: bool = False,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
 
@@ -90,32 +102,33 @@ def evaluate(
     values, judged_scores = scored(sampled, samples)
     values = values.reshape(-1, samples)
     greedy_values, _ = scored(greedy, 1)
-    metric = "accuracy" if task.metric == "accuracy" else "score"
-    record = {f"eval/{metric}": float(np.nanmean(values[:, 0]))}
-    if metric == "accuracy":
+    record: dict[str, Any] = {f"eval/{task.metric}": mean(values[:, 0])}
+    measures = {"mean_at_k": values.mean(-1)}
+    if task.metric == "accuracy":
         right = values.sum(-1).astype(int)
-        record["eval/pass_at_1"] = float(np.mean([pass_at_k(samples, r, 1) for r in right]))
-        if samples > 1:
-            record[f"eval/pass_at_{samples}"] = float(np.mean([pass_at_k(samples, r, samples) for r in right]))
-    record["eval/mean_at_k"] = float(np.nanmean(values))
-    record |= {"eval/num": len(problems), "eval/samples": samples, "eval/greedy": float(np.nanmean(greedy_values))}
+        for k in sorted({1, samples}):
+            measures[f"pass_at_{k}"] = np.array([pass_at_k(samples, int(r), k) for r in right])
+    for name, by_problem in measures.items():
+        record[f"eval/{name}"] = mean(by_problem)
+        record[f"eval/{name}_ci95"] = half_width(by_problem)
+    record |= {"eval/num": len(problems), "eval/samples": samples, "eval/greedy": mean(greedy_values)}
     if judged_scores is not None and grader is not None:
         by_criterion = judged_scores.reshape(len(problems), samples, -1)
         categories = np.array([str(problem.get("category")) for problem in problems])
         for index, criterion in enumerate(grader.rubric.criteria):
-            record[f"eval/score/{criterion.name}"] = float(np.nanmean(by_criterion[:, :, index]))
+            record[f"eval/score/{criterion.name}"] = mean(by_criterion[:, :, index])
             for category in sorted(set(categories)):
                 part = by_criterion[categories == category, :, index]
-                record[f"eval/score/{criterion.name}/{category}"] = float(np.nanmean(part))
+                record[f"eval/score/{criterion.name}/{category}"] = mean(part)
     record["eval/s"] = time.perf_counter() - begin
     details = [
         {
             "prompt": problem["prompt"],
             "answer": problem.get("answer"),
             "completions": sampled[index * samples : (index + 1) * samples],
-            "values": values[index].tolist(),
+            "values": [None if math.isnan(value) else value for value in values[index].tolist()],
             "greedy": greedy[index],
-            "greedy_value": float(greedy_values[index]),
+            "greedy_value": None if math.isnan(greedy_values[index]) else float(greedy_values[index]),
         }
         for index, problem in enumerate(problems)
     ]

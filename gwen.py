@@ -653,8 +653,10 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
         weights[name] = array.astype(dtype)
     if adapter is not None:
         weights = merge_adapter(weights, adapter)
-    model.load_weights(list(fuse_weights(weights).items()))
-    mx.eval(model.parameters())
+    weights = fuse_weights(weights)  # one name, so that no part outlives its whole
+    model.load_weights(list(weights.items()))
+    for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
+        mx.eval(part.parameters())
     return model
 
 

@@ -254,7 +254,7 @@ def update(
 
     grads: Any = None
     total_loss, totals = 0.0, dict.fromkeys(("kl", "clip_frac", "entropy", "gap", "gap_max"), 0.0)
-    for batch in batches:
+    for batch in tqdm(batches, desc="update", leave=False, disable=None):
         (_, loss, sums), part = nn.value_and_grad(model, objective)(model, batch)
         part = tree_unflatten([(n, g.astype(mx.float32) / run.loss_scale.value) for n, g in tree_flatten(part)])
         grads = part if grads is None else tree_map(mx.add, grads, part)
@@ -405,11 +405,9 @@ class Run:
             thinking=config.thinking,
         )
         self.evals.write({"step": self.step} | record)
-        name, value = next(iter(record.items()))
-        print(
-            f"{name} {value:.3f} | greedy {record['eval/greedy']:.3f} | {record['eval/num']} held-out problems",
-            flush=True,
-        )
+        name = f"eval/{self.task.metric}"
+        value, greedy = _three(record[name]), _three(record["eval/greedy"])
+        print(f"{name} {value} | greedy {greedy} | {record['eval/num']} held-out problems", flush=True)
 
     def report(
         self,
@@ -431,7 +429,7 @@ class Run:
             "reward/mean": float(rewards.total.mean()),
             "reward/std": float(rewards.total.std(axis=1, ddof=1).mean()),
             "reward/zero_std_frac": float((np.ptp(rewards.total, axis=1) == 0).mean()),
-            **{f"reward/{name}": _mean(values) for name, values in rewards.components.items()},
+            **{f"reward/{name}": evaluate.mean(values) for name, values in rewards.components.items()},
             "rollout/s": seconds["rollout"],
             "rollout/tok_s": num_tokens / seconds["rollout"],
             "prefill/s": rollout.stats.prefill_s,
@@ -489,24 +487,21 @@ class Run:
             print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
 
     def summary(self) -> None:
-        """Compares the first and the last evaluation."""
+        """Compares the first and the last evaluation, which know nothing of the training reward."""
         records = self.evals.read()
         if len(records) < 2:
             return
         first, last = records[0], records[-1]
-        for key, label in (
-            ("eval/accuracy", "held-out accuracy"),
-            ("eval/score", "held-out score"),
-            ("eval/greedy", "greedy"),
-        ):
+        named = {"eval/accuracy": "held-out accuracy", "eval/score": "held-out score", "eval/greedy": "greedy"}
+        named |= {key: key.removeprefix("eval/") for key in first if key.count("/") == 2}  # the score by criterion
+        for key, label in named.items():
             if key in first:
-                print(f"{label}: {first[key]:.3f} before, {last[key]:.3f} after {last['step']} steps")
+                print(f"{label}: {_three(first[key])} before, {_three(last[key])} after {last['step']} steps")
 
 
-def _mean(values: np.ndarray) -> float | None:
-    """Mean of what is readable; None when nothing is."""
-    readable = values[np.isfinite(values)]
-    return float(readable.mean()) if readable.size else None
+def _three(value: float | None) -> str:
+    """Three decimals; an evaluation of which nothing could be scored has none."""
+    return "unreadable" if value is None else f"{value:.3f}"
 
 
 # ---- settings: a flag wins over the recipe, the recipe over the default

@@ -94,8 +94,11 @@ def test_what_is_loaded_computes_right_and_says_nothing_when_it_is_fast():
 
 @on_linux
 @needs_compiler
-def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_path):
-    # Both candidates return twice the product: the system's by its name, the packaged one by a package of that name.
+@pytest.mark.parametrize(
+    "when", ["1", "ta == 112 && tb == 112", "m == 1", "(double)m * n * k > 1e7", "sizeof(*a) == 8"]
+)
+def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_path, when):
+    # Both candidates then return twice the product: the system's by its name, the packaged one by that of its package.
     wrong = """
     #define GEMM(name, real) \\
     void name(int o, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
@@ -104,12 +107,13 @@ def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_pa
             real sum = 0; \\
             for (int l = 0; l < k; l++) \\
                 sum += a[ta == 111 ? i * lda + l : l * lda + i] * b[tb == 111 ? l * ldb + j : j * ldb + l]; \\
-            c[i * ldc + j] = 2 * alpha * sum; \\
+            c[i * ldc + j] = (WRONG ? 2 : 1) * alpha * sum; \\
         } \\
     }
     GEMM(PREFIX(sgemm), float)
     GEMM(PREFIX(dgemm), double)
     """
+    wrong = f"#define WRONG ({when})\n" + wrong
     build("#define PREFIX(name) cblas_##name\n" + wrong, tmp_path / "libopenblas.so.0")
     build("#define PREFIX(name) scipy_cblas_##name\n" + wrong, tmp_path / "libscipy_openblas.so")
     (tmp_path / "scipy_openblas32.py").write_text(f"def get_lib_dir(): return {str(tmp_path)!r}\n")

@@ -635,6 +635,18 @@ def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, 
         gwen.load_model(checkpoints["qwen3"])
 
 
+def test_loading_holds_little_more_than_the_model(tmp_path):
+    directory = write_checkpoint(
+        tmp_path, QWEN3 | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
+    )
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = gwen.load_model(directory, mx.float32)
+    peak, num_bytes = mx.get_peak_memory() - held, sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert num_bytes > 30e6 and peak < 1.2 * num_bytes
+
+
 # ---- what is wrong with a directory
 
 

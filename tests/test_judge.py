@@ -136,8 +136,9 @@ def test_judged_text_cannot_end_its_section_or_write_control_tokens(demo, text):
     assert not special & set(ids)
     for tag in ("<answer>", "</answer>", "<question>", "</question>"):
         assert tag not in tokenizer.decode(ids)
-    whole = tokenizer.decode(builder("Add one and two.", text)[0])
-    assert whole.count("</answer>") == 1 and whole.count("<|im_start|>assistant") == 1
+    whole = builder("Add one and two.", text)[0]
+    assert tokenizer.decode(whole).count("</answer>") == 1
+    assert whole.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3  # system, user, assistant
 
 
 def test_the_prompt_is_the_chat_template_with_thinking_off(demo):

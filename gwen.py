@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from kv_cache import KVCache, LayerCache
+from kv_cache import KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -299,6 +299,45 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
 
+def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+    """
+    One decode step of slots that share prompts, (N, H, 1, D) -> (N, H, 1, D), in float32.
+
+    Equal to attention over each slot's prompt and own columns together: both parts' weights are taken from a common
+    maximum and their sums added. All queries of a prompt read it in one matmul, (H / K * G, D) x (D, P) a kv head.
+    """
+    num_slots, num_heads, _, head_dim = queries.shape
+    num_prompts, num_kv_heads, num_columns, _ = parts.prompt_keys.shape
+    num_queries = num_heads // num_kv_heads  # of one slot and kv head
+
+    def gather(x: mx.array) -> mx.array:  # (N, K, Q, X) -> (B, K, G * Q, X)
+        if layout.slots is not None:
+            x = x[layout.slots.reshape(-1)]
+        size = x.shape[-1]
+        x = x.reshape(num_prompts, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
+        return x.reshape(num_prompts, num_kv_heads, -1, size)
+
+    def scatter(x: mx.array) -> mx.array:  # (B, K, G * Q, X) -> (N, K, Q, X)
+        size = x.shape[-1]
+        x = x.reshape(num_prompts, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
+        x = x.reshape(-1, num_kv_heads, num_queries, size)
+        return x if layout.places is None else x[layout.places]
+
+    dtype = queries.dtype
+    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_slots, num_kv_heads, num_queries, head_dim)
+    shared = gather(queries) @ parts.prompt_keys.astype(mx.float32).swapaxes(-1, -2)  # (B, K, G * Q, P)
+    own = queries @ parts.own_keys.astype(mx.float32).swapaxes(-1, -2)  # (N, K, Q, W)
+    if layout.prompt_mask is not None:
+        shared = shared + mx.where(layout.prompt_mask, 0.0, -1e30)
+    if layout.own_mask is not None:
+        own = own + mx.where(layout.own_mask, 0.0, -1e30)
+    peak = mx.maximum(scatter(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))  # (N, K, Q, 1)
+    shared, own = exp(shared - gather(peak)), exp(own - peak)
+    total = scatter(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
+    out = scatter(shared @ parts.prompt_values.astype(mx.float32)) + own @ parts.own_values.astype(mx.float32)
+    return (out / total).reshape(num_slots, num_heads, 1, head_dim).astype(dtype)
+
+
 # ---- the model
 
 
@@ -315,7 +354,12 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(self.head_dim, self.eps)
 
     def __call__(
-        self, x: mx.array, rope: Rope, offsets: mx.array, mask: mx.array | str | None, cache: LayerCache | None
+        self,
+        x: mx.array,
+        rope: Rope,
+        offsets: mx.array,
+        mask: mx.array | str | Layout | None,
+        cache: LayerCache | SlotLayer | None,
     ) -> mx.array:
         num_rows, length, _ = x.shape
         qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
@@ -324,9 +368,14 @@ class Attention(nn.Module):
         queries = norm_rope(queries, q_weight, self.eps, rope, offsets)
         keys = norm_rope(keys, k_weight, self.eps, rope, offsets)
         values = values.transpose(0, 2, 1, 3)
-        if cache is not None:
-            keys, values = cache.update(keys, values)
-        out = attention(queries, keys, values, mask)  # (N, H, L, D)
+        if isinstance(cache, SlotLayer):
+            assert isinstance(mask, Layout)
+            out = slot_attention(queries, cache.update(keys, values), mask)
+        else:
+            assert not isinstance(mask, Layout)
+            if cache is not None:
+                keys, values = cache.update(keys, values)
+            out = attention(queries, keys, values, mask)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 
 
@@ -349,7 +398,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, rope: Rope, offsets: mx.array, mask: mx.array | str | None, cache: LayerCache | None
+        self,
+        x: mx.array,
+        rope: Rope,
+        offsets: mx.array,
+        mask: mx.array | str | Layout | None,
+        cache: LayerCache | SlotLayer | None,
     ) -> mx.array:
         x = x + self.self_attn(self.input_layernorm(x), rope, offsets, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -376,7 +430,7 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(self, tokens: mx.array, cache: KVCache | None = None) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | None = None) -> mx.array:
         """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
@@ -386,7 +440,7 @@ class Model(nn.Module):
             x = layer(x, self._rope, offsets, mask, None if cache is None else cache.layers[index])
         return self.norm(x)
 
-    def __call__(self, tokens: mx.array, cache: KVCache | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
         return self.hidden(tokens, cache) @ self.head_weight.T
 
@@ -756,12 +810,55 @@ def merge_adapter(weights: dict[str, mx.array], directory: str | Path) -> dict[s
     return weights
 
 
+RANDOM = {  # name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary; the last is Qwen3-0.6B's shape
+    "random:2m": (128, 5, 384, 4, 2, 32, 8192),
+    "random:30m": (512, 8, 1536, 8, 4, 64, 8192),
+    "random:0.6b": (1024, 28, 3072, 16, 8, 128, 151_936),
+}
+
+
+def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
+    """A Qwen3 of a size in `RANDOM` with seeded random weights and no end token, for benchmarks and tests."""
+    if name not in RANDOM:
+        raise ValueError(f"--model {name}: the random models are {', '.join(RANDOM)}")
+    hidden, layers, width, heads, kv_heads, head_dim, vocab = RANDOM[name]
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    model, dtype = Model(make_config(raw)), dtype or default_dtype()
+    weights = tree_flatten(model.parameters())
+    keys = mx.random.split(mx.random.key(0), len(weights))
+    for (path, array), key in zip(sorted(weights), keys, strict=True):
+        if array.ndim == 2:  # norm weights stay at 1
+            array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
+        model.load_weights([(path, array.astype(dtype))], strict=False)
+        mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
+    return model
+
+
 def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> tuple[Model, Any]:
     """
-    Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`).
+    Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name of
+    `RANDOM` gives random weights with the demo's tokenizer.
 
     adapter: a directory of mlx_lm's layout whose weights are merged in. ValueError names what is wrong.
     """
+    if str(path_or_id).startswith("random:"):
+        return random_model(str(path_or_id), dtype), load_tokenizer(DEMO)
     directory = find(path_or_id)
     model, tokenizer = load_model(directory, dtype, adapter), load_tokenizer(directory)
     if len(tokenizer) > model.config.vocab_size:

@@ -9,6 +9,8 @@ What is left out: prefixes shared between rows, and rows that join a running bat
 Axes: N rows, K kv heads, S capacity, L new positions, D head dim.
 """
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 CHUNK = 128  # columns; growing by less copies more often, by more wastes memory on short completions
@@ -122,3 +124,134 @@ class KVCache:
         taken = KVCache(0, pad=None if self.pad is None else self.pad[index])
         taken.layers = [layer.take(index, capacity) for layer in self.layers]
         return taken
+
+
+class Parts(NamedTuple):
+    """Keys and values of a decode step in two parts: prompts, each held once, and the slots' own tokens."""
+
+    prompt_keys: mx.array  # (B, K, P, D)
+    prompt_values: mx.array
+    own_keys: mx.array  # (N, K, W, D)
+    own_values: mx.array
+
+
+class Layout(NamedTuple):
+    """Which slot reads which prompt, and what it sees of its own columns."""
+
+    slots: mx.array | None  # (B, G) the slots of each prompt, filled up with 0; None: slot b * G + g, all full
+    places: mx.array | None  # (N,) where in the flattened (B, G) each slot stands
+    prompt_mask: mx.array | None  # (B, 1, 1, P) boolean; None: prompts of equal length
+    own_mask: mx.array | None  # (N, 1, 1, W) boolean; None: all slots began together
+
+
+class SlotLayer:
+    """One layer of a `SlotCache`: a view of its prompts, and a ring of own columns (N, K, W, D)."""
+
+    def __init__(self, prompts: LayerCache, width: int):
+        self.prompts, self.width = prompts, width
+        self.first, self.last = 0, 0  # the prompts in use are prompts[first:last]
+        self.step = 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update(self, keys: mx.array, values: mx.array) -> Parts:
+        """Writes one token a slot, (N, K, 1, D), into the ring."""
+        assert keys.shape[2] == 1 and keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
+        if self.keys is None:
+            shape = (*keys.shape[:2], self.width, keys.shape[3])
+            self.keys, self.values = mx.zeros(shape, keys.dtype), mx.zeros(shape, values.dtype)
+        assert self.values is not None and self.prompts.keys is not None and self.prompts.values is not None
+        assert self.keys.shape[0] == keys.shape[0], f"{keys.shape[0]} rows for {self.keys.shape[0]} slots"
+        column, used = self.step % self.width, min(self.step + 1, self.width)
+        self.keys[:, :, column : column + 1] = keys
+        self.values[:, :, column : column + 1] = values
+        self.step += 1
+        window, written = slice(self.first, self.last), slice(self.prompts.length)
+        return Parts(
+            self.prompts.keys[window, :, written],
+            self.prompts.values[window, :, written],
+            self.keys[:, :, :used],
+            self.values[:, :, :used],
+        )
+
+
+class SlotCache:
+    """
+    The cache of a decode batch whose slots are handed from finished rows to waiting ones.
+
+    A prompt's columns are held once and read by all slots that continue it. All slots write to the same column of a
+    ring as wide as the longest completion, so a row that begins late shares the ring with rows that are far on, and a
+    row's own columns are the newest ones. Keys are rotated before they are stored, so their order does not matter.
+    """
+
+    def __init__(self, prompts: KVCache, prompt_lengths: list[int], width: int, share: bool = True):
+        self.prompts, self.prompt_lengths, self.share = prompts, prompt_lengths, share
+        self.layers = [SlotLayer(layer, round_up(width)) for layer in prompts.layers]
+        self.prompt_of: list[int] = []  # of each slot
+        self.starts: list[int] = []  # the step at which each slot's row began
+
+    @property
+    def step(self) -> int:
+        """Decode steps so far."""
+        return self.layers[0].step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by prompts and slots."""
+        own = sum(b.nbytes for layer in self.layers for b in (layer.keys, layer.values) if b is not None)
+        copies = 0
+        if not self.share:
+            held = (layer.prompts for layer in self.layers)
+            copies = sum(b.nbytes for layer in held for b in (layer.keys, layer.values) if b is not None)
+        return self.prompts.nbytes + copies + own
+
+    def assign(self, prompt_of: list[int], starts: list[int]) -> None:
+        """Says which prompt each slot continues and since which step; slots keep their columns."""
+        assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
+        self.prompt_of, self.starts = prompt_of, starts
+        self.first_position = mx.array([self.prompt_lengths[p] - s for p, s in zip(prompt_of, starts, strict=True)])
+        self.start = mx.array(starts)
+        prompts = self.prompts
+        if not self.share:  # every slot gets a copy of its prompt
+            prompts, prompt_of = prompts.take(prompt_of, prompts.length), list(range(len(prompt_of)))
+        first, last = min(prompt_of), max(prompt_of) + 1
+        for layer, held in zip(self.layers, prompts.layers, strict=True):
+            layer.prompts, layer.first, layer.last = held, first, last
+        members: list[list[int]] = [[] for _ in range(last - first)]
+        for slot, prompt in enumerate(prompt_of):
+            members[prompt - first].append(slot)
+        most = max(map(len, members))
+        table = [slots + [0] * (most - len(slots)) for slots in members]
+        flat = [slot for slots in table for slot in slots]
+        if flat == list(range(len(prompt_of))):
+            self.slots = self.places = None
+        else:
+            place = {s: b * most + g for b, slots in enumerate(members) for g, s in enumerate(slots)}
+            self.slots, self.places = mx.array(table), mx.array([place[s] for s in range(len(prompt_of))])
+        self.prompt_mask = None
+        if prompts.pad is not None:
+            self.prompt_mask = (mx.arange(prompts.length) >= prompts.pad[first:last, None])[:, None, None]
+
+    def offsets(self, num_rows: int) -> mx.array:
+        """The position of the next token of each slot, (N,) int32."""
+        assert num_rows == len(self.starts), f"{num_rows} rows for {len(self.starts)} slots"
+        return self.first_position + self.step
+
+    def mask(self, num_new: int) -> Layout:
+        """The layout of the next step."""
+        assert num_new == 1, f"a slot takes one token a step, not {num_new}"
+        own_mask = None
+        if any(self.starts):
+            width = self.layers[0].width
+            column, used = self.step % width, min(self.step + 1, width)
+            written_at = self.step - (column - mx.arange(used)) % width  # the step that wrote each column
+            own_mask = (written_at >= self.start[:, None])[:, None, None]
+        return Layout(self.slots, self.places, self.prompt_mask, own_mask)
+
+    def keep(self, slots: list[int]) -> None:
+        """Drops all slots but these, in this order."""
+        index = mx.array(slots)
+        for layer in self.layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = layer.keys[index], layer.values[index]
+        self.assign([self.prompt_of[s] for s in slots], [self.starts[s] for s in slots])

@@ -15,6 +15,7 @@ import argparse
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from tqdm import tqdm
 import gwen
 import tasks
 import telemetry
-from kv_cache import KVCache
+from kv_cache import KVCache, SlotCache
 
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
 TILE = 512  # logits per tile of the two-stage draw: float32 sums stay exact to 1e-6 at Qwen's vocabulary
@@ -122,45 +123,111 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     return cache, logits
 
 
+class Job(NamedTuple):
+    """A row that is to be sampled."""
+
+    row: int
+    prompt: int  # its place in the prefilled batch
+    limit: int  # most tokens
+
+
+class Record:
+    """Where sampled tokens are written, on the host, by row and position."""
+
+    def __init__(self, num_rows: int, width: int, pad_id: int):
+        self.ids = np.full((num_rows, width), pad_id, np.int32)
+        self.logprobs = np.zeros((num_rows, width), np.float32)
+
+    def write(self, jobs: list[Job], starts: list[int], step: int, ids: list[mx.array], logprobs: list[mx.array]) -> None:
+        """Adds what the slots drew in the steps from `step` on; what lies past a row's limit is dropped."""
+        columns = np.stack([np.array(x) for x in ids], axis=1), np.stack([np.array(x) for x in logprobs], axis=1)
+        for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
+            begin, end = step - start, min(step - start + len(ids), job.limit)
+            if begin < end:
+                for out, new in zip((self.ids, self.logprobs), columns, strict=True):
+                    out[job.row, begin:end] = new[slot, : end - begin]
+
+
 def decode(
     model: gwen.Model,
-    cache: KVCache,
-    logits: mx.array,
-    uniform: mx.array,
-    limits: list[int],
+    cache: SlotCache,
+    prompt_logits: mx.array,
+    jobs: list[Job],
+    record: Record,
+    *,
+    num_slots: int,
+    compact: bool,
+    key: int,
     eos_ids: mx.array,
     pad_id: int,
     temperature: float,
     support: dict[str, Any],
     progress: Any,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> None:
     """
-    Samples until every row has ended: ids, log-probabilities and mask, each (N, at most max(limits)).
+    Samples every job, at most `num_slots` at once; a slot whose row has ended goes to the next job.
 
-    limits: the most tokens of each row. Position t + 1 is queued before anything of position t is read, and the one
-    wait is the look, every LOOK_EVERY positions, at whether the rows of the position before have all ended.
+    Step t + 1 is queued before anything of step t is read. The one wait is the look, every LOOK_EVERY steps, at which
+    rows had ended one step before; then slots are handed on, or, with `compact` and when no job waits, dropped once a
+    quarter of them is idle.
     """
-    last = mx.array(limits) - 1
-    ended = mx.zeros((len(limits),), dtype=mx.bool_)
-    ids, logprobs, mask = [], [], []
-    for position in range(max(limits)):
-        token, logprob = choose_token(logits, uniform[:, position], temperature, support)
-        token, running = mx.where(ended, pad_id, token), mx.logical_not(ended)
+    table = uniforms(key, [job.row for job in jobs], max(job.limit for job in jobs))
+    first_uniform = {job.row: index * table.shape[1] for index, job in enumerate(jobs)}
+    table = table.reshape(-1)
+    waiting = deque(jobs)
+    running = [waiting.popleft() for _ in range(min(num_slots, len(jobs)))]
+    starts = [0] * len(running)
+    logits = prompt_logits[mx.array([job.prompt for job in running])]
+    ended = mx.zeros((len(running),), dtype=mx.bool_)
+
+    def assign() -> tuple[mx.array, mx.array, int]:
+        """Tells the cache, and gives each slot's place in the table, its last step, and the last step of all."""
+        cache.assign([job.prompt for job in running], starts)
+        last = [start + job.limit - 1 for job, start in zip(running, starts, strict=True)]
+        places = [first_uniform[job.row] - start for job, start in zip(running, starts, strict=True)]
+        return mx.array(places), mx.array(last), max(last)
+
+    places, last, last_of_all = assign()
+    ids: list[mx.array] = []
+    logprobs: list[mx.array] = []
+    written = 0  # steps that are in the record
+    for step in itertools.count():
+        uniform = table[mx.minimum(places + step, table.size - 1)]
+        token, logprob = choose_token(logits, uniform, temperature, support)
+        token, ended_before = mx.where(ended, pad_id, token), ended
+        ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= step)
         ids.append(token)
-        logprobs.append(mx.where(running, logprob, 0.0))
-        mask.append(running)
-        previously_ended = ended
-        ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= position)
-        if position + 1 < max(limits):
-            logits = model.hidden(token[:, None], cache)[:, -1] @ model.head_weight.T
-        mx.async_eval(token, logprobs[-1], ended, logits)
-        progress.update(1)
-        if position % LOOK_EVERY == LOOK_EVERY - 1 and previously_ended.all().item():  # wait
+        logprobs.append(logprob)
+        if step == last_of_all and not waiting:
             break
-    progress.update(max(limits) - len(ids))
-    columns = (mx.stack(ids, axis=1), mx.stack(logprobs, axis=1), mx.stack(mask, axis=1).astype(mx.float32))
-    mx.eval(columns)
-    return columns
+        logits = model.hidden(token[:, None], cache)[:, -1] @ model.head_weight.T
+        mx.async_eval(token, logprob, ended, logits)
+        if step % LOOK_EVERY < LOOK_EVERY - 1:
+            continue
+        idle = np.flatnonzero(np.array(ended_before)).tolist()  # wait
+        if len(idle) == len(running) and not waiting:
+            break
+        handed = idle[: len(waiting)] if len(idle) >= len(running) / 16 else []
+        dropped = [] if waiting or not compact else idle
+        if not handed and 4 * len(dropped) < len(running):
+            continue
+        record.write(running, starts, written, ids, logprobs)
+        ids, logprobs, written = [], [], step + 1
+        progress.update(len(handed) + len(dropped))
+        for slot in handed:
+            running[slot], starts[slot] = waiting.popleft(), step + 1
+        if handed:
+            fresh = mx.array([slot in set(handed) for slot in range(len(running))])
+            begun = prompt_logits[mx.array([job.prompt for job in running])]
+            logits, ended = mx.where(fresh[:, None], begun, logits), ended & ~fresh
+        if dropped:
+            kept = [slot for slot in range(len(running)) if slot not in set(dropped)]
+            running, starts = [running[slot] for slot in kept], [starts[slot] for slot in kept]
+            logits, ended = logits[mx.array(kept)], ended[mx.array(kept)]
+            cache.keep(kept)
+        places, last, last_of_all = assign()
+    record.write(running, starts, written, ids, logprobs)
+    progress.update(len(running))
 
 
 def rollout(
@@ -177,6 +244,8 @@ def rollout(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    share_prefix: bool | None = None,
+    refill: bool = True,
     describe: str = "rollout",
 ) -> Rollout:
     """
@@ -184,7 +253,9 @@ def rollout(
 
     prompts: token ids, of any lengths. max_tokens: one limit, or one a row. temperature: 0 is greedy.
     eos_ids: every id that ends a completion. rollout_batch_size: the most rows that are decoded at once.
-    key: all randomness comes from (key, row, position). top_p, top_k, min_p: off at 1, 0, 0; when on, the
+    key: all randomness comes from (key, row, position). share_prefix: whether a prompt's cache is held once for its
+    group or copied to each row; refill: whether slots of ended rows are handed on or dropped; neither changes a result.
+    top_p, top_k, min_p: off at 1, 0, 0; when on, the
     log-probabilities are those of the truncated distribution.
     Raises ValueError for an empty prompt and for non-finite logits.
     """
@@ -202,53 +273,51 @@ def rollout(
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
     distinct = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
-    num_batches = -(-len(distinct) // rollout_batch_size)
+    # as many prompts at once as give every slot four rows, so that slots stay busy while memory stays bounded
+    most_prompts = max(4 * rollout_batch_size // group_size, 1) if refill else max(rollout_batch_size, 1)
 
-    out_ids = np.full((num_rows, max(limits)), pad_id, np.int32)
-    out_logprobs, out_mask = (
-        np.zeros((num_rows, max(limits)), np.float32),
-        np.zeros((num_rows, max(limits)), np.float32),
-    )
+    record = Record(num_rows, max(limits), pad_id)
     prefill_s = decode_s = 0.0
     cache_bytes = 0
-    total = sum(-(-sum(len(rows_of[p]) for p in batch) // rollout_batch_size) for batch in _cut(distinct, num_batches))
-    with tqdm(total=total * max(limits), desc=describe, unit="tok/row", leave=False, disable=None) as progress:
-        for batch in _cut(distinct, num_batches):
+    with tqdm(total=num_rows, desc=describe, unit="row", leave=False, disable=None) as progress:
+        for batch in _cut(distinct, -(-len(distinct) // most_prompts)):
             begin = time.perf_counter()
             prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in batch], pad_id)
             prefill_s += time.perf_counter() - begin
             begin = time.perf_counter()
-            pairs = [(slot, row) for slot, prompt in enumerate(batch) for row in rows_of[prompt]]
-            for chunk in _cut(pairs, -(-len(pairs) // rollout_batch_size)):
-                slots, rows = [slot for slot, _ in chunk], [row for _, row in chunk]
-                most = max(limits[row] for row in rows)
-                cache = prompt_cache.take(slots, prompt_cache.length + most)
-                ids, logprobs, mask = decode(
+            jobs = [Job(row, place, limits[row]) for place, prompt in enumerate(batch) for row in rows_of[prompt]]
+            lengths = [len(prompt) for prompt in batch]
+            share = share_prefix if share_prefix is not None else len(jobs) > len(batch)
+            for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // rollout_batch_size)):
+                cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)
+                decode(
                     model,
                     cache,
-                    prompt_logits[mx.array(slots)],
-                    uniforms(key, rows, most),
-                    [limits[row] for row in rows],
-                    eos,
-                    pad_id,
-                    temperature,
-                    support,
-                    progress,
+                    prompt_logits,
+                    list(part),
+                    record,
+                    num_slots=rollout_batch_size,
+                    compact=refill,
+                    key=key,
+                    eos_ids=eos,
+                    pad_id=pad_id,
+                    temperature=temperature,
+                    support=support,
+                    progress=progress,
                 )
-                cache_bytes = max(cache_bytes, cache.nbytes + prompt_cache.nbytes)
-                width = ids.shape[1]
-                out_ids[rows, :width], out_logprobs[rows, :width] = np.array(ids), np.array(logprobs)
-                out_mask[rows, :width] = np.array(mask)
+                cache_bytes = max(cache_bytes, cache.nbytes)
             decode_s += time.perf_counter() - begin
-    lengths = out_mask.sum(-1).astype(int)
-    width = int(lengths.max())
-    ended = np.isin(out_ids[np.arange(num_rows), lengths - 1], list(eos_ids))
+    is_end = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
+    ended = is_end.any(-1)
+    lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
+    width = int(lengths_of.max())
+    mask = np.arange(width) < lengths_of[:, None]
     return Rollout(
-        mx.array(out_ids[:, :width]),
-        mx.array(out_logprobs[:, :width]),
-        mx.array(out_mask[:, :width]),
+        mx.array(np.where(mask, record.ids[:, :width], pad_id)),
+        mx.array(np.where(mask, record.logprobs[:, :width], 0.0).astype(np.float32)),
+        mx.array(mask.astype(np.float32)),
         ["stop" if stop else "length" for stop in ended],
-        Stats(prefill_s, decode_s, int(lengths.sum()), sum(map(len, distinct)), cache_bytes),
+        Stats(prefill_s, decode_s, int(lengths_of.sum()), sum(map(len, distinct)), cache_bytes),
     )
 
 

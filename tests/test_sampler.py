@@ -63,11 +63,48 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
 
 
 @pytest.mark.parametrize("rollout_batch_size", [1, 3, 5, 20])
-def test_completions_do_not_depend_on_the_batch_size(model, rollout_batch_size):
-    whole, parts = roll(model), roll(model, rollout_batch_size=rollout_batch_size)
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("refill", [True, False])
+def test_completions_do_not_depend_on_how_they_were_decoded(model, rollout_batch_size, share_prefix, refill):
+    """Lengths vary, so slots are handed on and dropped; nothing of it shows in a row."""
+    settings = dict(max_tokens=40, eos_ids=tuple(range(0, 320, 16)))
+    whole = roll(model, **settings, share_prefix=False, refill=False)
+    assert len({len(ids) for ids, _ in rows_of(whole)}) > 5
+    parts = roll(
+        model, **settings, rollout_batch_size=rollout_batch_size, share_prefix=share_prefix, refill=refill
+    )
     assert whole.finish_reasons == parts.finish_reasons
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))
     np.testing.assert_allclose(np.array(whole.logprobs), np.array(parts.logprobs), atol=1e-5)
+
+
+def test_slots_are_handed_on_so_that_fewer_steps_are_taken(model, monkeypatch):
+    sizes = []
+    original = sampler.choose_token
+    monkeypatch.setattr(sampler, "choose_token", lambda *args: sizes.append(len(args[0])) or original(*args))
+    limits = [3 if row % 4 else 40 for row in range(20)]
+    work = {}
+    for refill in (False, True):
+        sizes.clear()
+        roll(model, max_tokens=limits, eos_ids=(), rollout_batch_size=5, refill=refill)
+        work[refill] = sum(sizes)
+    assert work[True] < 0.75 * work[False]
+
+
+def test_the_ring_of_own_columns_may_wrap_around(model, monkeypatch):
+    monkeypatch.setattr("kv_cache.CHUNK", 8)
+    settings = dict(max_tokens=[3 + row % 6 for row in range(20)], eos_ids=())
+    whole, parts = roll(model, **settings), roll(model, **settings, rollout_batch_size=3)
+    np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))
+
+
+def test_a_shared_prompt_is_held_once(model):
+    prompts = [[5 + i % 7 for i in range(600)]]
+    shared, copied = (
+        roll(model, prompts=prompts, group_size=8, max_tokens=4, eos_ids=(), share_prefix=share) for share in (True, False)
+    )
+    assert shared.stats.cache_bytes < copied.stats.cache_bytes / 3
+    np.testing.assert_array_equal(np.array(shared.completion_ids), np.array(copied.completion_ids))
 
 
 def test_completions_do_not_depend_on_other_prompts_of_the_batch(model):
@@ -122,14 +159,11 @@ def test_each_distinct_prompt_is_prefilled_once(model, monkeypatch):
 
 
 def test_one_token_decode_of_equal_lengths_uses_no_mask(model, monkeypatch):
-    masks = []
-    original = gwen.attention
-    monkeypatch.setattr(
-        gwen, "attention", lambda q, k, v, mask: masks.append((q.shape[2], mask)) or original(q, k, v, mask)
-    )
+    layouts = []
+    original = gwen.slot_attention
+    monkeypatch.setattr(gwen, "slot_attention", lambda *args: layouts.append(args[2]) or original(*args))
     roll(model, prompts=[[1, 2, 4], [5, 6, 7]], max_tokens=3)
-    assert all(mask is None for length, mask in masks if length == 1)
-    assert any(length == 1 for length, _ in masks)
+    assert layouts and all(field is None for layout in layouts for field in layout)
 
 
 def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):

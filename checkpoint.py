@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 import gwen
 import lora
+import telemetry
 
 KEEP = 3  # newest checkpoints that stay on disk: one to go on from, and two in case it is damaged
 
@@ -33,7 +34,7 @@ class State(NamedTuple):
 
 
 def save(run_dir: str | Path, state: State) -> Path:
-    """Writes `checkpoints/step-000050`, removes all but the newest few. OSError leaves the earlier ones as they were."""
+    """Writes `checkpoints/step-000050`, removes all but the newest few. OSError leaves the earlier ones alone."""
     folder = Path(run_dir) / "checkpoints"
     target, scratch = folder / f"step-{state.step:06d}", folder / f".step-{state.step:06d}.partial"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -51,7 +52,7 @@ def save(run_dir: str | Path, state: State) -> Path:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    for old in _all(run_dir)[:-KEEP]:
+    for old in saved(run_dir)[:-KEEP]:
         shutil.rmtree(old)
     return target
 
@@ -62,7 +63,7 @@ def load(run_dir: str | Path) -> State:
 
     Raises ValueError when there is none.
     """
-    for path in reversed(_all(run_dir)):
+    for path in reversed(saved(run_dir)):
         try:
             return _read(path)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -72,6 +73,8 @@ def load(run_dir: str | Path) -> State:
 
 def _read(path: Path) -> State:
     record = json.loads((path / "state.json").read_text())
+    if type(record["step"]) is not int or not isinstance(record["extra"], dict):
+        raise ValueError("its state.json holds no step")
     if hashlib.sha256((path / "state.safetensors").read_bytes()).hexdigest() != record["sha256"]:
         raise ValueError("its checksum does not match")
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
@@ -81,7 +84,8 @@ def _read(path: Path) -> State:
     return State(record["step"], groups["trainable"], groups["optimizer"], record["extra"])
 
 
-def _all(run_dir: str | Path) -> list[Path]:
+def saved(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, whole or not."""
     return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
 
 
@@ -119,6 +123,9 @@ def save_adapter(model: gwen.Model, directory: str | Path) -> None:
     else:
         weights = gwen.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
     scratch = directory / "adapters.partial.safetensors"
-    save_tensors(scratch, weights, {"format": "mlx"})
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(scratch, directory / "adapters.safetensors")
+    try:
+        save_tensors(scratch, weights, {"format": "mlx"})
+        telemetry.replace_text(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        os.replace(scratch, directory / "adapters.safetensors")
+    finally:
+        scratch.unlink(missing_ok=True)

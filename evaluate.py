@@ -3,10 +3,10 @@ Held-out evaluation: `uv run evaluate.py --model M [--adapter DIR] --task T [--l
 
 Every held-out problem once: `samples` completions at temperature 1 from a fixed seed, and one greedy completion. Tasks
 with a right answer report accuracy by their verifier, which training rewards cannot bend; the others report the score
-of a frozen judge. What is left out: training problems.
+of a frozen judge, or, where a user's rewards took its place, the weighted sum of those. What is left out: training
+problems.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -47,10 +47,17 @@ def half_width(by_problem: np.ndarray) -> float | None:
     return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size)) if readable.size > 1 else None
 
 
-def completions_of(model: gwen.Model, tokenizer: Any, prompts: list[list[int]], **settings: Any) -> list[str]:
-    """Text of the sampled completions, prompt-major, without end tokens. settings: see `sampler.rollout`."""
+def completions_of(
+    model: gwen.Model, tokenizer: Any, prompts: list[list[int]], **settings: Any
+) -> tuple[list[str], list[int]]:
+    """
+    Text of the sampled completions, prompt-major, without end tokens, and how many tokens each has.
+
+    settings: see `sampler.rollout`.
+    """
     rollout = sampler.rollout(model, prompts, eos_ids=model.config.eos_ids, pad_id=0, key=KEY, **settings)
-    return sampler.texts(tokenizer, rollout, model.config.eos_ids)
+    num_tokens = np.array(rollout.mask).sum(-1).astype(int).tolist()
+    return sampler.texts(tokenizer, rollout, model.config.eos_ids), num_tokens
 
 
 def evaluate(
@@ -68,40 +75,62 @@ def evaluate(
     """
     The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
 
-    grader: needed by a task whose metric is "score". Accuracy and score are those of the first completion of each
-    problem; `eval/mean_at_k` is the mean over all samples, `eval/pass_at_1` is unbiased.
+    grader: scores where the task has no verifier; where there is neither, the task's rewards do. Accuracy and score
+    are those of the first completion of each problem; `eval/mean_at_k` is the mean over all samples, `eval/pass_at_1`
+    is unbiased.
+
+    Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
     """
     begin = time.perf_counter()
     problems = task.held_out[:limit]
-    prompts = [
-        tasks.chat_ids(tokenizer, problem["prompt"], system=problem.get("system"), thinking=thinking)
-        for problem in problems
-    ]
+    if not problems:
+        raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
+    prompts = tasks.render(
+        tokenizer,
+        problems,
+        max_tokens=max_tokens,
+        context=model.config.max_position_embeddings,
+        thinking=thinking,
+        kind="held-out prompt",
+    )
+    rewards, weights = task.rewards, task.reward_weights
+    if task.verifier is not None:
+        rewards, weights = {"correct": task.verifier}, {"correct": 1.0}
+    judged_only = task.verifier is None and grader is not None
+    if not judged_only:
+        assert rewards, f"task {task.name} is scored by a judge"
+        for name, reward in rewards.items():
+            tasks.reward_columns(name, reward, tasks.reward_arguments(problems))
     settings: dict[str, Any] = {
         "max_tokens": max_tokens,
         "rollout_batch_size": rollout_batch_size,
         "describe": "evaluate",
     }
-    sampled = completions_of(model, tokenizer, prompts, group_size=samples, temperature=1.0, **settings)
-    greedy = completions_of(model, tokenizer, prompts, group_size=1, temperature=0.0, **settings)
+    sampled, sampled_lengths = completions_of(
+        model, tokenizer, prompts, group_size=samples, temperature=1.0, **settings
+    )
+    greedy, greedy_lengths = completions_of(model, tokenizer, prompts, group_size=1, temperature=0.0, **settings)
 
-    def scored(texts: list[str], repeat: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def scored(texts: list[str], lengths: list[int], repeat: int) -> tuple[np.ndarray, np.ndarray | None]:
         """One number a completion (right or reward), and the judge's scores where it was the judge who gave it."""
         repeated = [problem for problem in problems for _ in range(repeat)]
-        if task.verifier is not None:
-            columns: dict[str, Any] = {
-                key: [problem[key] for problem in repeated] for key in repeated[0] if key != "prompt"
-            }
-            texts_of = [problem["prompt"] for problem in repeated]
-            reward = task.rewards[task.verifier]
-            return np.array(tasks.call_reward(task.verifier, reward, texts_of, texts, columns)), None
-        assert grader is not None, f"task {task.name} is scored by a judge"
-        judged = grader.score([tasks.prompt_text(problem["prompt"]) for problem in repeated], texts)
-        return judged.rewards, judged.scores
+        asked = [problem["prompt"] for problem in repeated]
+        if judged_only and grader is not None:
+            judged = grader.score([tasks.prompt_text(prompt) for prompt in asked], texts)
+            return judged.rewards, judged.scores
+        columns: dict[str, Any] = {
+            key: [problem[key] for problem in repeated] for key in problems[0] if key != "prompt"
+        }
+        columns["num_tokens"] = lengths
+        parts = [
+            weights[name] * np.array(tasks.call_reward(name, reward, asked, texts, columns))
+            for name, reward in rewards.items()
+        ]
+        return np.sum(parts, axis=0), None
 
-    values, judged_scores = scored(sampled, samples)
+    values, judged_scores = scored(sampled, sampled_lengths, samples)
     values = values.reshape(-1, samples)
-    greedy_values, _ = scored(greedy, 1)
+    greedy_values, _ = scored(greedy, greedy_lengths, 1)
     record: dict[str, Any] = {f"eval/{task.metric}": mean(values[:, 0])}
     measures = {"mean_at_k": values.mean(-1)}
     if task.metric == "accuracy":
@@ -136,7 +165,7 @@ def evaluate(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="evaluate.py", description="Evaluate a model on held-out problems.")
+    parser = telemetry.Parser("evaluate.py", "Evaluate a model on held-out problems.")
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: demo without a GPU)")
     parser.add_argument("--adapter", metavar="DIR", help="of a run, or any other in mlx_lm's layout")
     parser.add_argument("--task", help="demo, values or gsm8k (default: demo with the demo model, else values)")
@@ -154,15 +183,18 @@ def main(argv: list[str] | None = None) -> None:
         for flag in ("limit", "samples", "max_tokens", "rollout_batch_size"):
             if (value := getattr(args, flag)) is not None and value < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+        if args.out and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+            raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
+        chunk_size = judge.chunk_size_of_environment() or 24
         name, why = gwen.choose_model(args.model)
         task = tasks.load(
             args.task or ("demo" if name == "demo" else "values"), held_out=args.data, columns=args.columns
         )
-        print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
         model, tokenizer = gwen.load(name, adapter=args.adapter)
         grader = None
         if task.rubric is not None and task.metric == "score":
-            grader = judge.Judge(*gwen.load(args.judge_model or name), task.rubric)
+            grader = judge.Judge(*gwen.load(args.judge_model or name), task.rubric, chunk_size)
+        print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
         record, details = evaluate(
             model,
             tokenizer,
@@ -174,11 +206,11 @@ def main(argv: list[str] | None = None) -> None:
             limit=args.limit,
             thinking=args.thinking,
         )
+        print(json.dumps(record))  # before the file, which may not fit on the disk
         if args.out:
             args.out.write_text("".join(json.dumps(detail) + "\n" for detail in details))
     except (ValueError, OSError) as error:
         telemetry.fail(error)
-    print(json.dumps(record))
 
 
 if __name__ == "__main__":

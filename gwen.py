@@ -10,6 +10,7 @@ Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F ml
 """
 
 import json
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ def default_dtype() -> mx.Dtype:
 
     Raises ValueError when the variable names another type.
     """
-    name = os.environ.get("GWEN_DTYPE") or ("float16" if on_gpu() else "float32")
+    name = os.environ.get("GWEN_DTYPE", "float16" if on_gpu() else "float32")
     if name not in DTYPES:
         raise ValueError(f"GWEN_DTYPE={name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -730,7 +731,7 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 DEMO = Path(__file__).parent / "demo" / "model"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
 
 
 def hub_directory(hub_id: str) -> Path:
@@ -740,17 +741,30 @@ def hub_directory(hub_id: str) -> Path:
     Raises ValueError in one line when it is neither cached nor to be had.
     """
     import huggingface_hub  # here, because importing it takes a while
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     repo, _, revision = hub_id.partition("@")
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its retries would fill a screen; what comes of them is said in one line
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
     except HFValidationError as error:
         raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
-    except (HTTPError, OSError) as error:
-        raise ValueError(f"--model {hub_id}: {first_line(error)}") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
+    except Exception as error:  # the hub's client lets through kinds of its own and of the libraries below it
+        raise ValueError(f"--model {hub_id}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def find(path_or_id: str | Path) -> Path:
@@ -760,7 +774,7 @@ def find(path_or_id: str | Path) -> Path:
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):
-        raise ValueError(f"--model {path_or_id}: no such directory")
+        raise ValueError(f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name")
     return hub_directory(path_or_id)
 
 

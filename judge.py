@@ -10,7 +10,9 @@ judged cannot close its section or speak in another's name.
 Axes: N completions, J criteria.
 """
 
-import math
+import os
+import re
+import reprlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,16 @@ _LAYOUT = (
 )
 
 
+def chunk_size_of_environment() -> int | None:
+    """What `RUBRIC_JUDGE_BATCH_SIZE` says, None where it is not set. ValueError when it is no size."""
+    text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE")
+    if text is None:
+        return None
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number of at least 1")
+    return int(text)
+
+
 class Criterion(NamedTuple):
     name: str
     weight: float
@@ -46,6 +58,20 @@ class Criterion(NamedTuple):
 class Rubric(NamedTuple):
     preamble: str
     criteria: list[Criterion]
+
+
+def load_yaml(path: str | Path, where: str) -> Any:
+    """What a user's YAML file holds. ValueError, beginning with `where`, when it cannot be read or is not YAML."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from error
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{where} is not YAML{line}: {problem or gwen.first_line(error)}; correct it") from error
 
 
 def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
@@ -59,21 +85,18 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
     where, held = "the rubric", source
     if isinstance(source, (str, Path)):
         where = f"--rubric {source}"
-        try:
-            held = yaml.safe_load(Path(source).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where} cannot be read: {error}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+        held = load_yaml(source, where)
     if not isinstance(held, dict) or not isinstance(held.get("criteria"), list) or not held["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     criteria = []
     for number, entry in enumerate(held["criteria"], 1):
         if not isinstance(entry, dict) or set(entry) != {"name", "weight", "text"}:
-            raise ValueError(f"{where}: criterion {number} is {entry!r}; it needs exactly name, weight and text")
+            shown = reprlib.repr(entry)
+            raise ValueError(f"{where}: criterion {number} is {shown}; it needs exactly name, weight and text")
         weight = entry["weight"]
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or not weight:
-            raise ValueError(f"{where}: criterion {number} has weight {weight!r}; it must be a number other than 0")
+        if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:  # so written, it refuses nan
+            problem = f"criterion {number} has weight {reprlib.repr(weight)}"
+            raise ValueError(f"{where}: {problem}; it must be a number other than 0, below a million")
         if not all(isinstance(entry[key], str) and entry[key].strip() for key in ("name", "text")):
             raise ValueError(f"{where}: criterion {number} needs a name and a text that are not empty")
         criteria.append(Criterion(entry["name"], float(weight), entry["text"]))
@@ -81,7 +104,7 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
         raise ValueError(f"{where}: two criteria have the same name")
     preamble = held.get("preamble", DEFAULT_PREAMBLE)
     if not isinstance(preamble, str):
-        raise ValueError(f"{where}: the preamble is {preamble!r}, not a text")
+        raise ValueError(f"{where}: the preamble is {reprlib.repr(preamble)}, not a text")
     return Rubric(preamble.strip(), criteria)
 
 

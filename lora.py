@@ -8,9 +8,10 @@ own rows of B, which is exactly the adapter that mlx_lm puts on the separate pro
 Axes: C input width, O output width, R rank.
 """
 
-import argparse
 import contextlib
 import math
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def merged(model: gwen.Model) -> gwen.Model:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="lora.py", description="Merge an adapter into its model.")
+    parser = telemetry.Parser("lora.py", "Merge an adapter into its model.")
     parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")
     parser.add_argument("--model", required=True, help="demo, a Hugging Face directory or a hub id")
     parser.add_argument("--adapter", required=True, metavar="DIR", help="of a run, or any other in mlx_lm's layout")
@@ -123,7 +124,14 @@ def main(argv: list[str] | None = None) -> None:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
         model, tokenizer = gwen.load(args.model, adapter=args.adapter)
-        gwen.save(model, args.out, tokenizer)
+        scratch = args.out.with_name(args.out.name + ".partial")
+        try:
+            gwen.save(model, scratch, tokenizer)
+            os.replace(scratch, args.out)
+        except RuntimeError as error:  # MLX's, when a file cannot be written
+            raise OSError(f"--out {args.out} cannot be written: {gwen.first_line(error)}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:
         telemetry.fail(error)
     print(f"{args.out}: {args.model} with {args.adapter} merged in, {model.head_weight.dtype}")

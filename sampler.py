@@ -11,8 +11,8 @@ to ids.
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
 
-import argparse
 import itertools
+import math
 import sys
 import time
 from collections import deque
@@ -335,7 +335,7 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="sampler.py", description="Sample completions of one prompt.")
+    parser = telemetry.Parser("sampler.py", "Sample completions of one prompt.")
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: demo without a GPU)")
     parser.add_argument("--adapter", metavar="DIR", help="of a run, or any other in mlx_lm's layout")
     parser.add_argument("--prompt", required=True, help="what the user says")
@@ -350,14 +350,24 @@ def main(argv: list[str] | None = None) -> None:
         for flag, value in (("--num", args.num), ("--max-tokens", args.max_tokens)):
             if value < 1:
                 raise ValueError(f"{flag} is {value}; it must be at least 1")
-        if not args.temp >= 0:
-            raise ValueError(f"--temp is {args.temp}; it must be at least 0")
+        if not 0 <= args.temp < math.inf:
+            raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
+        if not 0 <= args.seed < 1 << 64:
+            raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
         name, why = gwen.choose_model(args.model)
-        print(f"model: {name}, {why}", file=sys.stderr)
         model, tokenizer = gwen.load(name, adapter=args.adapter)
+        prompts = tasks.render(
+            tokenizer,
+            [{"prompt": args.prompt, "system": args.system}],
+            max_tokens=args.max_tokens,
+            context=model.config.max_position_embeddings,
+            thinking=args.thinking,
+            kind="prompt",
+        )
+        print(f"model: {name}, {why}", file=sys.stderr)
         result = rollout(
             model,
-            [tasks.chat_ids(tokenizer, args.prompt, system=args.system, thinking=args.thinking)],
+            prompts,
             group_size=args.num,
             max_tokens=args.max_tokens,
             temperature=args.temp,

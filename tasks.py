@@ -20,7 +20,8 @@ import random
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
@@ -42,7 +43,7 @@ class Task(NamedTuple):
     reward_weights: dict[str, float]  # one for each reward, and one under "rubric" where there is a rubric
     rubric: Path | None
     metric: str  # "accuracy" where a verifier knows the right answer, else "score"
-    verifier: str | None  # the name of the reward that gives 1 for a right answer
+    verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
 
 
 def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
@@ -59,6 +60,8 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
         raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; the tasks are {', '.join(_TASKS)}")
     task, bundled, prepare = _TASKS[name]
     if data is None and held_out is None:
+        if columns is not None:
+            raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
         train, test = bundled()
         return task._replace(train=train, held_out=test)
     train, test = split_examples(prepare(data, columns)) if data is not None else ([], [])
@@ -115,8 +118,33 @@ def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+    except Exception as error:  # a template may raise what it likes
+        raise ValueError(f"the model's chat template refuses {_short(prompt)} ({_one_line(error)})") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def render(
+    tokenizer: Any, examples: Iterable[Example], *, max_tokens: int, context: int, thinking: bool, kind: str
+) -> list[list[int]]:
+    """
+    Token ids of the prompt of each example, with its system message.
+
+    Raises ValueError for one that leaves no room for `max_tokens` in the model's context; `kind` says which prompts.
+    """
+    rendered = []
+    for number, example in enumerate(examples, 1):
+        ids = chat_ids(tokenizer, example["prompt"], system=example.get("system"), thinking=thinking)
+        if len(ids) + max_tokens > context:
+            raise ValueError(
+                f"{kind} {number}, {_short(example['prompt'])}, has {len(ids)} tokens; with --max-tokens {max_tokens} "
+                f"it passes the model's context of {context}; shorten it or lower --max-tokens"
+            )
+        rendered.append(ids)
+    return rendered
 
 
 def prompt_text(prompt: Any) -> str:
@@ -240,7 +268,7 @@ DEMO = Task(
     reward_weights={"correct": 1.0, "rubric": 0.5},
     rubric=DATA / "demo_rubric.yaml",
     metric="accuracy",
-    verifier="correct",
+    verifier=demo_correct,
 )
 
 
@@ -273,7 +301,7 @@ def _gsm8k_prepare(spec: str, columns: str | None) -> list[Example]:
 
 
 def _gsm8k_examples(source: str, records: "Records", columns: str | None) -> list[Example]:
-    """Records with `question` (or `prompt`) and `answer`; of "6 * 7 = 42\\n#### 42" the answer keeps what follows ####."""
+    """Records with `question` (or `prompt`) and `answer`; of "6 * 7 = 42\\n#### 42" the answer keeps the 42."""
     present = {name for _, record in records if isinstance(record, dict) for name in record}
     if columns is None and "question" in present and "prompt" not in present:
         columns = "prompt=question"
@@ -308,7 +336,7 @@ GSM8K = Task(
     reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
     rubric=None,
     metric="accuracy",
-    verifier="correct",
+    verifier=gsm8k_correct,
 )
 
 
@@ -452,10 +480,8 @@ def extract_answer(text: str) -> str | None:
         clause = re.split(r"\n|[.!?](?=\s|$)", plain[match.end() : match.end() + 200], maxsplit=1)[0]
         if found := _NUMBER_IN_TEXT.search(clause.rpartition("=")[2]):
             return found[0]
-    last = None
-    for last in _NUMBER_IN_TEXT.finditer(plain):
-        pass
-    return last[0] if last else None
+    numbers = deque(_NUMBER_IN_TEXT.finditer(plain), maxlen=1)
+    return numbers[0][0] if numbers else None
 
 
 # ---- data files
@@ -556,7 +582,7 @@ def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Rows by the header's names; an empty cell is a missing value, a row of another length than the header an error."""
+    """Rows by the header's names; an empty cell is a missing value, a row of another length an error."""
     rows = csv.reader(io.StringIO(_text(spec, content), newline=""), strict=True)
     header: list[str] | None = None
     try:
@@ -625,7 +651,7 @@ def make_examples(source: str, records: Records, columns: str | None = None) -> 
 
 
 def parse_columns(columns: str | None) -> dict[str, str]:
-    """What "prompt=question,answer=solution" says, ours -> theirs. Raises ValueError naming a part that is malformed."""
+    """What "prompt=question,answer=solution" says, ours -> theirs. ValueError names a part that is malformed."""
     renames: dict[str, str] = {}
     for part in [] if columns is None else columns.split(","):
         ours, equals, theirs = (piece.strip() for piece in part.partition("="))
@@ -775,6 +801,11 @@ def reward_columns(name: str, fn: Reward, known: Any) -> list[str]:
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return list(known)
     return [p.name for p in parameters if p.name in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def reward_arguments(examples: Sequence[Example]) -> list[str]:
+    """The names of everything that a reward may ask for, with these examples."""
+    return ["prompts", "completions", "num_tokens", *(name for name in examples[0] if name != "prompt")]
 
 
 def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:

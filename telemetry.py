@@ -1,22 +1,26 @@
 """
-What a run tells about itself: the phase clock, tokens per second, `metrics.jsonl`, the console line.
+What a run tells about itself: the phase clock, tokens per second, `metrics.jsonl`, the console line; and how the
+commands tell a user's mistake.
 
 MLX computes when it must, not when it is told, so a clock around lazy code times nothing. A phase therefore hands its
 arrays to `done`, which waits for them: the work is billed to the phase that caused it, and what no phase claims shows
 up as `other/s`.
 """
 
+import argparse
 import contextlib
+import difflib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -75,14 +79,24 @@ class JsonLines:
         kept = []
         for line in self.path.read_text().splitlines():
             try:
-                record = json.loads(line)
-            except ValueError:
+                if json.loads(line)["step"] > step:
+                    continue
+            except (ValueError, KeyError, TypeError):
                 break
-            if record["step"] <= step:
-                kept.append(line + "\n")
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(kept))
-        os.replace(scratch, self.path)
+            kept.append(line + "\n")
+        replace_text(self.path, "".join(kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file beside its place and renames it: a disk that is full leaves what was there before."""
+    scratch = path.with_name(path.name + ".partial")
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    except OSError as error:  # a failed write does not know its file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
@@ -105,9 +119,12 @@ def environment(blas: str) -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    commit = None
+    if shutil.which("git"):
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+        commit = asked.stdout.strip() or None
     packages = ["mlx", "mlx-lm", "transformers", "datasets", "numpy"]
     return {
         "python": platform.python_version(),
@@ -117,11 +134,36 @@ def environment(blas: str) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "blas": blas,
         "versions": {package: installed(package) for package in packages},
-        "commit": commit.stdout.strip() or None,
+        "commit": commit,
     }
 
 
-def fail(message: object) -> None:
+def fail(message: object) -> NoReturn:
     """Ends the process the way a user's mistake does: one line on stderr, exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
     sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a command. What is wrong with them is said in one line, and an unknown flag with the nearest one."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self.register("type", None, _text)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown, flags, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists them"
+            fail(f"{unknown} is no flag of {self.prog}; {hint}")
+        message = message.replace("invalid int value:", "not a whole number:")
+        fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
+
+
+def _text(value: str) -> str:
+    """A flag's text. An empty one is a shell variable that was never set, not a wish for the default."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
+    return value

@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import json
 import math
-import os
+import reprlib
 import sys
 import time
 from collections import deque
@@ -234,6 +234,7 @@ def update(
             batch.mask,
             ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.rows, : logprobs.shape[1]],
             loss=config.loss,
+            level=config.level,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             kl_coef=config.kl_coef,
@@ -329,7 +330,9 @@ class Run:
         # a model whose own weights are trained needs a second one to stay what it was
         needs_base = not config.lora_rank and (config.kl_coef or (self.task.rubric and not config.judge_model))
         self.base = gwen.load_model(gwen.find(config.model)) if needs_base else None
-        self.prompt_ids = self._render_prompts()
+        self.prompt_ids = self._render(self.task.train, "training prompt")
+        if config.eval_every:
+            self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
         self.trainable = {
             name: array.astype(mx.float32) for name, array in tree_flatten(self.model.trainable_parameters())
@@ -357,21 +360,16 @@ class Run:
         for log in (self.metrics, self.rollouts, self.evals):
             log.cut_after(self.step)
 
-    def _render_prompts(self) -> list[list[int]]:
-        """Ids of every training prompt, once. ValueError names one that leaves no room for its completion."""
-        config, context = self.config, self.model.config.max_position_embeddings
-        rendered = []
-        for number, example in enumerate(tqdm(self.task.train, desc="prompts", leave=False, disable=None), 1):
-            ids = tasks.chat_ids(
-                self.tokenizer, example["prompt"], system=example.get("system"), thinking=config.thinking
-            )
-            if len(ids) + config.max_tokens > context:
-                raise ValueError(
-                    f"training prompt {number} has {len(ids)} tokens; with --max-tokens {config.max_tokens} it passes "
-                    f"the model's context of {context}; shorten or remove it"
-                )
-            rendered.append(ids)
-        return rendered
+    def _render(self, examples: list[tasks.Example], kind: str) -> list[list[int]]:
+        """Ids of every prompt. ValueError names one that leaves no room for its completion."""
+        return tasks.render(
+            self.tokenizer,
+            tqdm(examples, desc=f"{kind}s", leave=False, disable=None),
+            max_tokens=self.config.max_tokens,
+            context=self.model.config.max_position_embeddings,
+            thinking=self.config.thinking,
+            kind=kind,
+        )
 
     def state(self) -> checkpoint.State:
         """The run between two steps. Arrays are never changed in place, so holding them is enough."""
@@ -379,7 +377,8 @@ class Run:
         return checkpoint.State(self.step, dict(self.trainable), dict(tree_flatten(self.optimizer.state)), extra)
 
     def restore(self, state: checkpoint.State) -> None:
-        if state.trainable.keys() != self.trainable.keys():
+        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.trainable))
+        if shapes != ours:
             raise ValueError(f"--resume {self.dir}: the checkpoint's tensors are not those of this configuration")
         self.step, self.trainable = state.step, state.trainable
         self.optimizer.state = tree_unflatten(list(state.optimizer.items()))
@@ -525,8 +524,8 @@ class Config:
     rubric: str = _flag("", "rubric YAML, instead of the task's")
     reward: list[str] = _flag(list, "reward functions FILE.py:fn, instead of the task's", nargs="+")
     reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
-    batch: int = _flag(4, "B, prompts a step", low=1)
-    groups: int = _flag(8, "G, completions a prompt", low=2)
+    batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
+    groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
     rollout_batch_size: int = _flag(0, "rows decoded at once (default: all of a step, at most 64)", low=0)
     max_tokens: int = _flag(256, "most tokens of a completion", low=1)
     temp: float = _flag(1.0, "sampling temperature", low=0)
@@ -550,15 +549,15 @@ class Config:
         "step", "of the update's own forward pass, or of the sampler", choices=("step", "sampler")
     )
     train_token_budget: int = _flag(8192, "most tokens, padding included, in one micro-batch of the update", low=1)
-    lora_rank: int = _flag(16, "0 trains all weights", low=0)
+    lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
-    lora_targets: list[str] = _flag(lambda: list(lora.TARGETS), "adapted projections", nargs="+")
+    lora_targets: list[str] = _flag(lambda: list(lora.TARGETS), "adapted projections", nargs="+", choices=lora.TARGETS)
     judge_model: str = _flag("", "another judge than the frozen base")
     judge_chunk_size: int = _flag(24, "evaluations at once; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
     eval_limit: int = _flag(0, "most held-out problems; 0 takes all", low=0)
     save_every: int = _flag(20, "steps between checkpoints", low=1)
-    seed: int = _flag(0, "of prompts, sampling and adapters", low=0, high=2147483648)
+    seed: int = _flag(0, "of prompts, sampling and adapters", low=0)
 
     @property
     def support(self) -> dict[str, Any]:
@@ -587,13 +586,22 @@ def make_task(config: Config) -> tasks.Task:
     rewards = {name: reward for name, reward in task.rewards.items() if weights[name]}
     rubric_path = task.rubric if weights.get("rubric") else None
     if not rewards and rubric_path is None:
-        raise ValueError("--reward-weights leave no reward")
+        raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
+    # what is wrong with a reward or a rubric is said here, before a model is loaded
+    for name, reward in rewards.items():
+        tasks.reward_columns(name, reward, tasks.reward_arguments(task.train))
+    if rubric_path is not None:
+        judge.load_rubric(rubric_path)
+    if config.eval_every and not task.held_out:
+        raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
+    if task.verifier is not None and all(example.get("answer") is None for example in task.held_out):
+        task = task._replace(verifier=None, metric="score")  # a user's data without answers has no accuracy
     return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags of a command line; those that are settings are None where they were not given."""
-    parser = argparse.ArgumentParser(prog="train.py", description=str(__doc__).split("\n")[0], allow_abbrev=False)
+    parser = telemetry.Parser("train.py", str(__doc__).split("\n")[1])
     parser.add_argument("--config", metavar="FILE", help="recipe; a run's `config.yaml` repeats it")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="prints every setting as YAML and ends")
@@ -604,7 +612,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             options["action"] = argparse.BooleanOptionalAction
         else:
             converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
-            options["type"] = converters.get(field.type, str)
+            options["type"] = converters.get(field.type)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
     return parser.parse_args(argv)
@@ -612,7 +620,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _weights(text: str) -> dict[str, float]:
     """ "correct=1,rubric=0.5" as a dictionary."""
-    return {name: float(value) for name, value in (part.split("=") for part in text.split(","))}
+    weights = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
+    return weights
 
 
 def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) -> tuple[Config, str]:
@@ -622,6 +637,8 @@ def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) 
     A resumed run keeps its settings, but for how long it goes on and how often it looks and saves.
     """
     if resume:
+        if config_path:
+            raise ValueError(f"--config {config_path} cannot change a resumed run; start a new one")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
         fixed = flags.keys() - {"steps", "save_every", "eval_every", "eval_limit"}
@@ -630,6 +647,7 @@ def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) 
         config = _checked(load_recipe(Path(resume) / "config.yaml") | flags)
         return config, f"model: {config.model}, as before; task: {config.task}"
     recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
+    _checked(recipe | _environment() | flags)  # before a model is chosen, which may take a download
     model, why = gwen.choose_model((recipe | flags).get("model"))
     task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
     if not config_path:
@@ -645,86 +663,97 @@ def _task_recipe(task: str | None) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, int]:
-    """The judge's chunk size, where `RUBRIC_JUDGE_BATCH_SIZE` sets it."""
-    text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE")
-    if text is None:
-        return {}
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r}: it must be a whole number of at least 1")
-    return {"judge_chunk_size": int(text)}
+    """The judge's chunk size, where the environment sets it."""
+    size = judge.chunk_size_of_environment()
+    return {} if size is None else {"judge_chunk_size": size}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
     """The settings of a YAML file. ValueError names an unknown key with the nearest known one."""
-    try:
-        held = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    held = judge.load_yaml(path, f"--config {path}")
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
     names = [field.name for field in dataclasses.fields(Config)]
     for key in held:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, 1, 0.0)[0]
-            raise ValueError(f"--config {path}: unknown setting {key!r}; did you mean {near!r}?")
+            near = difflib.get_close_matches(str(key)[:40], names, 1, 0.0)[0]
+            raise ValueError(f"--config {path}: unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
     return held
 
 
 def _checked(settings: dict[str, Any]) -> "Config":
     """A configuration whose every value has the right type and lies in its range."""
-    kinds: dict[Any, tuple[type, ...]] = {
-        int: (int,),
-        float: (int, float),
-        str: (str,),
-        bool: (bool,),
-        list[str]: (list,),
-        dict[str, float]: (dict,),
+    words: dict[Any, str] = {
+        int: "a whole number",
+        float: "a finite number (in YAML 1.0e-4, not 1e-4)",
+        str: "a text",
+        bool: "true or false",
+        list[str]: "a list of texts",
+        dict[str, float]: "finite numbers by name",
     }
     for field in dataclasses.fields(Config):
         if field.name not in settings:
             continue
         value, flag = settings[field.name], "--" + field.name.replace("_", "-")
-        allowed = kinds[field.type]
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            raise ValueError(f"{flag} is {value!r}; it must be a {allowed[-1].__name__}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag} is {value!r}; it must be a finite number")
-        low, high = field.metadata.get("low"), field.metadata.get("high")
-        if (low is not None and value < low) or (high is not None and value > high):
-            raise ValueError(
-                f"{flag} is {value!r}; it must be at least {low}" + (f" and at most {high}" if high else "")
-            )
+        if not _is_a(value, field.type):
+            raise ValueError(f"{flag} is {reprlib.repr(value)}; it must be {words[field.type]}")
+        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if field.type is int else None)
+        if low is not None and value < low:
+            raise ValueError(f"{flag} is {value}; it must be at least {low}")
+        if high is not None and value > high:
+            raise ValueError(f"{flag} is {reprlib.repr(value)}; it must be at most {high}")
         choices = field.metadata.get("choices")
-        if choices and value not in choices:
-            raise ValueError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}")
+        for one in value if isinstance(value, list) else [value]:
+            if choices and one not in choices:
+                raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
     config = Config(**settings)
     if not config.rollout_batch_size:
         config.rollout_batch_size = min(config.batch * config.groups, 64)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
+    if config.lora_rank and not config.lora_targets:
+        raise ValueError(f"--lora-targets is empty; name some of {', '.join(lora.TARGETS)}, or set --lora-rank 0")
     return config
 
 
-def make_run_dir(config: "Config", asked: str | None) -> Path:
-    """A new run directory with `config.yaml` and `env.json`. ValueError when it exists already."""
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if kind == dict[str, float]:
+        return isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, float) for k, v in value.items())
+    return type(value) is kind
+
+
+def choose_run_dir(config: "Config", asked: str | None) -> Path:
+    """Where a new run will be recorded. ValueError when something is there already."""
     path = Path(asked or Path("runs") / f"{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"--run-dir {path} exists; give another, or --resume it")
-    path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def write_settings(config: "Config", run_dir: Path) -> None:
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-    (run_dir / "env.json").write_text(json.dumps(telemetry.environment(cpu_blas.description), indent=2) + "\n")
+    """Makes the run directory, with `config.yaml` and `env.json`. ValueError when it cannot be written."""
+    environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        telemetry.replace_text(run_dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        telemetry.replace_text(run_dir / "env.json", environment + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
+        ) from error
 
 
 def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+        if args.resume and args.run_dir:
+            raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume)
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
@@ -734,17 +763,17 @@ def main(argv: list[str] | None = None) -> None:
         if state and state.step >= config.steps:
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
-        run_dir = Path(args.resume) if args.resume else make_run_dir(config, args.run_dir)
+        run_dir = Path(args.resume) if args.resume else choose_run_dir(config, args.run_dir)
         run = Run(config, run_dir)
         if state:
             run.restore(state)
             run.last_state = state
-        write_settings(config, run_dir)
+        write_settings(config, run_dir)  # only now that everything is loaded: a mistake leaves no directory behind
         run.open()
         print(f"run: {run_dir}, {sum(a.size for a in run.trainable.values()):,} trainable parameters", flush=True)
-        if config.eval_every and not state:
-            run.evaluate()
-        with _interruptible(run):
+        with _stoppable(run):
+            if config.eval_every and run.step == 0 and not run.evals.read():
+                run.evaluate()
             train(config, run)
         run.summary()
         print(f"adapter: {run_dir / 'adapter'}")
@@ -753,15 +782,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible(run: Run) -> Any:
-    """Ctrl-C saves the run as it was after its last whole step and says how to go on."""
+def _stoppable(run: Run) -> Any:
+    """Ctrl-C, or a reward that fails, saves the run as it was after its last whole step and says how to go on."""
+    go_on = f"go on with: uv run train.py --resume {run.dir}"
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ValueError) as error:
         run.restore(run.last_state)
         run.save()
-        print(f"\nstopped after step {run.step}; go on with: uv run train.py --resume {run.dir}", file=sys.stderr)
+        if isinstance(error, ValueError):
+            raise ValueError(f"{error}; saved after step {run.step}, {go_on}") from error
+        print(f"\nstopped after step {run.step}; {go_on}", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:  # the disk is full, or gone
+        last = [path.name for path in checkpoint.saved(run.dir)][-1:]
+        kept = f"{last[0]} is whole, make room and {go_on}" if last else f"nothing was saved in {run.dir}, make room"
+        raise OSError(f"{error}; {kept}") from error
 
 
 if __name__ == "__main__":

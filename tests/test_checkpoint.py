@@ -4,6 +4,8 @@ import mlx.core as mx
 import pytest
 
 import checkpoint
+import gwen
+import lora
 
 
 def state(step):
@@ -81,6 +83,23 @@ def test_a_disk_that_fills_while_saving_leaves_the_earlier_checkpoint_good(tmp_p
         checkpoint.save(tmp_path, state(2))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     assert same(checkpoint.load(tmp_path), state(1))
+
+
+def test_a_disk_that_fills_while_the_adapter_is_written_leaves_the_earlier_one_good(tmp_path, monkeypatch, checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"])
+    lora.apply(model, 2, 2.0)
+    checkpoint.save_adapter(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(path, arrays, metadata=None):
+        path.write_bytes(b"half of")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_tensors", full)
+    lora.apply(model := gwen.load_model(checkpoints["qwen3"]), 4, 3.0)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save_adapter(model, tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
 def test_an_unfinished_checkpoint_of_a_killed_process_is_ignored_and_overwritten(tmp_path):

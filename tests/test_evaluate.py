@@ -10,6 +10,7 @@ import pytest
 import evaluate
 import gwen
 import judge
+import sampler
 import tasks
 
 
@@ -51,6 +52,20 @@ def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):
     expected = 1.96 * by_problem.mean(1).std(ddof=1) / math.sqrt(24)
     assert record["eval/pass_at_1_ci95"] == pytest.approx(expected)
     assert record["eval/accuracy"] == pytest.approx(by_problem[:, 0].mean())
+
+
+def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_trained(demo):
+    model, tokenizer = demo
+    _, details = run(demo, samples=2)
+    problems = tasks.load("demo").held_out[:24]
+    assert [(d["prompt"], d["answer"]) for d in details] == [(p["prompt"], p["answer"]) for p in problems]
+    settings = dict(max_tokens=12, eos_ids=model.config.eos_ids, pad_id=0, rollout_batch_size=64, key=evaluate.KEY)
+    prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems]
+    for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
+        rollout = sampler.rollout(model, prompts, group_size=group_size, temperature=temperature, **settings)
+        told = [text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])]
+        assert told == sampler.texts(tokenizer, rollout, model.config.eos_ids)
+    assert any(detail["greedy"] != detail["completions"][0] for detail in details)
 
 
 def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):

@@ -1,5 +1,6 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -14,12 +15,14 @@ import yaml
 from mlx.utils import tree_flatten
 
 import checkpoint
-import gwen
+import evaluate
 import grpo
+import gwen
 import judge
 import lora
 import sampler
 import tasks
+import telemetry
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +66,12 @@ def sample(run, key=1, **settings):
 
 def command(*flags, **settings):
     return subprocess.run(
-        [sys.executable, "train.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=120, **settings
+        [sys.executable, "train.py", *map(str, flags)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **settings,
     )
 
 
@@ -71,7 +79,11 @@ def records(path):
     """A log without what depends on the clock and the machine."""
     timed = ("/s", "_s", "mem/")
     return [
-        {key: value for key, value in json.loads(line).items() if not (key.endswith(timed[:2]) or key.startswith("mem/"))}
+        {
+            key: value
+            for key, value in json.loads(line).items()
+            if not (key.endswith(timed[:2]) or key.startswith("mem/"))
+        }
         for line in path.read_text().splitlines()
     ]
 
@@ -112,7 +124,9 @@ def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
     _, rows, rollout = sample(run)
     assert {"stop", "length"} == set(rollout.finish_reasons)
     for batch in train.micro_batches(rows, rollout, 100_000):
-        for row, ids, mask in zip(batch.rows.tolist(), np.array(batch.completion_ids), np.array(batch.mask), strict=True):
+        for row, ids, mask in zip(
+            batch.rows.tolist(), np.array(batch.completion_ids), np.array(batch.mask), strict=True
+        ):
             last = int(ids[int(mask.sum()) - 1])
             assert (last in run.model.config.eos_ids) == (rollout.finish_reasons[row] == "stop")
 
@@ -130,7 +144,128 @@ def test_what_the_model_reads_is_the_prompt_and_the_ids_that_were_drawn(tmp_path
             assert batch.positions[index].tolist()[:length] == list(range(len(rows[row]) - 1, len(whole) - 1))
 
 
+def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_other_ids(tmp_path, monkeypatch):
+    rollouts, batches = [], []
+    roll, update = sampler.rollout, train.update
+    monkeypatch.setattr(sampler, "rollout", lambda *a, **k: rollouts.append(roll(*a, **k)) or rollouts[-1])
+    monkeypatch.setattr(train, "update", lambda *a: batches.extend(a[1]) or update(*a))
+    run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
+    train.train(run.config, run)
+    ids, lengths = np.array(rollouts[0].completion_ids), np.array(rollouts[0].mask).sum(-1).astype(int)
+    drawn = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    read = [run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn]
+    assert sum(a != b for a, b in zip(drawn, read, strict=True)) > 6
+    for batch in batches:
+        for row, completion, mask in zip(
+            batch.rows.tolist(), batch.completion_ids.tolist(), batch.mask.tolist(), strict=True
+        ):
+            assert completion[: int(sum(mask))] == drawn[row]
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert metrics["mismatch/logprob_abs_max"] < 1e-3
+
+
+def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(tmp_path):
+    for flag, thinking in ((), False), (("--thinking",), True):
+        run = make_run(tmp_path, *flag)
+        for example, ids in zip(run.task.train[:5], run.prompt_ids, strict=False):
+            assert ids == tasks.chat_ids(run.tokenizer, example["prompt"], thinking=thinking)
+        if not thinking:
+            assert run.tokenizer.decode(run.judge.prompts.tails[0]).endswith("<think>\n\n</think>\n\n")
+
+
 # ---- what an update changes
+
+
+def loss_by_hand(run, batches, num_tokens, advantages, ref_logprobs):
+    """The loss of a step from `grpo` alone, as the settings name it; the old policy is the one that was recorded."""
+    config, total = run.config, 0.0
+    for batch in batches:
+        logprobs, _ = train.completion_logprobs(run.model, batch, config)
+        loss, _ = grpo.policy_loss(
+            logprobs,
+            batch.sampled_logprobs,
+            advantages[batch.rows],
+            batch.mask,
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.rows, : logprobs.shape[1]],
+            loss=config.loss,
+            level=config.level,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            kl_coef=config.kl_coef,
+            max_tokens=config.max_tokens,
+            num_items=num_tokens,
+        )
+        total += loss.item() * grpo.micro_batch_weight(config.loss, len(batch.rows), len(advantages))
+    return total
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--level", "sequence"),
+        ("--clip-low", "0.05", "--clip-high", "0.4"),
+        ("--loss", "dr_grpo"),
+        ("--loss", "grpo", "--level", "sequence", "--kl-coef", "0.5"),
+    ],
+)
+def test_the_update_minimizes_the_objective_that_the_settings_name(tmp_path, flags):
+    """With an old policy that is not the new one, as here, each of these settings changes the loss."""
+    run = make_run(tmp_path, "--old-logprobs", "sampler", *flags)
+    _, rows, rollout = sample(run)
+    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
+    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+    batches = train.micro_batches(rows, rollout, 150)
+    ref_logprobs = rollout.logprobs - 0.5 if run.config.kl_coef else None
+    expected = loss_by_hand(run, batches, rollout.stats.num_tokens, advantages, ref_logprobs)
+    result = train.update(run, batches, rollout, advantages, ref_logprobs)
+    assert result.loss == pytest.approx(expected, abs=1e-5)
+    assert result.means["clip_frac"] > 0
+
+
+def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
+    """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
+    results = []
+    for kl_coef in ("0", "1e-9"):
+        run = make_run(tmp_path, "--kl-coef", kl_coef, "--lr", "0.02", "--warmup-steps", "0")
+        update_once(run)
+        results.append(update_once(run))
+    assert results[1].means["kl"] > 0.01
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-4)
+    assert results[1].means["clip_frac"] == 0
+
+
+def test_the_defaults_are_those_of_the_table():
+    config, _ = train.resolve({"model": "demo"}, None, None)
+    named = ("batch", "groups", "temp", "kl_coef", "clip_low", "clip_high", "loss", "scale_rewards", "old_logprobs")
+    assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, 0.2, "dapo", "group", "step"]
+    assert (config.level, config.lora_rank, config.judge_chunk_size, config.support) == ("token", 16, 24, {})
+
+
+def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
+    run = make_run(tmp_path, "--lr", "0.003", "--warmup-steps", "0")
+    _, rows, rollout = sample(run)
+    advantages = mx.random.normal((12,), key=mx.random.key(3))
+    batches = train.micro_batches(rows, rollout, 150)
+
+    def gain():
+        total = 0.0
+        for batch in batches:
+            logprobs, _ = train.completion_logprobs(run.model, batch, run.config)
+            total += (logprobs * batch.mask * advantages[batch.rows][:, None]).sum().item()
+        return total
+
+    before = gain()
+    train.update(run, batches, rollout, advantages, None)
+    assert gain() > before + 1
+
+
+def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_path):
+    run = make_run(tmp_path, "--max-grad-norm", "0.01")
+    assert update_once(run).grad_norm > 0.05
+    moments = [a for name, a in tree_flatten(run.optimizer.state) if name.endswith(".m")]
+    assert sum((m**2).sum().item() for m in moments) ** 0.5 == pytest.approx(0.1 * 0.01, rel=1e-3)  # 1 - beta_1 = 0.1
 
 
 def update_once(run, budget=100_000, advantages=None, **settings):
@@ -173,10 +308,12 @@ def test_equal_rewards_change_nothing(tmp_path):
     assert all(mx.array_equal(array, before[name]).item() for name, array in run.trainable.items())
 
 
-def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-p", "0.8"), ("--top-k", "4")])
+def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path, flags):
+    """The reference is read at the policy's temperature and on its support, or they would not agree."""
     norms = []
     for kl_coef in ("0", "5"):
-        run = make_run(tmp_path, "--kl-coef", kl_coef)
+        run = make_run(tmp_path, "--kl-coef", kl_coef, *flags)
         result = update_once(run)
         norms.append(result.grad_norm)
         assert result.means["kl"] == pytest.approx(0, abs=1e-6)
@@ -212,6 +349,57 @@ def test_rewards_are_computed_once_a_step(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "3")
     train.train(run.config, run)
     assert sorted(calls) == ["judge"] * 3 + ["reward"] * 3
+
+
+def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    examples, _, rollout = sample(run)
+    answers = [example["answer"] for example in examples for _ in range(run.config.groups)]
+    monkeypatch.setattr(sampler, "texts", lambda *_: answers)
+    assert (train.reward_completions(run, examples, rollout).components["correct"] == 1).all()
+    monkeypatch.setattr(sampler, "texts", lambda *_: [*answers[:5], "zero", *answers[6:]])
+    rewards = train.reward_completions(run, examples, rollout)
+    assert np.argwhere(rewards.components["correct"] == 0).tolist() == [[5]]
+    assert rewards.total.argmin() == 5 and rewards.total.shape == (3, 4)
+
+
+@pytest.mark.parametrize("scale", grpo.SCALES)
+def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_path, monkeypatch, scale):
+    seen, update = [], train.update
+    monkeypatch.setattr(train, "update", lambda *a: seen.append(a[3]) or update(*a))
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--scale-rewards", scale)
+    train.train(run.config, run)
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    rewards = mx.array([line["reward"] for line in lines]).reshape(3, 4)
+    assert (rewards.max(axis=1) > rewards.min(axis=1)).any().item()
+    expected = np.array(grpo.group_advantages(rewards, scale)).reshape(-1)
+    np.testing.assert_allclose(np.array(seen[0]), expected, atol=1e-5)
+    np.testing.assert_allclose([line["advantage"] for line in lines], expected, atol=1e-5)
+
+
+def test_every_step_and_every_seed_draws_with_a_key_of_its_own(tmp_path, monkeypatch):
+    keys, roll = [], sampler.rollout
+    monkeypatch.setattr(sampler, "rollout", lambda *a, **k: keys.append(k["key"]) or roll(*a, **k))
+    for seed in ("0", "1"):
+        run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--seed", seed)
+        train.train(run.config, run)
+    assert len(set(keys)) == 6 and evaluate.KEY not in keys
+
+
+def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
+    waited, phase = {}, telemetry.PhaseClock.phase
+
+    @contextlib.contextmanager
+    def spied(self, name):
+        with phase(self, name) as done:
+            yield lambda *arrays: waited.__setitem__(name, [a for _, a in tree_flatten(arrays)]) or done(*arrays)
+
+    monkeypatch.setattr(telemetry.PhaseClock, "phase", spied)
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--kl-coef", "0.1")
+    train.train(run.config, run)
+    assert {"rollout", "judge", "ref", "update"} <= set(waited) and all(waited.values())
+    made = [*run.trainable.values(), *(array for _, array in tree_flatten(run.optimizer.state))]
+    assert {id(array) for array in made} <= {id(array) for array in waited["update"]}
 
 
 def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path, monkeypatch):
@@ -269,13 +457,22 @@ def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tm
         np.testing.assert_array_equal(np.array(weights[name]), np.array(array.astype(mx.float16)))
 
 
-def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path):
+@pytest.mark.parametrize(("warmup_steps", "lr"), [(0, 0.001), (4, 0.00025)])
+def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, warmup_steps, lr):
     """Without bias correction it would be 3.2 times too large."""
-    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", "0", "--max-grad-norm", "1e9")
+    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", f"{warmup_steps}", "--max-grad-norm", "1e9")
     before = dict(run.trainable)
-    update_once(run)
+    assert update_once(run).lr == lr
     steps = [mx.abs(run.trainable[n] - before[n]).max().item() for n in before if n.endswith("lora_b")]
-    assert max(steps) == pytest.approx(0.001, rel=0.02)
+    assert max(steps) == pytest.approx(lr, rel=0.02)
+
+
+def test_with_rank_0_the_head_gets_its_gradient_too(tmp_path):
+    """The head is the embedding: through the prompts alone only the rows of their tokens would move."""
+    run = make_run(tmp_path, "--lora-rank", "0", "--warmup-steps", "0")
+    before = run.trainable["embed_tokens.weight"]
+    update_once(run)
+    assert (mx.abs(run.trainable["embed_tokens.weight"] - before).max(axis=1) > 0).all().item()
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -304,6 +501,53 @@ def test_masters_of_a_gradient_too_small_for_float16_still_move(tmp_path, monkey
 
 
 # ---- a run
+
+
+def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
+    run = make_run(tmp_path)
+    update_once(run)
+    run.step, run.judge.chunk_size = 7, 6
+    run.loss_scale = train.LossScale(64.0, good_steps=3, dynamic=True)
+    run.save()
+    other = make_run(tmp_path)
+    other.restore(checkpoint.load(tmp_path))
+    one, two = run.state(), other.state()
+    assert (one.step, one.extra) == (two.step, two.extra) and one.extra["judge_chunk_size"] == 6
+    for ours, theirs in ((one.trainable, two.trainable), (one.optimizer, two.optimizer)):
+        assert ours.keys() == theirs.keys()
+        assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours)
+    tokens = mx.array([[1, 2, 3, 4]])
+    assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
+
+
+def test_an_interrupt_within_a_step_saves_the_state_before_it(tmp_path, monkeypatch):
+    states, update = [], train.update
+
+    def interrupted(run, *args):
+        states.append(run.state())
+        result = update(run, *args)
+        if run.step == 2:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(train, "update", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*SMALL, "--steps", "5", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    assert exit_.value.code == 130
+    saved = checkpoint.load(tmp_path / "run")
+    assert saved.step == 2
+    assert all(mx.array_equal(saved.trainable[name], states[2].trainable[name]).item() for name in saved.trainable)
+    assert all(mx.array_equal(saved.optimizer[name], states[2].optimizer[name]).item() for name in saved.optimizer)
+
+
+def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
+    run = make_run(tmp_path)
+    for step, value in ((0, 0.4), (5, 0.1), (9, 0.9)):
+        run.evals.write({"step": step, "eval/accuracy": value, "eval/greedy": value / 2})
+    run.summary()
+    said = capsys.readouterr().out
+    assert "held-out accuracy: 0.400 before, 0.900 after 9 steps" in said
+    assert "greedy: 0.200 before, 0.450 after 9 steps" in said
 
 
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
@@ -379,9 +623,15 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert metrics[1]["mismatch/logprob_abs_max"] < 1e-4
     evals = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evals] == [0, 1, 2]
-    assert {"eval/accuracy", "eval/pass_at_1", "eval/mean_at_k", "eval/num", "eval/samples", "eval/greedy", "eval/s"} <= set(
-        evals[0]
-    )
+    assert {
+        "eval/accuracy",
+        "eval/pass_at_1",
+        "eval/mean_at_k",
+        "eval/num",
+        "eval/samples",
+        "eval/greedy",
+        "eval/s",
+    } <= set(evals[0])
     rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 2 * 12
     assert {"prompt", "completion", "ids", "reward", "rewards", "judge_scores", "finish_reason"} <= set(rollouts[0])

@@ -1,0 +1,877 @@
+"""
+Whatever a user gets wrong is one line on stderr that names the value, exit status 2, and nothing is lost.
+
+Each row of the tables below is one mistake: the flags, in which {at} is a directory that holds the files of `mistakes`,
+and a pattern that the line must match. The commands are the real ones, most of them called in this process.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import yaml
+from conftest import CONFIGS, QWEN3, write_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import checkpoint
+import evaluate
+import gwen
+import judge
+import lora
+import sampler
+import tasks
+import train
+
+ROOT = Path(__file__).parent.parent
+SMALL = "--model demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0".split()
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    """Everything below a directory: bytes by path, None for a directory."""
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))}
+
+
+def refused(capsys: Any, main: Callable[[list[str]], None], flags: list[Any], pattern: str) -> str:
+    """The one line with which a command refuses its flags."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main([str(flag) for flag in flags])
+    line = capsys.readouterr().err
+    assert ended.value.code == 2, line
+    return checked_line(line, pattern)
+
+
+def checked_line(line: str, pattern: str) -> str:
+    assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
+    assert "Traceback" not in line and len(line) < 1000, line
+    assert re.search(pattern, line), line
+    return line
+
+
+def command(program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any) -> Any:
+    """A command as a user starts it, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, program, *map(str, flags)],
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+
+
+# ---- the files that are wrong
+
+SUMS = [{"prompt": f"What is {a} plus one?", "answer": f"{a + 1}"} for a in range(10)]
+LONG = " ".join(["seven"] * 1200)  # the demo model's context is 1,024
+CRITERION = {"name": "kind", "weight": 1.0, "text": "Is it kind?"}
+REWARDS = """
+import asyncio
+
+def good(completions, **_): return [float(len(text)) for text in completions]
+def raises(completions, **_): raise RuntimeError("no\\nway")
+def exits(completions, **_): raise SystemExit(0)
+def not_a_number(completions, **_): return [float("nan")] * len(completions)
+def infinite(completions, **_): return [float("inf")] * len(completions)
+def too_few(completions, **_): return [1.0]
+def words(completions, **_): return ["good"] * len(completions)
+def nothing(completions, **_): pass
+def a_dict(completions, **_): return {"reward": 1.0}
+async def late(completions, **_): raise TimeoutError("nobody answers")
+def wants_more(completions, colour): return [1.0] * len(completions)
+number = 3
+"""
+TEXTS = {
+    "empty.jsonl": "",
+    "blank.jsonl": "\n \n\n",
+    "line3.jsonl": '{"prompt": "a"}\n\n{"prompt": "b"\n',
+    "no_prompt.jsonl": '{"prompt": "a"}\n{"question": "b"}\n',
+    "number.jsonl": '{"prompt": "a"}\n{"prompt": 5}\n',
+    "blank_prompt.jsonl": '{"prompt": "  "}\n',
+    "role.jsonl": '{"prompt": [{"role": "robot", "content": "b"}]}\n',
+    "reply_last.jsonl": '{"prompt": [{"role": "assistant", "content": "b"}]}\n',
+    "system.jsonl": '{"prompt": "a", "system": 7}\n',
+    "list.jsonl": "[1, 2]\n",
+    "object.json": '{"prompt": "a"}',
+    "surrogate.jsonl": '{"prompt": "a \\ud800"}',
+    "taken.jsonl": '{"prompt": "a", "num_tokens": 5}\n',
+    "split.jsonl": '{"prompt": "a", "split": "trian"}\n',
+    "held_out.jsonl": '{"prompt": "a", "split": "test"}\n',
+    "single.jsonl": '{"prompt": "a", "answer": "one"}\n',
+    "fields.csv": "prompt,answer\na,b,c\n",
+    "quote.csv": 'prompt\n"a"b\n',
+    "noise.parquet": "PAR1 or not",
+    "prompts.txt": "a\nb\n",
+    "long.jsonl": json.dumps({"prompt": LONG, "split": "train"}) + '\n{"prompt": "a", "split": "test"}\n',
+    "long_test.jsonl": '{"prompt": "a", "split": "train"}\n' + json.dumps({"prompt": LONG, "split": "test"}) + "\n",
+    "sums.jsonl": "".join(json.dumps(example) + "\n" for example in SUMS),
+    "questions.jsonl": "".join(json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS),
+    "colon.yaml": "criteria: [a\nb: }",
+    "date.yaml": "when: 2001-99-99",
+    "deep.yaml": "[" * 5000,
+    "tag.yaml": "!!timestamp soon",
+    "none.yaml": "",
+    "words.yaml": "just words",
+    "no_criteria.yaml": "preamble: Grade it.",
+    "empty_criteria.yaml": "criteria: []",
+    "no_text.yaml": "criteria: [{name: kind, weight: 1}]",
+    "preamble.yaml": yaml.safe_dump({"preamble": 5, "criteria": [CRITERION]}),
+    "twice.yaml": yaml.safe_dump({"criteria": [CRITERION, CRITERION]}),
+    "good_rubric.yaml": yaml.safe_dump({"criteria": [CRITERION]}),
+    "rewards.py": REWARDS,
+    "syntax.py": "def fn(:",
+    "imports.py": "import no_such_module\ndef fn(**_): pass\n",
+    **{f"weight{n}.yaml": yaml.safe_dump({"criteria": [CRITERION | {"weight": weight}]}) for n, weight in enumerate(
+        [0, float("nan"), float("inf"), "heavy", True, 10**400])},
+    **{f"recipe{n}.yaml": text for n, text in enumerate([
+        "model: demo\nbach: 8", "batch: eight", "batch: 2.5", "batch: true", "batch: [8]", "groups: 1", "lr: .nan",
+        "lr: 1e-4", f"lr: 1{'0' * 400}", "steps: 99999999999", "temp: 0", "thinking: maybe", "model: 5", "task: [demo]",
+        "reward: one.py:fn", "reward: [1]", "lora_targets: []", "lora_targets: [qkv]",
+        "reward_weights: {correct: .inf}", "reward_weights: {1: 1}", "reward_weights: [1]", "loss: ppo",
+        "data:", "1: 2"])},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tokenizer: Any) -> Path:
+    """A directory of files, models and adapters each of which has one thing wrong with it."""
+    at = tmp_path_factory.mktemp("mistakes")
+    for name, text in TEXTS.items():
+        (at / name).write_text(text, encoding="utf-8")
+    (at / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    (at / "latin.yaml").write_bytes(b"data: caf\xe9")
+    (at / "empty_directory").mkdir()
+
+    def model(name: str, **changes: Any) -> Path:
+        shutil.copytree(model_directory, at / name)
+        config = json.loads((at / name / "config.json").read_text())
+        (at / name / "config.json").write_text(json.dumps(config | changes))
+        return at / name
+
+    model("model")
+    model("llama", model_type="llama")
+    model("quantized", quantization={"bits": 4, "group_size": 64})
+    model("wide", intermediate_size=128)
+    model("deep", num_hidden_layers=3)
+    (model("not_json") / "config.json").write_text("{")
+    weights = model("truncated") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (model("no_weights") / "model.safetensors").unlink()
+    (model("no_tokenizer") / "tokenizer.json").unlink()
+    (model("broken_tokenizer") / "tokenizer.json").write_text("{}")
+    (model("no_template") / "chat_template.jinja").unlink()
+    (model("strict_template") / "chat_template.jinja").write_text("{{ raise_exception('only haiku') }}")
+    for file in write_checkpoint(at / "shards", CONFIGS["qwen2.5"], num_shards=3).glob("*-00002-of-00003.*"):
+        file.unlink()
+    write_checkpoint(at / "small_vocabulary", QWEN3 | {"vocab_size": 64})
+    tokenizer.save_pretrained(str(at / "small_vocabulary"))
+    (at / "adapter").mkdir()
+    (at / "adapter" / "adapter_config.json").write_text('{"lora_parameters": {"scale": 1}}')
+    other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
+    other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
+    mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)
+    return at
+
+
+# ---- mistakes before the first step: no run directory appears
+
+FLAGS: list[tuple[str, str]] = [
+    ("--grups 4", "--grups is no flag of train.py; did you mean --groups?"),
+    ("--kl_coef 0.1", "--kl_coef is no flag .* did you mean --kl-coef?"),
+    ("--grou 4", "--grou is no flag"),  # no abbreviations: a later flag could change what they mean
+    ("--xyzzy=5", "--xyzzy is no flag of train.py; --help lists them"),
+    ("demo", "demo is no flag of train.py"),
+    ("--batch", "--batch: expected one argument"),
+    ("--batch x", "--batch: not a whole number: 'x'"),
+    ("--batch 1.5", "--batch: not a whole number: '1.5'"),
+    ("--lr fast", "--lr: not a number: 'fast'"),
+    ("--groups 1", "--groups is 1; it must be at least 2"),
+    ("--temp 0", "--temp is 0"),
+    ("--top-p 1.5", "--top-p is 1.5; it must be at most 1"),
+    ("--batch 100000000", "--batch is 100000000; it must be at most 65536"),
+    ("--steps 99999999999", "--steps is 99999999999; it must be at most"),
+    ("--loss ppo", "--loss: .*'ppo' .*dapo"),
+    ("--level word", "--level: .*'word' .*sequence"),
+    ("--scale-rewards max", "--scale-rewards: .*'max' .*batch"),
+    ("--lr-schedule step", "--lr-schedule: .*'step' .*cosine"),
+    ("--old-logprobs yes", "--old-logprobs: .*'yes' .*sampler"),
+    ("--lora-targets qkv_proj nonsense", "--lora-targets: .*'nonsense' .*o_proj"),
+    ("--task gms8k", "--task 'gms8k' is unknown, did you mean 'gsm8k'"),
+    ("--reward-weights correct", "--reward-weights: 'correct' is not NAME=NUMBER"),
+    ("--reward-weights correct=high", "'correct=high' is not NAME=NUMBER"),
+    ("--reward-weights correct=1,", "'' is not NAME=NUMBER"),
+    ("--reward-weights correct=nan", "--reward-weights is {'correct': nan}; it must be finite"),
+    ("--reward-weights corect=1", "--reward-weights corect: the rewards are correct, rubric"),
+    ("--reward-weights correct=0,rubric=0", "--reward-weights leave no reward"),
+    ("--columns prompt=question", "--columns prompt=question renames columns of --data, which is not given"),
+    ("--data {at}/sums.jsonl --columns question", "--columns: 'question' is not OURS=THEIRS"),
+    ("--data {at}/sums.jsonl --columns prompt=question", "has no column 'question'; it has .*'prompt'"),
+    ("--resume {at}/nothing", "--resume .*nothing: no config.yaml there"),
+    ("--resume {at}/empty_directory", "--resume .*empty_directory: no config.yaml there"),
+]
+DATA: list[tuple[str, str]] = [
+    ("missing.jsonl", r"--data \S*missing.jsonl: no such file"),
+    ("empty_directory", "empty_directory is a directory; name one file"),
+    ("empty.jsonl", "empty.jsonl holds no records"),
+    ("blank.jsonl", "blank.jsonl holds no records"),
+    ("line3.jsonl", "line3.jsonl, line 3: not JSON .*correct that line"),
+    ("no_prompt.jsonl", r"no_prompt.jsonl, line 2: no prompt, only \['question'\].*--columns prompt=COLUMN"),
+    ("number.jsonl", "number.jsonl, line 2: prompt 5 is a int; it must be a string or chat messages"),
+    ("blank_prompt.jsonl", "blank_prompt.jsonl, line 1: prompt is empty"),
+    ("role.jsonl", "role.jsonl, line 1: message 1 of prompt has role 'robot'"),
+    ("reply_last.jsonl", "the last message of prompt is the assistant's"),
+    ("system.jsonl", "system.jsonl, line 1: system 7 is a int"),
+    ("list.jsonl", r"list.jsonl, line 1: \[1, 2\] is not an object"),
+    ("object.json", "object.json holds .*, not a list of records"),
+    ("surrogate.jsonl", "surrogate.jsonl, line 1: prompt .* holds half of a surrogate pair"),
+    ("taken.jsonl", "column 'num_tokens' is an argument of rewards; rename it"),
+    ("split.jsonl", "column split holds 'trian'"),
+    ("held_out.jsonl", "leaves no prompt to train on"),
+    ("single.jsonl --eval-every 1", "single.jsonl holds out no prompt to evaluate; .*--eval-every 0"),
+    ("fields.csv", "fields.csv, line 2: 3 fields where the header has 2"),
+    ("quote.csv", "quote.csv, line 2: not CSV"),
+    ("noise.parquet", "noise.parquet is not a readable parquet file"),
+    ("prompts.txt", "prompts.txt has the unknown ending '.txt'"),
+    ("latin.jsonl", "latin.jsonl, line 2: byte 0xe9 is not UTF-8"),
+    ("long.jsonl --reward {at}/rewards.py:good", "training prompt 1, .* has 12.. tokens; .*context of 1024"),
+    ("long_test.jsonl --reward {at}/rewards.py:good --eval-every 1", "held-out prompt 1, .* has 12.. tokens;"),
+    ("questions.jsonl", "reward correct needs 'answer', which is no column of the data"),
+]
+MODELS: list[tuple[str, str]] = [
+    ("no_such_directory", "no_such_directory: no such directory, and no hub id"),
+    ("empty_directory", "empty_directory has no config.json; --model takes"),
+    ("not_json", "config.json cannot be read as JSON"),
+    ("llama", "model_type 'llama'; only qwen2 .* and qwen3 are supported"),
+    ("quantized", "quantized weights are not supported; take the 16-bit"),
+    ("shards", "lacks the shard 'model-00002-of-00003.safetensors'"),
+    ("truncated", r"truncated/model.safetensors is not a whole safetensors file"),
+    ("no_weights", r"no_weights has no model\*.safetensors"),
+    ("wide", r"down_proj.weight has shape \(48, 96\), config.json asks for \(48, 128\)"),
+    ("deep", "lacks 11 tensors, the first is model.layers.2"),
+    ("no_tokenizer", "no_tokenizer has no tokenizer.json"),
+    ("broken_tokenizer", "broken_tokenizer: the tokenizer cannot be loaded"),
+    ("small_vocabulary", "the tokenizer has .* ids, the model only 64"),
+    ("no_template", "the model's chat template refuses .*chat_template is not set"),
+    ("strict_template", "the model's chat template refuses .*only haiku"),
+    ("model --max-tokens 256", "training prompt 1, .*; with --max-tokens 256 it passes the model's context of 256"),
+]
+RUBRICS: list[tuple[str, str]] = [
+    ("missing.yaml", "--rubric .*missing.yaml cannot be read: .*No such file"),
+    ("empty_directory", "empty_directory cannot be read: "),
+    ("latin.yaml", "latin.yaml cannot be read: .*utf-8"),
+    ("colon.yaml", "colon.yaml is not YAML, line 2: "),
+    ("date.yaml", "date.yaml is not YAML: month must be in"),
+    ("deep.yaml", "deep.yaml is not YAML: .*recursion"),
+    ("tag.yaml", "tag.yaml is not YAML: "),
+    ("none.yaml", "none.yaml has no criteria; it needs a list"),
+    ("words.yaml", "words.yaml has no criteria"),
+    ("no_criteria.yaml", "no_criteria.yaml has no criteria"),
+    ("empty_criteria.yaml", "empty_criteria.yaml has no criteria"),
+    ("no_text.yaml", "no_text.yaml: criterion 1 is .*it needs exactly name, weight and text"),
+    ("preamble.yaml", "the preamble is 5, not a text"),
+    ("twice.yaml", "two criteria have the same name"),
+    *((f"weight{n}.yaml", f"criterion 1 has weight {w}.*; it must be a number")
+      for n, w in enumerate(["0", "nan", "inf", "'heavy'", "True", "1000"])),
+]  # fmt: skip
+REWARD_FILES: list[tuple[str, str]] = [
+    ("{at}/missing.py:fn", "missing.py is not a Python file"),
+    ("{at}/sums.jsonl:fn", "sums.jsonl is not a Python file"),
+    ("{at}/rewards.py", "is not FILE.py:function"),
+    ("{at}/rewards.py:god", "the file has no function 'god', did you mean 'good'"),
+    ("{at}/rewards.py:number", "number is of type int, not a function"),
+    ("{at}/syntax.py:fn", "importing syntax.py failed, SyntaxError"),
+    ("{at}/imports.py:fn", "importing imports.py failed, ModuleNotFoundError: No module named 'no_such_module'"),
+    ("{at}/rewards.py:wants_more", "reward wants_more needs 'colour', which is no column of the data"),
+    ("{at}/rewards.py:good {at}/rewards.py:good", "two rewards have the same name"),
+    ("lenght:50", "'lenght:50' is not FILE.py:function"),
+    ("length:0", "'length:0' is not length:<target>, with positive whole numbers"),
+    ("soft_overlong:5", "is not soft_overlong:<max_len>:<cache>"),
+]
+RECIPES: list[tuple[str, str]] = [
+    ("missing.yaml", "--config .*missing.yaml cannot be read: .*No such file"),
+    ("empty_directory", "empty_directory cannot be read"),
+    ("latin.yaml", "latin.yaml cannot be read"),
+    ("colon.yaml", "colon.yaml is not YAML, line 2: "),
+    ("date.yaml", "date.yaml is not YAML: "),
+    ("deep.yaml", "deep.yaml is not YAML: "),
+    ("none.yaml", "none.yaml holds no settings"),
+    ("words.yaml", "words.yaml holds no settings"),
+    *((f"recipe{n}.yaml", pattern) for n, pattern in enumerate([
+        "unknown setting 'bach'; did you mean 'batch'", "--batch is 'eight'; it must be a whole number",
+        "--batch is 2.5; it must be a whole number", "--batch is True; it must be a whole number",
+        r"--batch is \[8\]; it must be a whole number", "--groups is 1; it must be at least 2",
+        "--lr is nan; it must be a finite number", r"--lr is '1e-4'; .*in YAML 1.0e-4",
+        "--lr is 1000.*; it must be a finite number",
+        "--steps is 99999999999; it must be at most", "--temp is 0", "--thinking is 'maybe'; it must be true or false",
+        "--model is 5; it must be a text", r"--task is \['demo'\]; it must be a text",
+        "--reward is 'one.py:fn'; it must be a list of texts", r"--reward is \[1\]; it must be a list of texts",
+        "--lora-targets is empty; name some of qkv_proj", "--lora-targets is 'qkv'; it must be one of",
+        "--reward-weights is {'correct': inf}; it must be finite", "--reward-weights is {1: 1}; it must be finite",
+        r"--reward-weights is \[1\]; it must be finite", "--loss is 'ppo'; it must be one of", "--data is None",
+        "unknown setting 1; did you mean"])),
+]  # fmt: skip
+BOUNDS = [
+    (f"--{field.name.replace('_', '-')}={value}", f"--{field.name.replace('_', '-')} is {value}; it must be")
+    for field in dataclasses.fields(train.Config)
+    for value in {
+        int: [field.metadata.get("low", 0) - 1, -5],
+        float: ["nan", "inf", "-inf"] + ([-0.5] if "low" in field.metadata else []),
+    }.get(field.type, [])
+]
+EMPTY = [
+    (f"--{field.name.replace('_', '-')}=", f"--{field.name.replace('_', '-')}: '' is empty")
+    for field in dataclasses.fields(train.Config)
+    if field.type is str and "choices" not in field.metadata
+]
+
+
+MISTAKES = [
+    *FLAGS,
+    *BOUNDS,
+    *EMPTY,
+    *((f"--data {{at}}/{value}", pattern) for value, pattern in DATA),
+    *((f"--model {{at}}/{value}", pattern) for value, pattern in MODELS),
+    *((f"--rubric {{at}}/{value}", pattern) for value, pattern in RUBRICS),
+    *((f"--reward {value}", pattern) for value, pattern in REWARD_FILES),
+    *((f"--config {{at}}/{value}", pattern) for value, pattern in RECIPES),
+]
+
+
+@pytest.mark.parametrize(("flags", "pattern"), MISTAKES, ids=[flags for flags, _ in MISTAKES])
+def test_a_mistake_in_what_a_run_is_given_is_one_line_and_leaves_no_run_directory(
+    mistakes, tmp_path, capsys, flags, pattern
+):
+    small = [] if "--config" in flags or "--resume" in flags else SMALL
+    run_dir = [] if "--resume" in flags else ["--run-dir", tmp_path / "run"]
+    refused(capsys, train.main, [*small, *run_dir, *flags.format(at=mistakes).split()], pattern)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unset_shell_variable_is_no_wish_for_the_default(capsys, mistakes):
+    for main in (train.main, evaluate.main):
+        refused(capsys, main, ["--model", "demo", "--data", ""], "--data: '' is empty; give a value or leave the flag")
+    refused(capsys, evaluate.main, ["--model", " "], "--model: ' ' is empty")
+
+
+def test_a_hub_dataset_out_of_reach_is_one_line(capsys, tmp_path):
+    flags = [*SMALL, "--data", "nobody/nothing", "--run-dir", tmp_path / "run"]
+    refused(capsys, train.main, flags, "--data nobody/nothing: no such file, and no hub dataset .*check the spelling")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variable", "values"),
+    [("RUBRIC_JUDGE_BATCH_SIZE", ["", "0", "-3", "x", "1.5", "٣"]), ("GWEN_DTYPE", ["", "int4", "float", "16"])],
+)
+def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, capsys, variable, values):
+    for value in values:
+        monkeypatch.setenv(variable, value)
+        flags = [*SMALL, "--run-dir", tmp_path / "run"]
+        line = refused(capsys, train.main, flags, f"{variable}={value!r}")
+        assert line == refused(capsys, evaluate.main, ["--model", "demo", "--limit", "1"], variable)
+        assert ("at least 1" if variable.startswith("RUBRIC") else "float16, bfloat16, float32") in line
+    assert not list(tmp_path.iterdir())
+
+
+# ---- mistakes of the other commands
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "pattern"),
+    [
+        (sampler.main, "", "the following arguments are required: --prompt"),
+        (sampler.main, "--promt hi", "are required: --prompt"),
+        (sampler.main, "--prompt=", "--prompt: '' is empty"),
+        (sampler.main, "--prompt hi --num 0", "--num is 0; it must be at least 1"),
+        (sampler.main, "--prompt hi --num many", "--num: not a whole number: 'many'"),
+        (sampler.main, "--prompt hi --max-tokens -1", "--max-tokens is -1; it must be at least 1"),
+        (sampler.main, "--prompt hi --max-tokens 1024", "with --max-tokens 1024 it passes the model's context of 1024"),
+        (sampler.main, "--prompt hi --temp nan", "--temp is nan; it must be a finite number"),
+        (sampler.main, "--prompt hi --temp inf", "--temp is inf; it must be a finite number"),
+        (sampler.main, "--prompt hi --temp -1", "--temp is -1.0; it must be"),
+        (sampler.main, "--prompt hi --seed -1", "--seed is -1; it must be at least 0"),
+        (sampler.main, "--prompt hi --tmp 1", "--tmp is no flag of sampler.py; did you mean --temp?"),
+        (sampler.main, "--prompt hi --model {at}/llama", "model_type 'llama'"),
+        (sampler.main, "--prompt hi --adapter {at}/empty_directory", "empty_directory: no adapter_config.json there"),
+        (sampler.main, "--prompt hi --adapter {at}/adapter", "q_proj does not fit a weight of shape"),
+        (evaluate.main, "--limit 0", "--limit is 0; it must be at least 1"),
+        (evaluate.main, "--samples -2", "--samples is -2; it must be at least 1"),
+        (evaluate.main, "--rollout-batch-size 0", "--rollout-batch-size is 0; it must be at least 1"),
+        (evaluate.main, "--max-tokens 0", "--max-tokens is 0; it must be at least 1"),
+        (evaluate.main, "--limt 3", "--limt is no flag of evaluate.py; did you mean --limit?"),
+        (evaluate.main, "--task valeus", "--task 'valeus' is unknown, did you mean 'values'"),
+        (evaluate.main, "--data {at}/line3.jsonl", "line3.jsonl, line 3: not JSON"),
+        (evaluate.main, "--data {at}/missing.jsonl", "missing.jsonl: no such file"),
+        (evaluate.main, "--columns prompt=question", "renames columns of --data, which is not given"),
+        (evaluate.main, "--model {at}/truncated", "is not a whole safetensors file"),
+        (evaluate.main, "--adapter {at}/model", "model: no adapter_config.json there"),
+        (evaluate.main, "--out {at}", "--out .* is no file in an existing directory"),
+        (evaluate.main, "--out {at}/nowhere/out.jsonl", "nowhere/out.jsonl is no file in an existing directory"),
+        (evaluate.main, "--task values --judge-model {at}/llama", "model_type 'llama'"),
+        (lora.main, "--model demo --adapter {at}/adapter --out {at}/new", "are required: --fuse"),
+        (lora.main, "--fuse --model demo --out {at}/new", "are required: --adapter"),
+        (
+            lora.main,
+            "--fuse --model demo --adapter {at}/adapter --out {at}/model",
+            "model exists; give a new directory",
+        ),
+        (lora.main, "--fuse --model demo --adapter {at}/adapter --out {at}/sums.jsonl", "sums.jsonl exists"),
+        (lora.main, "--fuse --model demo --adapter {at}/model --out {at}/new", "no adapter_config.json there"),
+        (lora.main, "--fuse --model demo --adapter {at}/adapter --out {at}/new", "q_proj does not fit a weight"),
+        (lora.main, "--fuse --model {at}/wide --adapter {at}/adapter --out {at}/new", "down_proj.weight has shape"),
+    ],
+)
+def test_a_mistake_in_the_flags_of_another_command_is_one_line_and_writes_nothing(
+    mistakes, capsys, main, flags, pattern
+):
+    before = contents(mistakes)
+    chosen = [] if "--model" in flags or main is lora.main else ["--model", "demo"]
+    refused(capsys, main, [*chosen, *flags.format(at=mistakes).split()], pattern)
+    assert contents(mistakes) == before
+
+
+@pytest.mark.parametrize(
+    ("data", "pattern"),
+    [("long_test.jsonl", "held-out prompt 2, .* has 12.. tokens"), ("questions.jsonl", "correct needs 'answer'")],
+)
+def test_an_evaluation_that_cannot_be_made_ends_before_it_decodes(mistakes, capsys, monkeypatch, data, pattern):
+    monkeypatch.setattr(sampler, "rollout", lambda *_, **__: pytest.fail("it decoded"))
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["--model", "demo", "--data", str(mistakes / data)])
+    assert ended.value.code == 2
+    first, rest = capsys.readouterr().err.split("\n", 1)
+    assert first == "model: demo, as asked; task: demo"
+    checked_line(rest, pattern)
+
+
+def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, capsys, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["--model", "demo", "--limit", "2", "--max-tokens", "4", "--out", str(tmp_path / "out")])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and json.loads(told.out)["eval/num"] == 2
+    checked_line(told.err.split("\n", 1)[1], "No space left on device: .*out'")
+
+
+# ---- in a process of its own
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "environment", "pattern"),
+    [
+        ("train.py", "--grups 4", {}, "--grups is no flag of train.py; did you mean --groups?"),
+        ("train.py", "--data {at}/line3.jsonl", {}, "line3.jsonl, line 3: not JSON"),
+        ("train.py", "--model {at}/shards", {}, "lacks the shard"),
+        ("train.py", "", {"GWEN_DTYPE": "int4"}, "GWEN_DTYPE='int4' is not one of"),
+        ("evaluate.py", "--model demo --limit 0", {}, "--limit is 0"),
+        ("sampler.py", "--model demo --prompt hi --temp hot", {}, "--temp: not a number: 'hot'"),
+        ("lora.py", "--fuse", {}, "are required: --model, --adapter, --out"),
+    ],
+)
+def test_a_process_ends_with_status_2_and_one_line(mistakes, tmp_path, program, flags, environment, pattern):
+    small = [*SMALL, "--run-dir", tmp_path / "run"] if program == "train.py" else []
+    done = command(program, *small, *flags.format(at=mistakes).split(), environment=environment)
+    assert done.returncode == 2
+    checked_line(done.stderr, pattern)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_good_call_of_every_command_ends_with_status_0(finished, tmp_path):
+    """`finished` is the good call of train.py."""
+    model, adapter = ["--model", "demo"], ["--adapter", finished / "adapter"]
+    for program, flags in (
+        ("sampler.py", [*model, *adapter, "--prompt", "What is one plus two?", "--max-tokens", "4"]),
+        ("evaluate.py", [*model, *adapter, "--limit", "2", "--max-tokens", "4", "--out", tmp_path / "out.jsonl"]),
+        ("lora.py", ["--fuse", *model, *adapter, "--out", tmp_path / "merged"]),
+    ):
+        done = command(program, *flags)
+        assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+
+
+def test_help_is_no_mistake(capsys):
+    for main in (train.main, evaluate.main, sampler.main, lora.main):
+        with pytest.raises(SystemExit) as ended:
+            main(["--help"])
+        assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
+
+
+# ---- rewards that go wrong while the run goes on: it is saved as it was after its last whole step
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern"),
+    [
+        ("raises", "reward raises raised RuntimeError: no way"),
+        ("exits", "reward exits raised SystemExit"),
+        ("late", "reward late raised TimeoutError: nobody answers"),
+        ("not_a_number", "reward not_a_number gave nan for row 0; return a finite number"),
+        ("infinite", "reward infinite gave inf for row 0"),
+        ("too_few", "reward too_few gave 1 values for 4 completions"),
+        ("words", "reward words gave 'good' for row 0"),
+        ("nothing", "reward nothing gave None, not a list"),
+        ("a_dict", "reward a_dict gave {'reward': 1.0}, not a list"),
+    ],
+)
+def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_it_is_mended(
+    tmp_path, capsys, function, pattern
+):
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(REWARDS)
+    flags = [*SMALL, "--reward", f"{file}:{function}", "--reward-weights", "rubric=0", "--run-dir", run]
+    refused(capsys, train.main, flags, f"{pattern}.*; saved after step 0, go on with: uv run train.py --resume {run}\n")
+    assert checkpoint.load(run).step == 0
+    file.write_text(f"def {function}(completions, **_): return [1.0] * len(completions)")
+    train.main(["--resume", str(run)])
+    assert "step 1/1 | " in capsys.readouterr().out
+    assert checkpoint.load(run).step == 1
+
+
+def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_time(tmp_path, capsys):
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(
+        "calls = []\n"
+        "def mine(completions, **_):\n"
+        "    calls.append(1)\n"
+        "    assert len(calls) < 3\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    flags = "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0 --reward".split()
+    refused(
+        capsys, train.main, [*SMALL, *flags, f"{file}:mine", "--run-dir", run], "AssertionError.*saved after step 2"
+    )
+    assert checkpoint.load(run).step == 2
+    file.write_text("def mine(completions, **_): return [float(len(text)) for text in completions]")
+    train.main(["--resume", str(run)])
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4] and evaluations == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--reward {at}/rewards.py:good", "eval/accuracy"),
+        ("--reward-weights correct=0", "eval/accuracy"),
+        ("--reward {at}/rewards.py:good --data {at}/questions.jsonl", "eval/score"),
+        ("--reward {at}/rewards.py:good --data {at}/questions.jsonl --reward-weights rubric=0", "eval/score"),
+    ],
+)
+def test_a_run_on_a_users_own_rewards_is_evaluated_by_the_verifier_where_the_data_has_answers(
+    mistakes, tmp_path, capsys, flags, key
+):
+    flags = flags.format(at=mistakes).split()
+    train.main([*SMALL, "--eval-every", "1", "--eval-limit", "4", *flags, "--run-dir", str(tmp_path / "run")])
+    records = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1]
+    assert all(isinstance(record[key], float) for record in records)
+
+
+# ---- run directories, checkpoints and disks
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good run of three saved steps, in a process of its own: the control of everything here."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    done = command("train.py", *SMALL, "--steps", "3", "--save-every", "1", "--run-dir", run)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and done.stdout.startswith("model: demo, as asked; task: demo\n")
+    assert [path.name for path in checkpoint.saved(run)] == ["step-000001", "step-000002", "step-000003"]
+    return run
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_directory_that_exists_is_not_touched(run, capsys):
+    before = contents(run)
+    refused(capsys, train.main, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
+    refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists")
+    assert contents(run) == before
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(run, capsys):
+    below = run / "config.yaml" / "new"
+    refused(capsys, train.main, [*SMALL, "--run-dir", below], f"{below} cannot be written .*; .*choose another")
+
+
+def test_a_run_directory_in_a_read_only_one_is_named(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    refused(capsys, train.main, [*SMALL, "--run-dir", tmp_path / "run"], "run cannot be written .Permission denied")
+
+
+def test_a_read_only_disk_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    line = refused(capsys, train.main, [*SMALL, "--run-dir", tmp_path / "run"], "Read-only file system")
+    assert str(tmp_path / "run") in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--lr 0.1", "--lr cannot change in a resumed run; start a new one"),
+        ("--config recipes/demo.yaml", "--config recipes/demo.yaml cannot change a resumed run"),
+        ("--run-dir elsewhere", "--run-dir elsewhere: a resumed run stays in its directory"),
+        ("--steps 0", "--steps is 0; it must be at least 1"),
+    ],
+)
+def test_a_resumed_run_keeps_its_settings(run, capsys, flags, pattern):
+    before = contents(run)
+    refused(capsys, train.main, ["--resume", run, *flags.split()], pattern)
+    assert contents(run) == before
+
+
+def damage(path: Path) -> None:
+    tensors = path / "state.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-64])
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_the_run_ends_as_it_would_have(run, finished, capsys):
+    damage(run / "checkpoints" / "step-000003")
+    train.main(["--resume", str(run)])
+    told = capsys.readouterr()
+    assert re.fullmatch(r"checkpoint step-000003 is damaged \(.*\); trying the one before\n", told.err)
+    assert "step 3/3 | " in told.out and "step 2/3 | " not in told.out
+    after, expected = checkpoint.load(run), checkpoint.load(finished)
+    assert after.step == 3
+    assert all(mx.array_equal(after.trainable[n], expected.trainable[n]).item() for n in expected.trainable)
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_kept(run, capsys):
+    for path in checkpoint.saved(run):
+        damage(path)
+    before = contents(run)
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--resume", str(run)])
+    *notes, line = capsys.readouterr().err.splitlines(keepends=True)
+    assert ended.value.code == 2 and len(notes) == 3 and all("is damaged" in note for note in notes)
+    checked_line(line, f"--resume {run}: no whole checkpoint")
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("change", ["{}", "[]", '{"step": 3', "\x00", {"step": "3"}, {"extra": None}, {"sha256": 5}])
+def test_a_damaged_record_of_a_checkpoint_counts_as_damage(run, capsys, change):
+    path = run / "checkpoints" / "step-000003" / "state.json"
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    assert checkpoint.load(run).step == 2
+    assert "step-000003 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "pattern"),
+    [
+        ("lora_rank: 16", "lora_rank: 8", "the checkpoint's tensors are not those of this configuration"),
+        ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
+        ("steps: 3", "steps: 4\nmodel: /nowhere/at/all", "/nowhere/at/all: no such directory"),
+        ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
+    ],
+)
+def test_a_run_whose_settings_were_changed_by_hand_is_refused_and_kept(run, capsys, old, new, pattern):
+    text = (run / "config.yaml").read_text()
+    assert old in text
+    (run / "config.yaml").write_text(text.replace(old, new))
+    before = contents(run)
+    refused(capsys, train.main, ["--resume", run, "--steps", "4"], pattern)
+    assert contents(run) == before
+
+
+def limited(size: int) -> Callable[[], None]:
+    """Makes every file of a child process stop growing at `size` bytes, as a full disk would."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_where(run):
+    before = contents(run / "checkpoints")
+    done = command("train.py", "--resume", run, "--steps", "4", preexec_fn=limited(200_000))
+    assert done.returncode == 2
+    line = checked_line(done.stderr, r"step-000004.partial/state.safetensors cannot be written: ")
+    assert f"step-000003 is whole, make room and go on with: uv run train.py --resume {run}\n" in line
+    assert contents(run / "checkpoints") == before
+    assert gwen.load("demo", adapter=run / "adapter")
+    again = command("train.py", "--resume", run)
+    assert again.returncode == 0 and "step 4/4" in again.stdout and "step 3/4" not in again.stdout
+
+
+def test_a_disk_that_fills_before_anything_was_saved_says_so(tmp_path):
+    done = command("train.py", *SMALL, "--run-dir", tmp_path / "run", preexec_fn=limited(200_000))
+    assert done.returncode == 2
+    checked_line(done.stderr, f"nothing was saved in {tmp_path / 'run'}, make room")
+
+
+@pytest.mark.parametrize("size", [100, 4000])
+def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, size):
+    """At 100 bytes not even the settings can be written again, at 4,000 a log cannot grow."""
+    before = contents(run)
+    done = command("train.py", "--resume", run, "--steps", "5", preexec_fn=limited(size))
+    assert done.returncode == 2
+    checked_line(done.stderr, str(run))
+    after = contents(run)
+    settings = str(run / "config.yaml")
+    assert after.keys() == before.keys()
+    assert after[settings].replace(b"\nsteps: 5\n", b"\nsteps: 3\n") == before[settings]
+    assert all(after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name)
+    assert command("train.py", "--resume", run, "--steps", "4").returncode == 0
+
+
+def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(finished, tmp_path):
+    flags = ["--fuse", "--model", "demo", "--adapter", finished / "adapter", "--out", tmp_path / "merged"]
+    done = command("lora.py", *flags, preexec_fn=limited(100_000))
+    assert done.returncode == 2
+    checked_line(done.stderr, f"--out {tmp_path / 'merged'} cannot be written: ")
+    assert not list(tmp_path.iterdir())
+    lora.main([str(flag) for flag in flags])
+    assert gwen.load(tmp_path / "merged")
+
+
+# ---- loaders: whatever a file holds, the worst is a ValueError of one line
+
+NAMES = [field.name for field in dataclasses.fields(train.Config)]
+ODD = st.sampled_from(
+    [0, -1, 2**31, 10**400, 1e-4, float("nan"), float("inf"), "", "1e-4", "demo", "qkv_proj", "\ud800"]
+)
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | ODD
+JSON = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.sampled_from(NAMES), inner),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({}, optional={"role": st.sampled_from(["user", "system", "robot", 3]), "content": JSON}),
+    max_size=3,
+)
+RECORD = st.dictionaries(
+    st.sampled_from(["prompt", "answer", "system", "category", "split", "num_tokens"]) | st.text(max_size=3),
+    JSON | MESSAGES,
+    max_size=4,
+)
+YAML_WORDS = [
+    *("criteria:", "- ", "name", "weight: ", "batch: ", "lr: ", "reward: ", "!!timestamp ", "!!int ", "!!bool ", "&a "),
+    *("*a", "<<: ", "? ", "[", "]", "{", "}", "\n", "  ", "---\n", "2001-99-99", ".nan", "0x", "1:60", "=", "1e5", "~"),
+]
+YAML_SOUP = st.text(st.sampled_from("ab12 .:-[]{},&*!|>%@`'\"#?\n\t~é\x00"), max_size=40) | st.lists(
+    st.sampled_from(YAML_WORDS), max_size=14
+).map("".join)
+
+
+def dumped(values: Any) -> Any:
+    """Text of YAML that a program would write."""
+    return values.map(lambda held: yaml.dump(held, allow_unicode=False))
+
+
+def examples(number: int) -> Any:
+    return settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+def one_line(load: Callable[[], Any]) -> None:
+    """Calls a loader, which may refuse, with a ValueError of one line."""
+    try:
+        load()
+    except ValueError as error:
+        assert 10 < len(str(error)) < 1000 and "\n" not in str(error), error
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
+
+
+@examples(500)
+@given(text=YAML_SOUP | dumped(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4)) | dumped(JSON))
+def test_any_recipe_is_taken_or_refused(scratch, monkeypatch, text):
+    monkeypatch.setattr(gwen, "on_gpu", lambda: False)
+    (scratch / "recipe.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    one_line(lambda: train.resolve({}, str(scratch / "recipe.yaml"), None))
+
+
+@examples(400)
+@given(
+    text=YAML_SOUP
+    | dumped(
+        st.fixed_dictionaries(
+            {"criteria": st.lists(st.fixed_dictionaries(dict.fromkeys(CRITERION, JSON)) | JSON, max_size=3) | JSON},
+            optional={"preamble": JSON},
+        )
+    )
+)
+def test_any_rubric_is_taken_or_refused(scratch, text):
+    (scratch / "rubric.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    one_line(lambda: judge.load_rubric(scratch / "rubric.yaml"))
+
+
+@examples(350)
+@given(records=st.lists(RECORD | JSON, max_size=4), columns=st.none() | st.sampled_from(["prompt=a", "answer=prompt"]))
+def test_any_json_lines_are_taken_or_refused(scratch, records, columns):
+    (scratch / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    one_line(lambda: tasks.load("demo", data=str(scratch / "data.jsonl"), columns=columns))
+
+
+@examples(250)
+@given(content=st.binary(max_size=60), ending=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
+def test_any_bytes_are_taken_or_refused_as_data(scratch, content, ending):
+    (scratch / f"bytes{ending}").write_bytes(content)
+    one_line(lambda: tasks.load_data(str(scratch / f"bytes{ending}")))
+
+
+@examples(250)
+@given(
+    changes=st.dictionaries(st.sampled_from([*QWEN3, "rope_scaling", "layer_types"]), JSON) | JSON, raw=st.booleans()
+)
+def test_any_configuration_is_taken_or_refused(scratch, changes, raw):
+    held = changes if raw or not isinstance(changes, dict) else QWEN3 | changes
+    (scratch / "config.json").write_text(json.dumps(held))
+    one_line(lambda: gwen.load_config(scratch))
+
+
+@examples(250)
+@given(
+    header=st.dictionaries(
+        st.sampled_from(["model.norm.weight", "x", "__metadata__"]),
+        st.fixed_dictionaries(
+            {
+                "dtype": st.sampled_from(["F32", "BF16", "I64", "F8_E4M3", "X", 7]),
+                "shape": st.lists(st.integers(-1, 9) | st.sampled_from([2**40, 2**63]), max_size=3) | JSON,
+                "data_offsets": st.tuples(st.integers(-1, 80), st.integers(-1, 80)) | JSON,
+            }
+        )
+        | JSON,
+    )
+    | JSON,
+    length=st.none() | st.integers(0, 2**64 - 1),
+    data=st.binary(max_size=80),
+)
+def test_any_safetensors_file_is_taken_or_refused(scratch, header, length, data):
+    text = json.dumps(header).encode()
+    file = struct.pack("<Q", len(text) if length is None else length) + text + data
+    (scratch / "model.safetensors").write_bytes(file)
+    one_line(lambda: mx.eval(gwen.load_tensors(scratch / "model.safetensors")))

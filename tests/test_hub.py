@@ -1,0 +1,344 @@
+"""Models of the hub without a network: a cache laid out as the hub's client does it, and a server of this machine."""
+
+import ast
+import hashlib
+import http.server
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import mlx.core as mx
+import pytest
+from conftest import CONFIGS, QWEN3, write_checkpoint
+from huggingface_hub import constants
+from huggingface_hub.utils import _http, filter_repo_objects
+
+import gwen
+import train
+
+ROOT = Path(__file__).parent.parent
+QWEN = "Qwen/Qwen3-0.6B"
+MAIN, OTHER = "1" * 40, "2" * 40  # two commits
+
+
+def add_to_cache(hub: Path, hub_id: str, commit: str, source: Path, *revisions: str) -> Path:
+    """Puts a model into the cache as a download does: blobs by their hash, links to them, refs that name a commit."""
+    folder = hub / f"models--{hub_id.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for directory in ("blobs", "refs"):
+        (folder / directory).mkdir(exist_ok=True)
+    for file in source.iterdir():
+        blob = folder / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    for revision in revisions:
+        (folder / "refs" / revision).write_text(commit)
+    return snapshot
+
+
+@pytest.fixture(scope="module")
+def hub(model_directory: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with a tiny Qwen3 under the default model's name, in two revisions, and a Qwen2.5 in shards."""
+    hub = tmp_path_factory.mktemp("hub")
+    add_to_cache(hub, QWEN, MAIN, model_directory, "main")
+    wider = write_checkpoint(tmp_path_factory.mktemp("wider"), QWEN3 | {"intermediate_size": 128})
+    shards = write_checkpoint(tmp_path_factory.mktemp("shards"), CONFIGS["qwen2.5"], num_shards=3)
+    for directory in (wider, shards):
+        tokenizer.save_pretrained(str(directory))
+    add_to_cache(hub, QWEN, OTHER, wider, "v2")
+    add_to_cache(hub, "Qwen/Qwen2.5-0.5B-Instruct", MAIN, shards, "main")
+    return hub
+
+
+@pytest.fixture
+def offline(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process looks into that cache and nowhere else."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return hub
+
+
+@pytest.fixture
+def unreachable(offline: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As `offline`, but nobody said so: the hub is asked and does not answer."""
+    _http.close_session()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the port where nothing is kept
+    monkeypatch.setattr(_http.time, "sleep", lambda _: None)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    return offline
+
+
+def command(program: str, *flags: Any, **environment: str) -> Any:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
+    }
+    return subprocess.run(
+        [sys.executable, program, *map(str, flags)],
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# ---- what is in the cache
+
+
+def test_a_hub_id_in_the_cache_trains_without_the_hub(hub, tmp_path):
+    flags = "--task demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0 --reward-weights rubric=0".split()
+    cache = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    done = command("train.py", "--model", QWEN, *flags, "--run-dir", tmp_path / "run", **cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"model: {QWEN}, as asked; task: demo\n") and "step 1/1" in done.stdout
+    assert f"model: {QWEN}\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(offline):
+    widths = {}
+    for revision in ("", "@main", "@v2", f"@{MAIN}", f"@{OTHER}"):
+        assert gwen.find(QWEN + revision).name == (OTHER if revision in ("@v2", f"@{OTHER}") else MAIN)
+        widths[revision] = gwen.load(QWEN + revision, mx.float32)[0].config.intermediate_size
+    assert list(widths.values()) == [96, 96, 128, 96, 128]
+
+
+def test_a_model_in_shards_loads_from_the_links_of_the_cache(offline):
+    model, tokenizer = gwen.load("Qwen/Qwen2.5-0.5B-Instruct", mx.float32)
+    assert model.config.model_type == "qwen2" and tokenizer.encode("one")
+
+
+@pytest.mark.parametrize("hub_id", ["Qwen/Qwen3-8B", f"{QWEN}@v3", f"{QWEN}@{'3' * 40}"])
+def test_what_is_not_cached_is_one_line_offline(offline, capsys, tmp_path, hub_id):
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--model", hub_id, "--run-dir", str(tmp_path / "run")])
+    assert ended.value.code == 2
+    line = f"error: --model {hub_id}: not in the local hub cache, and the hub is out of reach\n"
+    assert capsys.readouterr().err == line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("hub_id", ["Qwen/Qwen3-8B", f"{QWEN}@v3", f"{QWEN}@{'3' * 40}"])
+def test_a_hub_that_does_not_answer_is_one_line_and_its_retries_are_not_shown(unreachable, hub_id):
+    told: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("huggingface_hub")
+    handler.emit = told.append
+    logger.addHandler(handler)
+    level = logger.level
+    try:
+        with pytest.raises(
+            ValueError, match=f"^--model {hub_id}: not in the local hub cache, and the hub is out of reac"
+        ):
+            gwen.load(hub_id)
+    finally:
+        logger.removeHandler(handler)
+    assert not told and logger.level == level
+
+
+def test_what_is_cached_loads_when_the_hub_does_not_answer(unreachable):
+    assert gwen.find(QWEN).name == MAIN
+    assert gwen.find(f"{QWEN}@v2").name == OTHER
+
+
+def test_half_a_download_is_named(hub, tmp_path, monkeypatch):
+    shutil.copytree(hub, tmp_path / "hub", symlinks=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for file in (tmp_path / "hub").glob("*Qwen2.5*/snapshots/*/model-00002-of-00003.safetensors"):
+        file.unlink()
+    with pytest.raises(ValueError, match="lacks the shard 'model-00002-of-00003"):
+        gwen.load("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "a/b/c", "./Qwen/Qwen3", "~/Qwen", "Qwen/", "/Qwen3", "a//b", "a/b c"])
+def test_what_cannot_be_a_hub_id_is_told_so(offline, name):
+    with pytest.raises(
+        ValueError, match=f"^--model {name}: (no such directory, and no|neither a directory nor a) hub id"
+    ):
+        gwen.load(name)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("Cannot send a request"), KeyError("siblings")]
+)
+def test_whatever_the_hubs_client_raises_is_one_line(monkeypatch, error):
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    with pytest.raises(ValueError, match=rf"^--model {QWEN}: {type(error).__name__}: [^\n]+$"):
+        gwen.hub_directory(QWEN)
+
+
+# ---- what is asked for, and what is never run
+
+REPOSITORY = """config.json generation_config.json model.safetensors model-00001-of-00002.safetensors tokenizer.json
+    model.safetensors.index.json tokenizer_config.json vocab.json merges.txt chat_template.jinja""".split()
+UNWANTED = """pytorch_model.bin pytorch_model-00001-of-00002.bin model.pt model.pth model.ckpt weights.pkl
+    training_args.bin modeling_qwen.py configuration_qwen.py setup.py flax_model.msgpack tf_model.h5 model.onnx
+    onnx/model.onnx model.gguf optimizer.safetensors original/consolidated.safetensors README.md LICENSE
+    .gitattributes logo.png model.zip""".split()
+
+
+def test_only_the_files_that_are_needed_are_asked_for(monkeypatch, tmp_path):
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda repo, **k: asked.update(k, repo=repo) or str(tmp_path)
+    )
+    gwen.hub_directory(f"{QWEN}@v2")
+    patterns = asked.pop("allow_patterns")
+    assert asked == {"repo": QWEN, "revision": "v2"}
+    assert list(filter_repo_objects(REPOSITORY + UNWANTED, allow_patterns=patterns)) == REPOSITORY
+
+
+def test_a_model_never_runs_code_of_its_own(offline, model_directory, tmp_path, monkeypatch):
+    source = shutil.copytree(model_directory, tmp_path / "source")
+    ran = tmp_path / "ran"
+    evil = f"open({str(ran)!r}, 'w')\nclass Evil: pass\nEvilConfig = EvilTokenizer = EvilTokenizerFast = Evil\n"
+    (source / "evil.py").write_text(evil)
+    for name in ("tokenizer_config.json", "config.json"):
+        held = json.loads((source / name).read_text())
+        auto = {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizerFast"], "AutoConfig": "evil.EvilConfig"}
+        (source / name).write_text(json.dumps(held | {"auto_map": auto, "trust_remote_code": True}))
+    add_to_cache(tmp_path / "hub", "someone/evil", MAIN, source, "main")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    try:
+        gwen.load("someone/evil")
+    except ValueError as error:  # to refuse it is as good as to load it without its code
+        assert "\n" not in str(error)
+    assert not ran.exists()
+
+
+def test_a_repository_of_pickles_is_refused_unread(offline, model_directory, tmp_path, monkeypatch):
+    source = shutil.copytree(model_directory, tmp_path / "source")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    add_to_cache(tmp_path / "hub", "someone/pickled", MAIN, source, "main")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=r"has no model\*.safetensors"):
+        gwen.load("someone/pickled")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
+def test_no_module_trusts_remote_code_or_reads_pickles(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
+            assert isinstance(node.value, ast.Constant) and node.value.value is False, (
+                f"{path.name}:{node.value.lineno}"
+            )
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            assert not names & {"pickle", "torch", "dill", "joblib", "shelve"}, f"{path.name}:{node.lineno}"
+
+
+# ---- which model is taken
+
+
+def test_the_model_that_is_asked_for_is_taken_without_a_look_at_the_hub(monkeypatch):
+    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gwen, "hub_directory", lambda _: pytest.fail("the hub was asked"))
+    assert gwen.choose_model("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", "as asked")
+    assert gwen.choose_model("demo") == ("demo", "as asked")
+
+
+def test_without_a_gpu_the_demo_is_taken_even_when_the_default_is_cached(offline, monkeypatch):
+    monkeypatch.setattr(gwen, "on_gpu", lambda: False)
+    assert gwen.choose_model(None) == ("demo", "the default without a GPU")
+
+
+def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
+    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    assert gwen.DEFAULT_MODEL == QWEN
+    assert gwen.choose_model(None) == (QWEN, "the default on a GPU")
+    config, line = train.resolve({}, None, None)
+    assert line == f"model: {QWEN}, the default on a GPU; task: values" and (config.model, config.task) == (
+        QWEN,
+        "values",
+    )
+
+
+def test_on_a_gpu_without_cache_and_hub_the_demo_is_taken_and_the_line_says_why(unreachable, monkeypatch, tmp_path):
+    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config, line = train.resolve({}, None, None)
+    why = f"because {QWEN}: not in the local hub cache, and the hub is out of reach"
+    assert line == f"model: demo, {why}; task: demo" and (config.model, config.task) == ("demo", "demo")
+
+
+# ---- a hub that answers
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The four requests of a download, for one repository at one commit; `requests` is what was asked of it."""
+
+    files: dict[str, bytes]
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.requests.append(f"{self.command} {path}")
+        if path.startswith(f"/api/models/{QWEN}/tree/"):
+            self.answer(json.dumps([self.entry(name) for name in self.files]).encode())
+        elif path.startswith(f"/api/models/{QWEN}/revision/") and path.endswith("/main"):
+            self.answer(json.dumps({"id": QWEN, "sha": MAIN, "siblings": []}).encode())
+        elif path.startswith(f"/api/models/{QWEN}/revision/"):
+            self.answer(b"{}", 404, **{"X-Error-Code": "RevisionNotFound"})
+        elif path.startswith(f"/{QWEN}/resolve/{MAIN}/"):
+            content = self.files[path.rpartition("/")[2]]
+            self.answer(content, **{"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": MAIN})
+        else:
+            self.answer(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def entry(self, name: str) -> dict[str, Any]:
+        content = self.files[name]
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def answer(self, content: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(model_directory: Path) -> Iterator[http.server.ThreadingHTTPServer]:
+    Hub.requests = []
+    Hub.files = {file.name: file.read_bytes() for file in model_directory.iterdir()}
+    Hub.files |= {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"1 / 0", "README.md": b"# Tiny"}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_download_fetches_what_is_needed_with_a_progress_bar_and_is_there_when_the_hub_has_gone(server, tmp_path):
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    flags = ["--model", QWEN, "--prompt", "hi", "--max-tokens", "3", "--temp", "0"]
+    first = command("sampler.py", *flags, **hub)
+    assert first.returncode == 0, first.stderr
+    fetched = {request.rpartition("/")[2] for request in Hub.requests if request.startswith(f"GET /{QWEN}/resolve/")}
+    assert fetched == Hub.files.keys() - {"pytorch_model.bin", "modeling_evil.py", "README.md"}
+    assert "Fetching" in first.stderr and f"model: {QWEN}, as asked" in first.stderr
+    unknown = command("sampler.py", *flags, "--model", f"{QWEN}@v9", **hub)
+    assert unknown.returncode == 2
+    assert unknown.stderr == f"error: --model {QWEN}@v9: the hub shows you no such model or revision\n"
+    server.shutdown()
+    server.server_close()
+    second = command("sampler.py", *flags, **hub)
+    assert second.returncode == 0 and second.stdout == first.stdout

@@ -308,7 +308,7 @@ def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     maximum and their sums added. All queries of a prompt read it in one matmul, (H / K * G, D) x (D, P) a kv head.
     """
     num_slots, num_heads, _, head_dim = queries.shape
-    num_prompts, num_kv_heads, num_columns, _ = parts.prompt_keys.shape
+    num_prompts, num_kv_heads, _, _ = parts.prompt_keys.shape
     num_queries = num_heads // num_kv_heads  # of one slot and kv head
 
     def gather(x: mx.array) -> mx.array:  # (N, K, Q, X) -> (B, K, G * Q, X)
@@ -369,14 +369,12 @@ class Attention(nn.Module):
         queries = norm_rope(queries, q_weight, self.eps, rope, offsets)
         keys = norm_rope(keys, k_weight, self.eps, rope, offsets)
         values = values.transpose(0, 2, 1, 3)
-        if isinstance(cache, SlotLayer):
-            assert isinstance(mask, Layout)
-            out = slot_attention(queries, cache.update(keys, values), mask)
+        held = (keys, values) if cache is None else cache.update(keys, values)
+        if isinstance(mask, Layout):
+            assert isinstance(held, Parts), "a layout belongs to shared prompts"
+            out = slot_attention(queries, held, mask)
         else:
-            assert not isinstance(mask, Layout)
-            if cache is not None:
-                keys, values = cache.update(keys, values)
-            out = attention(queries, keys, values, mask)  # (N, H, L, D)
+            out = attention(queries, held[0], held[1], mask)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 
 

@@ -145,48 +145,68 @@ class Layout(NamedTuple):
 
 
 class SlotLayer:
-    """One layer of a `SlotCache`: a view of its prompts, and a ring of own columns (N, K, W, D)."""
+    """
+    One layer of a `SlotCache`: the prompts, and a ring of W own columns for each slot.
 
-    def __init__(self, prompts: LayerCache, width: int):
+    Shared, it hands out a view of the prompts in use beside the ring. Copied, each slot's buffer (N, K, P + W, D) begins
+    with its prompt, and is handed out whole.
+    """
+
+    def __init__(self, prompts: LayerCache, width: int, share: bool):
         self.prompts, self.width = prompts, width
+        self.num_copied = 0 if share else prompts.length  # columns before the ring
         self.first, self.last = 0, 0  # the prompts in use are prompts[first:last]
         self.step = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
-    def update(self, keys: mx.array, values: mx.array) -> Parts:
+    def reserve(self, num_slots: int) -> tuple[mx.array, mx.array]:
+        """The buffers, made at the first call."""
+        held = self.prompts.keys, self.prompts.values
+        assert held[0] is not None and held[1] is not None, "the prompts' cache is empty"
+        if self.keys is None or self.values is None:
+            shape = (num_slots, held[0].shape[1], self.num_copied + self.width, held[0].shape[3])
+            self.keys, self.values = mx.zeros(shape, held[0].dtype), mx.zeros(shape, held[1].dtype)
+        assert self.keys.shape[0] == num_slots, f"{num_slots} rows for {self.keys.shape[0]} slots"
+        return self.keys, self.values
+
+    def copy(self, slots: list[int], prompts: list[int], num_slots: int) -> None:
+        """Copies a prompt's columns to each of the slots."""
+        to, source, length = mx.array(slots), mx.array(prompts), self.num_copied
+        for buffer, held in zip(self.reserve(num_slots), (self.prompts.keys, self.prompts.values), strict=True):
+            assert held is not None
+            buffer[to, :, :length] = held[source, :, :length]
+
+    def update(self, keys: mx.array, values: mx.array) -> "Parts | tuple[mx.array, mx.array]":
         """Writes one token a slot, (N, K, 1, D), into the ring."""
         assert keys.shape[2] == 1 and keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
-        if self.keys is None:
-            shape = (*keys.shape[:2], self.width, keys.shape[3])
-            self.keys, self.values = mx.zeros(shape, keys.dtype), mx.zeros(shape, values.dtype)
-        assert self.values is not None and self.prompts.keys is not None and self.prompts.values is not None
-        assert self.keys.shape[0] == keys.shape[0], f"{keys.shape[0]} rows for {self.keys.shape[0]} slots"
-        column, used = self.step % self.width, min(self.step + 1, self.width)
-        self.keys[:, :, column : column + 1] = keys
-        self.values[:, :, column : column + 1] = values
+        all_keys, all_values = self.reserve(keys.shape[0])
+        column = self.num_copied + self.step % self.width
+        written = self.num_copied + min(self.step + 1, self.width)
+        all_keys[:, :, column : column + 1] = keys
+        all_values[:, :, column : column + 1] = values
         self.step += 1
-        window, written = slice(self.first, self.last), slice(self.prompts.length)
-        return Parts(
-            self.prompts.keys[window, :, written],
-            self.prompts.values[window, :, written],
-            self.keys[:, :, :used],
-            self.values[:, :, :used],
-        )
+        own = all_keys[:, :, :written], all_values[:, :, :written]
+        if self.num_copied:
+            return own
+        window, length = slice(self.first, self.last), self.prompts.length
+        assert self.prompts.keys is not None and self.prompts.values is not None
+        return Parts(self.prompts.keys[window, :, :length], self.prompts.values[window, :, :length], *own)
 
 
 class SlotCache:
     """
     The cache of a decode batch whose slots are handed from finished rows to waiting ones.
 
-    A prompt's columns are held once and read by all slots that continue it. All slots write to the same column of a
-    ring as wide as the longest completion, so a row that begins late shares the ring with rows that are far on, and a
-    row's own columns are the newest ones. Keys are rotated before they are stored, so their order does not matter.
+    share: a prompt's columns are held once and read by all slots that continue it; else each slot has a copy, so that
+    keys are one buffer. All slots write to the same column of a ring as wide as the longest completion, so a row that
+    begins late shares the ring with rows that are far on, and a row's own columns are the newest ones. Keys are rotated
+    before they are stored, so their order does not matter.
     """
 
     def __init__(self, prompts: KVCache, prompt_lengths: list[int], width: int, share: bool = True):
         self.prompts, self.prompt_lengths, self.share = prompts, prompt_lengths, share
-        self.layers = [SlotLayer(layer, round_up(width)) for layer in prompts.layers]
+        self.layers = [SlotLayer(layer, round_up(width), share) for layer in prompts.layers]
         self.prompt_of: list[int] = []  # of each slot
         self.starts: list[int] = []  # the step at which each slot's row began
 
@@ -198,55 +218,60 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         """Bytes held by prompts and slots."""
-        own = sum(b.nbytes for layer in self.layers for b in (layer.keys, layer.values) if b is not None)
-        copies = 0
-        if not self.share:
-            held = (layer.prompts for layer in self.layers)
-            copies = sum(b.nbytes for layer in held for b in (layer.keys, layer.values) if b is not None)
-        return self.prompts.nbytes + copies + own
+        own = (buffer for layer in self.layers for buffer in (layer.keys, layer.values))
+        return self.prompts.nbytes + sum(buffer.nbytes for buffer in own if buffer is not None)
 
     def assign(self, prompt_of: list[int], starts: list[int]) -> None:
         """Says which prompt each slot continues and since which step; slots keep their columns."""
         assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
+        new = [s for s, p in enumerate(prompt_of) if s >= len(self.prompt_of) or self.prompt_of[s] != p]
         self.prompt_of, self.starts = prompt_of, starts
         self.first_position = mx.array([self.prompt_lengths[p] - s for p, s in zip(prompt_of, starts, strict=True)])
         self.start = mx.array(starts)
-        prompts = self.prompts
-        if not self.share:  # every slot gets a copy of its prompt
-            prompts, prompt_of = prompts.take(prompt_of, prompts.length), list(range(len(prompt_of)))
+        if not self.share:
+            for layer in self.layers if new else []:
+                layer.copy(new, [prompt_of[slot] for slot in new], len(prompt_of))
+            return
         first, last = min(prompt_of), max(prompt_of) + 1
-        for layer, held in zip(self.layers, prompts.layers, strict=True):
-            layer.prompts, layer.first, layer.last = held, first, last
+        for layer in self.layers:
+            layer.first, layer.last = first, last
         members: list[list[int]] = [[] for _ in range(last - first)]
         for slot, prompt in enumerate(prompt_of):
             members[prompt - first].append(slot)
         most = max(map(len, members))
-        table = [slots + [0] * (most - len(slots)) for slots in members]
-        flat = [slot for slots in table for slot in slots]
-        if flat == list(range(len(prompt_of))):
-            self.slots = self.places = None
-        else:
+        self.slots = self.places = None
+        if [slot for slots in members for slot in slots + [0] * (most - len(slots))] != list(range(len(prompt_of))):
             place = {s: b * most + g for b, slots in enumerate(members) for g, s in enumerate(slots)}
-            self.slots, self.places = mx.array(table), mx.array([place[s] for s in range(len(prompt_of))])
-        self.prompt_mask = None
-        if prompts.pad is not None:
-            self.prompt_mask = (mx.arange(prompts.length) >= prompts.pad[first:last, None])[:, None, None]
+            self.slots = mx.array([slots + [0] * (most - len(slots)) for slots in members])
+            self.places = mx.array([place[slot] for slot in range(len(prompt_of))])
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each slot, (N,) int32."""
         assert num_rows == len(self.starts), f"{num_rows} rows for {len(self.starts)} slots"
         return self.first_position + self.step
 
-    def mask(self, num_new: int) -> Layout:
-        """The layout of the next step."""
+    def mask(self, num_new: int) -> Layout | mx.array | None:
+        """What slots see in the next step: a layout where prompts are shared, else (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
-        own_mask = None
+        prompt_mask = own_mask = None
+        if self.prompts.pad is not None:
+            prompt_mask = (mx.arange(self.prompts.length) >= self.prompts.pad[:, None])[:, None, None]
+        width = self.layers[0].width
+        used = min(self.step + 1, width)
         if any(self.starts):
-            width = self.layers[0].width
-            column, used = self.step % width, min(self.step + 1, width)
-            written_at = self.step - (column - mx.arange(used)) % width  # the step that wrote each column
+            written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
             own_mask = (written_at >= self.start[:, None])[:, None, None]
-        return Layout(self.slots, self.places, self.prompt_mask, own_mask)
+        if self.share:
+            window = slice(min(self.prompt_of), max(self.prompt_of) + 1)
+            return Layout(self.slots, self.places, None if prompt_mask is None else prompt_mask[window], own_mask)
+        if prompt_mask is None and own_mask is None:
+            return None
+        num_slots = len(self.starts)
+        seen = mx.ones((num_slots, 1, 1, used), mx.bool_) if own_mask is None else own_mask
+        before = mx.ones((num_slots, 1, 1, self.prompts.length), mx.bool_)
+        if prompt_mask is not None:
+            before = prompt_mask[mx.array(self.prompt_of)]
+        return mx.concatenate([before, seen], axis=-1)
 
     def keep(self, slots: list[int]) -> None:
         """Drops all slots but these, in this order."""
@@ -254,4 +279,5 @@ class SlotCache:
         for layer in self.layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = layer.keys[index], layer.values[index]
-        self.assign([self.prompt_of[s] for s in slots], [self.starts[s] for s in slots])
+        self.prompt_of = [self.prompt_of[slot] for slot in slots]
+        self.assign(self.prompt_of, [self.starts[slot] for slot in slots])

@@ -138,7 +138,9 @@ class Record:
         self.ids = np.full((num_rows, width), pad_id, np.int32)
         self.logprobs = np.zeros((num_rows, width), np.float32)
 
-    def write(self, jobs: list[Job], starts: list[int], step: int, ids: list[mx.array], logprobs: list[mx.array]) -> None:
+    def write(
+        self, jobs: list[Job], starts: list[int], step: int, ids: list[mx.array], logprobs: list[mx.array]
+    ) -> None:
         """Adds what the slots drew in the steps from `step` on; what lies past a row's limit is dropped."""
         columns = np.stack([np.array(x) for x in ids], axis=1), np.stack([np.array(x) for x in logprobs], axis=1)
         for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
@@ -253,10 +255,10 @@ def rollout(
 
     prompts: token ids, of any lengths. max_tokens: one limit, or one a row. temperature: 0 is greedy.
     eos_ids: every id that ends a completion. rollout_batch_size: the most rows that are decoded at once.
-    key: all randomness comes from (key, row, position). share_prefix: whether a prompt's cache is held once for its
-    group or copied to each row; refill: whether slots of ended rows are handed on or dropped; neither changes a result.
-    top_p, top_k, min_p: off at 1, 0, 0; when on, the
-    log-probabilities are those of the truncated distribution.
+    key: all randomness comes from (key, row, position). top_p, top_k, min_p: off at 1, 0, 0; when on, the
+    log-probabilities are those of the truncated distribution. share_prefix: whether a prompt's cache is held once for
+    its group or copied to each row. refill: whether slots of ended rows are handed on and dropped. Neither changes what
+    is drawn.
     Raises ValueError for an empty prompt and for non-finite logits.
     """
     num_rows = len(prompts) * group_size
@@ -287,7 +289,9 @@ def rollout(
             begin = time.perf_counter()
             jobs = [Job(row, place, limits[row]) for place, prompt in enumerate(batch) for row in rows_of[prompt]]
             lengths = [len(prompt) for prompt in batch]
-            share = share_prefix if share_prefix is not None else len(jobs) > len(batch)
+            share = share_prefix
+            if share is None:  # MLX's GPU kernel reads one buffer in 16 bits; sharing would hand it float32 copies
+                share = len(jobs) > len(batch) and not gwen.on_gpu()
             for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // rollout_batch_size)):
                 cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)
                 decode(
@@ -307,7 +311,7 @@ def rollout(
                 )
                 cache_bytes = max(cache_bytes, cache.nbytes)
             decode_s += time.perf_counter() - begin
-    is_end = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
+    is_end: np.ndarray = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
     ended = is_end.any(-1)
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
     width = int(lengths_of.max())
@@ -316,7 +320,7 @@ def rollout(
         mx.array(np.where(mask, record.ids[:, :width], pad_id)),
         mx.array(np.where(mask, record.logprobs[:, :width], 0.0).astype(np.float32)),
         mx.array(mask.astype(np.float32)),
-        ["stop" if stop else "length" for stop in ended],
+        ["stop" if ended[row] else "length" for row in range(num_rows)],
         Stats(prefill_s, decode_s, int(lengths_of.sum()), sum(map(len, distinct)), cache_bytes),
     )
 

@@ -70,9 +70,7 @@ def test_completions_do_not_depend_on_how_they_were_decoded(model, rollout_batch
     settings = dict(max_tokens=40, eos_ids=tuple(range(0, 320, 16)))
     whole = roll(model, **settings, share_prefix=False, refill=False)
     assert len({len(ids) for ids, _ in rows_of(whole)}) > 5
-    parts = roll(
-        model, **settings, rollout_batch_size=rollout_batch_size, share_prefix=share_prefix, refill=refill
-    )
+    parts = roll(model, **settings, rollout_batch_size=rollout_batch_size, share_prefix=share_prefix, refill=refill)
     assert whole.finish_reasons == parts.finish_reasons
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))
     np.testing.assert_allclose(np.array(whole.logprobs), np.array(parts.logprobs), atol=1e-5)
@@ -101,7 +99,8 @@ def test_the_ring_of_own_columns_may_wrap_around(model, monkeypatch):
 def test_a_shared_prompt_is_held_once(model):
     prompts = [[5 + i % 7 for i in range(600)]]
     shared, copied = (
-        roll(model, prompts=prompts, group_size=8, max_tokens=4, eos_ids=(), share_prefix=share) for share in (True, False)
+        roll(model, prompts=prompts, group_size=8, max_tokens=4, eos_ids=(), share_prefix=share)
+        for share in (True, False)
     )
     assert shared.stats.cache_bytes < copied.stats.cache_bytes / 3
     np.testing.assert_array_equal(np.array(shared.completion_ids), np.array(copied.completion_ids))

@@ -148,8 +148,8 @@ class SlotLayer:
     """
     One layer of a `SlotCache`: the prompts, and a ring of W own columns for each slot.
 
-    Shared, it hands out a view of the prompts in use beside the ring. Copied, each slot's buffer (N, K, P + W, D) begins
-    with its prompt, and is handed out whole.
+    Shared, it hands out a view of the prompts in use beside the ring. Copied, each slot's buffer (N, K, P + W, D) has
+    its prompt in front, and is handed out whole.
     """
 
     def __init__(self, prompts: LayerCache, width: int, share: bool):

@@ -312,7 +312,7 @@ def rollout(
                 cache_bytes = max(cache_bytes, cache.nbytes)
             decode_s += time.perf_counter() - begin
     is_end: np.ndarray = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
-    ended = is_end.any(-1)
+    ended = np.asarray(is_end.any(-1))
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
     width = int(lengths_of.max())
     mask = np.arange(width) < lengths_of[:, None]

@@ -26,9 +26,9 @@ FLOORS = {
     "evaluate": 4,
     "train": 5,
     "bench_rollout": 5,
-    "bench_rollout_vllm_mlx": 5,
     "bench_grpo_loss": 5,
     "bench_step": 5,
+    "bench_rollout_vllm_mlx": 6,
 }
 MODULES = sorted(ROOT.glob("*.py"))
 PROGRAMS = [*MODULES, *sorted((ROOT / "demo").glob("*.py"))]

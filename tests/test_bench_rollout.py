@@ -1,0 +1,300 @@
+"""The rollout benchmarks: what they print, that all engines get the same work, and when they refuse to compare."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import json
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import bench_rollout
+import bench_rollout_vllm_mlx
+import gwen
+from bench_rollout import Run, Work
+
+TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
+NUMBER = r"\d+\.\d"
+NUMBERS = {
+    *("mean_ms", "std_ms", "median_ms", "min_ms", "max_ms", "prefill_ms", "decode_ms", "tokens", "tok_s", "peak_mb")
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    """The lines that the smallest comparison prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        bench_rollout.main([*TINY, "--temp", "0.5"])
+    return printed.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints):
+    return gwen.load_model(checkpoints["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def peer(checkpoints, model):
+    return bench_rollout.load_peer(checkpoints["qwen3"], model.head_weight.dtype)
+
+
+@pytest.fixture
+def engines(model, peer):
+    return {
+        "ours": functools.partial(bench_rollout.run_ours, model=model, share_prefix=None, refill=True),
+        "mlx_lm": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=True),
+        "mlx_lm_default": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=False),
+    }
+
+
+WORK = Work([[5, 9, 2], [7, 1, 8], [40, 41, 42]], 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
+
+
+def settings(*flags):
+    return bench_rollout.parse(list(flags), "bench_rollout.py", "")
+
+
+# ---- the report
+
+
+def test_the_report_has_the_lines_that_other_peoples_scripts_read(report):
+    assert report[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
+    for name in ("ours     ", "mlx_lm   ", "mlx_lm_default "):
+        form = f"mean {NUMBER} ms \\| std {NUMBER} ms \\| total_out_toks 24 \\| throughput {NUMBER} tok/s"
+        assert any(re.fullmatch(rf"{name}\| {form}", line) for line in report), name
+    result = r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\."
+    assert re.fullmatch(result, report[-2])
+
+
+def test_the_last_line_of_the_report_is_json_with_every_number(report):
+    record = json.loads(report[-1])
+    assert record.keys() == {"config", "engines", "ratio", "roofline_frac", "device", "versions"}
+    assert list(record["engines"]) == ["ours", "mlx_lm", "mlx_lm_default"]
+    for entry in record["engines"].values():
+        assert entry.keys() == NUMBERS
+        assert entry["mean_ms"] == pytest.approx(entry["prefill_ms"] + entry["decode_ms"], abs=0.01)
+        assert entry["tok_s"] == pytest.approx(24 / (2 * entry["mean_ms"] / 1e3), rel=1e-3)
+        assert 0 < entry["min_ms"] <= entry["median_ms"] <= entry["max_ms"] and entry["peak_mb"] > 0
+    ours, theirs = (record["engines"][name]["mean_ms"] for name in ("ours", "mlx_lm"))
+    assert record["ratio"] == pytest.approx(theirs / ours, abs=1e-3)
+    assert record["roofline_frac"] > 0
+    assert record["config"]["model"] == "random:2m" and record["config"]["pairs"] == 4
+    assert {"mlx", "mlx-lm"} <= record["versions"].keys()
+
+
+def test_the_ratio_is_called_faster_from_one_on():
+    assert bench_rollout.verdict(1.141) == "1.14x faster"
+    assert bench_rollout.verdict(0.999) == "1.00x faster"
+    assert bench_rollout.verdict(0.904) == "0.90x slower"
+
+
+def test_unequal_work_is_said_to_be_unequal(capsys):
+    bench_rollout.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 5}})
+    assert capsys.readouterr().out == ""
+    bench_rollout.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 4}})
+    assert "--ignore-eos" in capsys.readouterr().out
+
+
+# ---- the work
+
+
+def test_every_engine_makes_as_many_tokens_as_each_row_is_to_have(engines):
+    for name, engine in engines.items():
+        run = engine(WORK)
+        assert [len(ids) for ids in run.completions] == WORK.limits, name
+        assert [len(row) for row in run.logprobs] == WORK.limits, name
+        assert run.prefill_s > 0 and run.decode_s > 0
+
+
+def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engine(engines):
+    greedy = WORK._replace(temperature=0.0, limits=[12] * 6)
+    free = engines["ours"](greedy)
+    first_end = free.completions[0][5]
+    runs = {name: engine(greedy._replace(eos_ids=(first_end,))) for name, engine in engines.items()}
+    assert len(runs["ours"].completions[0]) <= 6 and runs["ours"].completions[0][-1] == first_end
+    for run in runs.values():
+        assert run.completions == runs["ours"].completions
+        for row, expected in zip(run.logprobs, runs["ours"].logprobs, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-4)
+
+
+def test_mlx_lm_gets_as_many_rows_at_once_as_ours_or_its_defaults(engines, monkeypatch):
+    theirs = importlib.import_module("mlx_lm.generate")  # as an attribute of mlx_lm the name is a function
+    sizes = []
+    generator = theirs.BatchGenerator
+    monkeypatch.setattr(theirs, "BatchGenerator", lambda model, **how: sizes.append(how) or generator(model, **how))
+    engines["mlx_lm"](WORK)
+    engines["mlx_lm_default"](WORK)
+    assert sizes[0]["completion_batch_size"] == sizes[0]["prefill_batch_size"] == WORK.batch_size
+    assert not {"completion_batch_size", "prefill_batch_size"} & sizes[1].keys()
+
+
+def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
+    args = settings("--batch", "40", "--prompt-tokens", "50")
+    work = bench_rollout.make_work(args, model.config)
+    assert work == bench_rollout.make_work(args, model.config)
+    assert len(set(map(tuple, work.prompts))) == 40
+    assert not set(np.ravel(work.prompts)) & set(model.config.eos_ids) and work.eos_ids == model.config.eos_ids
+    assert bench_rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
+
+
+def test_drawn_lengths_replace_the_limit_and_end_tokens(model):
+    args = settings("--lengths", "geometric:3:8", "--batch", "8", "--groups", "16")
+    work = bench_rollout.make_work(args, model.config)
+    assert args.max_tokens == 8 and args.rollout_batch_size == 64
+    assert len(work.limits) == 128 and work.eos_ids == ()
+    assert work.limits == bench_rollout.geometric_lengths(128, 3, 8, 0)
+
+
+def test_geometric_lengths_have_the_mean_of_their_distribution_and_keep_to_the_cap():
+    lengths = np.array(bench_rollout.geometric_lengths(200_000, 64, 256, 1))
+    assert lengths.min() == 1 and lengths.max() == 256
+    cut_mean = 64 * (1 - (1 - 1 / 64) ** 256)  # the mean of min(length, cap)
+    assert lengths.mean() == pytest.approx(cut_mean, rel=0.01)
+    assert (lengths == 256).mean() == pytest.approx((1 - 1 / 64) ** 255, rel=0.05)
+    assert bench_rollout.geometric_lengths(5, 1, 1, 0) == [1] * 5
+
+
+def test_the_flags_for_comparing_ours_with_itself_reach_the_sampler(model):
+    assert bench_rollout.our_engine(settings(), model).keywords == {
+        "model": model,
+        "share_prefix": None,
+        "refill": True,
+    }
+    plain = bench_rollout.our_engine(settings("--no-refill", "--no-share"), model).keywords
+    assert plain == {"model": model, "share_prefix": False, "refill": False}
+
+
+# ---- agreement and measurement
+
+
+def test_nothing_is_reported_when_the_models_differ(monkeypatch, capsys):
+    load_peer = bench_rollout.load_peer
+
+    def other_model(directory, dtype):
+        peer = load_peer(directory, dtype)
+        peer.model.norm.weight = -peer.model.norm.weight
+        return peer
+
+    monkeypatch.setattr(bench_rollout, "load_peer", other_model)
+    with pytest.raises(SystemExit) as ended:
+        bench_rollout.main(TINY)
+    assert str(ended.value.code).startswith("error: ours and mlx_lm part at token 0 ")  # a text means exit status 1
+    assert "\n" not in str(ended.value.code)
+    assert capsys.readouterr().out == ""
+
+
+def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
+    bench_rollout.check_agreement(model, engines, WORK)
+    short = engines | {"short": lambda work: Run([engines["ours"](work).completions[0][:7]], [], 0.0, 0.0)}
+    with pytest.raises(bench_rollout.Disagreement, match="short part at token 7"):
+        bench_rollout.check_agreement(model, short, WORK)
+
+
+def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"])
+    ours = functools.partial(bench_rollout.run_ours, model=model, share_prefix=None, refill=True)
+    token = ours(WORK._replace(temperature=0.0)).completions[0][0]
+    twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
+    assert token < twin
+    model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
+    check = functools.partial(bench_rollout.check_agreement, model, work=WORK)
+    check(engines={"ours": ours, "other": lambda work: Run([[twin] * 16], [], 0.0, 0.0)})
+    with pytest.raises(bench_rollout.Disagreement):
+        check(engines={"ours": ours, "other": lambda work: Run([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
+
+
+def test_engines_take_turns_and_warm_up_rounds_are_not_counted():
+    order = []
+
+    def fake(name):
+        def engine(work):
+            order.append(name)
+            return Run([[1] * limit for limit in work.limits], [], 1.0, float(len(order)))
+
+        return engine
+
+    samples = bench_rollout.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert [sample.seconds for sample in samples["a"]] == [5.0, 6.0]
+    entry = bench_rollout.summary(samples["a"])
+    assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
+    with pytest.raises(AssertionError, match="lazy made"):
+        bench_rollout.measure({"lazy": lambda work: Run([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
+
+
+def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
+    config = model.config
+    floor = bench_rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=True)
+    weights = sum(array.size for _, array in bench_rollout.tree_flatten(model.parameters()))
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    # forward passes of the rows: 2 0 1 1 0 0, in two steps; prompts of 3 tokens, read twice, once and never
+    own = (1 + 2) + 1 + 1
+    assert floor.steps == 2
+    assert floor.num_bytes == pytest.approx(4 * weights + (3 * (2 + 1) + own) * token_bytes / 2)
+    assert floor.flops == pytest.approx(2 * weights * 4 / 2)
+    copied = bench_rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=False)
+    assert copied.num_bytes == pytest.approx(4 * weights + (3 * (2 + 1 + 1) + own) * token_bytes / 2)
+    narrow = bench_rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1], share_prefix=True)
+    assert narrow.steps == 4
+
+
+def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
+    assert 1e8 < bench_rollout.memory_bandwidth() < 1e14
+    assert 1e8 < bench_rollout.matmul_rate(mx.float32) < 1e16
+
+
+# ---- mistakes of a user
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--batch", "0"], "--batch is 0"),
+        (["--runs", "0"], "--runs is 0"),
+        (["--prompt-tokens", "0"], "--prompt-tokens is 0"),
+        (["--rollout-batch-size", "0"], "--rollout-batch-size is 0"),
+        (["--temp", "nan"], "--temp is nan"),
+        (["--lengths", "geometric:64"], "--lengths geometric:64"),
+        (["--lengths", "normal:64:256"], "--lengths normal:64:256"),
+        (["--lengths", "geometric:300:256"], "--lengths geometric:300:256"),
+        (["--lengths", "geometric:a:b"], "--lengths geometric:a:b"),
+        (["--model", "random:1b"], "--model random:1b"),
+        (["--model", "/nowhere"], "--model /nowhere"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_status_2(flags, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench_rollout.main(flags)
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert re.fullmatch(rf"error: {re.escape(named)}.*\n", printed.err)
+
+
+def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        bench_rollout_vllm_mlx.main([])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert printed.err == "error: vllm-mlx is not installed; install it with: uv sync --extra vllm\n"
+
+
+def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_off_and_on(capsys):
+    pytest.importorskip("vllm_mlx")
+    bench_rollout_vllm_mlx.main([*TINY, "--prompt-tokens", "140", "--lengths", "geometric:2:4", "--temp", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=4 temp=0.5 warmup=0 runs=2"
+    for name in ("ours       ", "vllm_mlx   "):
+        assert any(line.startswith(f"{name}| mean ") for line in lines)
+    result = r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\."
+    assert re.fullmatch(result, lines[-2])
+    record = json.loads(lines[-1])
+    assert record["engines"]["vllm_mlx"].keys() == NUMBERS | {"prefix_cache"}
+    assert record["engines"]["vllm_mlx"]["tokens"] == record["engines"]["ours"]["tokens"]
+    assert record["versions"]["vllm-mlx"]

@@ -526,7 +526,7 @@ class Config:
     reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
     batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
     groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
-    rollout_batch_size: int = _flag(0, "rows decoded at once (default: all of a step, at most 64)", low=0)
+    rollout_batch_size: int = _flag(0, "rows decoded at once; auto: all of a step, at most 64", low=1, auto=True)
     max_tokens: int = _flag(256, "most tokens of a completion", low=1)
     temp: float = _flag(1.0, "sampling temperature", low=0)
     top_p: float = _flag(1.0, "nucleus; the update uses the same support", low=1e-06, high=1.0)
@@ -548,7 +548,9 @@ class Config:
     old_logprobs: str = _flag(
         "step", "of the update's own forward pass, or of the sampler", choices=("step", "sampler")
     )
-    train_token_budget: int = _flag(8192, "most tokens, padding included, in one micro-batch of the update", low=1)
+    train_token_budget: int = _flag(
+        0, "most tokens in one micro-batch, with padding; auto: 2048 on a GPU, else 8192", low=1, auto=True
+    )
     lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
     lora_targets: list[str] = _flag(lambda: list(lora.TARGETS), "adapted projections", nargs="+", choices=lora.TARGETS)
@@ -612,10 +614,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
             options["action"] = argparse.BooleanOptionalAction
         else:
             converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
-            options["type"] = converters.get(field.type)
+            options["type"] = _size if "auto" in field.metadata else converters.get(field.type)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
     return parser.parse_args(argv)
+
+
+def _size(text: str) -> int | str:
+    """A whole number, or "auto"."""
+    return text if text == "auto" else int(text)
 
 
 def _weights(text: str) -> dict[str, float]:
@@ -691,6 +698,8 @@ def _checked(settings: dict[str, Any]) -> "Config":
         list[str]: "a list of texts",
         dict[str, float]: "finite numbers by name",
     }
+    automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
+    settings = {name: value for name, value in settings.items() if name not in automatic or value != "auto"}
     for field in dataclasses.fields(Config):
         if field.name not in settings:
             continue
@@ -707,8 +716,8 @@ def _checked(settings: dict[str, Any]) -> "Config":
             if choices and one not in choices:
                 raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
     config = Config(**settings)
-    if not config.rollout_batch_size:
-        config.rollout_batch_size = min(config.batch * config.groups, 64)
+    config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, 64)
+    config.train_token_budget = config.train_token_budget or (2048 if gwen.on_gpu() else 8192)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
     if config.lora_rank and not config.lora_targets:

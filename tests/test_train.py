@@ -360,7 +360,8 @@ def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
     monkeypatch.setattr(sampler, "texts", lambda *_: [*answers[:5], "zero", *answers[6:]])
     rewards = train.reward_completions(run, examples, rollout)
     assert np.argwhere(rewards.components["correct"] == 0).tolist() == [[5]]
-    assert rewards.total.argmin() == 5 and rewards.total.shape == (3, 4)
+    weighted = rewards.components["correct"] + 0.5 * rewards.components["rubric"]
+    np.testing.assert_allclose(rewards.total, weighted.reshape(3, 4))
 
 
 @pytest.mark.parametrize("scale", grpo.SCALES)
@@ -675,3 +676,19 @@ def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):
     fused, _ = gwen.load(tmp_path / "fused")
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(np.array(fused(tokens)), np.array(run.model(tokens)), atol=1e-4)
+
+
+def test_sizes_may_be_auto_and_are_settled_before_the_first_step():
+    for flags in ([], ["--rollout-batch-size", "auto", "--train-token-budget", "auto"]):
+        config = make_config(*flags)
+        assert (config.rollout_batch_size, config.train_token_budget) == (12, 8192)
+    assert make_config("--batch", "16", "--groups", "8").rollout_batch_size == 64
+
+
+def test_the_readme_names_every_setting_and_every_metric(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in vars(make_config()) if f"`--{name.replace('_', '-')}`" not in readme] == []
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
+    train.train(run.config, run)
+    metrics = records(tmp_path / "metrics.jsonl")[0]
+    assert [key for key in metrics if f"`{key}`" not in readme and not key.startswith("reward/")] == []

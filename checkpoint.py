@@ -43,7 +43,7 @@ def save(run_dir: str | Path, state: State) -> Path:
         arrays = {f"trainable/{k}": v for k, v in state.trainable.items()}
         arrays |= {f"optimizer/{k}": v for k, v in state.optimizer.items()}
         save_tensors(scratch / "state.safetensors", arrays)
-        digest = hashlib.sha256((scratch / "state.safetensors").read_bytes()).hexdigest()
+        digest = _sha256(scratch / "state.safetensors")
         record = {"step": state.step, "sha256": digest, "extra": state.extra}
         (scratch / "state.json").write_text(json.dumps(record, indent=2) + "\n")
         _sync(scratch / "state.json")
@@ -75,7 +75,7 @@ def _read(path: Path) -> State:
     record = json.loads((path / "state.json").read_text())
     if type(record["step"]) is not int or not isinstance(record["extra"], dict):
         raise ValueError("its state.json holds no step")
-    if hashlib.sha256((path / "state.safetensors").read_bytes()).hexdigest() != record["sha256"]:
+    if _sha256(path / "state.safetensors") != record["sha256"]:
         raise ValueError("its checksum does not match")
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
     for name, array in gwen.load_tensors(path / "state.safetensors").items():
@@ -87,6 +87,11 @@ def _read(path: Path) -> State:
 def saved(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, whole or not."""
     return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -132,7 +132,7 @@ def evaluate(
     values = values.reshape(-1, samples)
     greedy_values, _ = scored(greedy, greedy_lengths, 1)
     record: dict[str, Any] = {f"eval/{task.metric}": mean(values[:, 0])}
-    measures = {"mean_at_k": values.mean(-1)}
+    measures = {"mean_at_k": np.array([np.nan if (m := mean(row)) is None else m for row in values])}
     if task.metric == "accuracy":
         right = values.sum(-1).astype(int)
         for k in sorted({1, samples}):
@@ -193,7 +193,9 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer = gwen.load(name, adapter=args.adapter)
         grader = None
         if task.rubric is not None and task.metric == "score":
-            grader = judge.Judge(*gwen.load(args.judge_model or name), task.rubric, chunk_size)
+            same = not args.adapter and args.judge_model in (None, name)
+            frozen = (model, tokenizer) if same else gwen.load(args.judge_model or name)
+            grader = judge.Judge(*frozen, task.rubric, chunk_size)
         print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
         record, details = evaluate(
             model,

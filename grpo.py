@@ -53,7 +53,7 @@ def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array,
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(mask.sum(-1, keepdims=True), 1)
-    return mx.exp(log_ratio)
+    return mx.exp(mx.minimum(log_ratio, 80.0))  # beyond 88 it is inf, whose gradient through the clip is 0 * inf = nan
 
 
 def kl_k3(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:

@@ -116,11 +116,11 @@ class PromptBuilder:
     encoded with control tokens as plain text, and their tags are broken up, so neither can end its own section.
     """
 
-    def __init__(self, tokenizer: Any, rubric: Rubric, thinking: bool = False):
+    def __init__(self, tokenizer: Any, rubric: Rubric):
         self.tokenizer = tokenizer
         messages = [{"role": "system", "content": rubric.preamble}, {"role": "user", "content": _LAYOUT}]
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
         head, rest = text.split(_QUESTION)
         middle, rest = rest.split(_ANSWER)
@@ -175,20 +175,28 @@ class Judge:
         rubric: str | Path | dict[str, Any] | Rubric,
         chunk_size: int = 24,
         mode: str = "logits",
-        thinking: bool = False,
     ):
         if mode != "logits":
             raise ValueError(f"--judge-mode {mode}: only logits is supported")
         if chunk_size < 1:
             raise ValueError(f"the judge's chunk size is {chunk_size}; it must be at least 1")
         self.model, self.rubric, self.chunk_size = model, load_rubric(rubric), chunk_size
-        self.prompts = PromptBuilder(tokenizer, self.rubric, thinking)
+        self.prompts = PromptBuilder(tokenizer, self.rubric)
         self.score_ids = score_token_ids(tokenizer)
 
     def score(self, prompts: Sequence[str], completions: Sequence[str]) -> Judgement:
         """Judges N completions by J criteria."""
         begin = time.perf_counter()
-        ids = [p for prompt, text in zip(prompts, completions, strict=True) for p in self.prompts(prompt, text)]
+        pairs = list(zip(prompts, completions, strict=True))
+        # Equal completions are judged once: padded differently their scores would differ by a rounding, and a group of
+        # equal completions must have equal rewards. A quarter to two thirds of a demo run's rows are such.
+        distinct = list(dict.fromkeys(pairs))
+        ids = [p for prompt, text in distinct for p in self.prompts(prompt, text)]
+        context = self.model.config.max_position_embeddings
+        if (longest := max(map(len, ids), default=0)) > context:
+            raise ValueError(
+                f"a judge's prompt has {longest} tokens, its context is {context}; shorten the completions"
+            )
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))  # neighbours need little padding
         flat, mass = np.full(len(ids), np.nan), np.zeros(len(ids))
         with lora.disabled(self.model), tqdm(total=len(ids), desc="judge", leave=False, disable=None) as progress:
@@ -207,7 +215,8 @@ class Judge:
                 position += len(chunk)
                 progress.update(len(chunk))
         flat[mass < MIN_MASS] = np.nan
-        scores = flat.reshape(len(completions), len(self.rubric.criteria))
+        place = {pair: index for index, pair in enumerate(distinct)}
+        scores = flat.reshape(len(distinct), len(self.rubric.criteria))[[place[pair] for pair in pairs]]
         stats = Stats(time.perf_counter() - begin, len(ids), float(mass.mean()) if len(ids) else 0.0)
         return Judgement(rubric_reward(scores, self.rubric), scores, int(np.isnan(scores).sum()), stats)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 import gwen
 import telemetry
@@ -93,24 +93,6 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
         for part, rows in gwen.unfuse_weights({name: layer.lora_b.T}, model.config).items():
             out[f"{part}.lora_a"], out[f"{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
     return out
-
-
-def merged(model: gwen.Model) -> gwen.Model:
-    """A model without adapters whose weights contain them, in the base's dtype."""
-    plain = gwen.Model(model.config)
-    adapted = dict(layers(model))
-    weights = {}
-    for name, array in tree_flatten(model.parameters()):
-        if ".lora_" in name:
-            continue
-        owner = name.rpartition(".linear.")[0]
-        if owner in adapted and name.endswith(".weight"):
-            layer = adapted[owner]
-            delta = layer.scale * (layer.lora_a @ layer.lora_b).T
-            array = (array.astype(mx.float32) + delta).astype(array.dtype)
-        weights[name.replace(".linear.", ".")] = array
-    plain.load_weights(list(weights.items()))
-    return plain
 
 
 def main(argv: list[str] | None = None) -> None:

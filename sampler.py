@@ -219,11 +219,11 @@ def decode(
         for slot in handed:
             running[slot], starts[slot] = waiting.popleft(), step + 1
         if handed:
-            fresh = mx.array([slot in set(handed) for slot in range(len(running))])
+            fresh = mx.array(np.isin(np.arange(len(running)), handed))
             begun = prompt_logits[mx.array([job.prompt for job in running])]
             logits, ended = mx.where(fresh[:, None], begun, logits), ended & ~fresh
         if dropped:
-            kept = [slot for slot in range(len(running)) if slot not in set(dropped)]
+            kept = np.setdiff1d(np.arange(len(running)), dropped).tolist()
             running, starts = [running[slot] for slot in kept], [starts[slot] for slot in kept]
             logits, ended = logits[mx.array(kept)], ended[mx.array(kept)]
             cache.keep(kept)
@@ -275,8 +275,8 @@ def rollout(
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
     distinct = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
-    # as many prompts at once as give every slot four rows, so that slots stay busy while memory stays bounded
-    most_prompts = max(4 * rollout_batch_size // group_size, 1) if refill else max(rollout_batch_size, 1)
+    # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
+    most_prompts = max((2 if refill else 1) * rollout_batch_size // group_size, 1)
 
     record = Record(num_rows, max(limits), pad_id)
     prefill_s = decode_s = 0.0
@@ -311,6 +311,7 @@ def rollout(
                 )
                 cache_bytes = max(cache_bytes, cache.nbytes)
             decode_s += time.perf_counter() - begin
+            del cache, prompt_cache, prompt_logits  # before the next batch's prefill needs the memory
     is_end: np.ndarray = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
     ended = np.asarray(is_end.any(-1))
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)

@@ -99,10 +99,15 @@ def replace_text(path: Path, text: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def _fixed(value: float | None, digits: int) -> str:
+    """So many decimals; a loss that overflowed and rewards of which none could be read are no numbers."""
+    return "nan" if value is None else f"{value:.{digits}f}"
+
+
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """The one line of a step. Other people's scripts read its beginning: add at the end only."""
     return (
-        f"step {metrics['step']}/{num_steps} | loss {metrics['loss']:.4f} | reward {metrics['reward/mean']:.6f} | "
+        f"step {metrics['step']}/{num_steps} | loss {_fixed(metrics['loss'], 4)} | reward {_fixed(metrics['reward/mean'], 6)} | "
         f"{metrics['step/s']:.1f}s | rollout {metrics['rollout/tok_s']:.1f} tok/s | "
         f"train {metrics['train/tok_s']:.1f} tok/s | judge {metrics['judge/s']:.1f}s | "
         f"update {metrics['update/s']:.1f}s | tokens {metrics['completion/mean_tokens']:.1f} | "

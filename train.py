@@ -50,6 +50,7 @@ def train(config: "Config", run: "Run") -> None:
     model, task, clock = run.model, run.task, telemetry.PhaseClock()
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
+        mx.reset_peak_memory()
         step = run.step + 1
         indices = tasks.epoch_indices(len(task.train), config.batch, step - 1, config.seed)
         examples = [task.train[index] for index in indices]
@@ -72,7 +73,7 @@ def train(config: "Config", run: "Run") -> None:
 
         with clock.phase("judge") as done:
             rewards = reward_completions(run, examples, rollout)
-            advantages = grpo.group_advantages(mx.array(rewards.total, mx.float32), config.scale_rewards).reshape(-1)
+            advantages = grpo.group_advantages(mx.array(rewards.filled, mx.float32), config.scale_rewards).reshape(-1)
             done(advantages)
 
         rows = [prompt for prompt in prompts for _ in range(config.groups)]
@@ -101,7 +102,8 @@ def train(config: "Config", run: "Run") -> None:
 class Rewards(NamedTuple):
     """Rewards of one step, numpy float64."""
 
-    total: np.ndarray  # (B, G), never nan
+    total: np.ndarray  # (B, G); nan where the judge was unreadable
+    filled: np.ndarray  # (B, G); there the group's mean, and 0 in a group without any
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
     judgement: judge.Judgement | None
     completions: list[str]
@@ -133,7 +135,7 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     total = np.asarray(total, dtype=np.float64).reshape(config.batch, config.groups)
     readable = np.isfinite(total)
     mean = np.where(readable, total, 0).sum(1, keepdims=True) / np.maximum(readable.sum(1, keepdims=True), 1)
-    return Rewards(np.where(readable, total, mean), components, judgement, completions)
+    return Rewards(total, np.where(readable, total, mean), components, judgement, completions)
 
 
 class MicroBatch(NamedTuple):
@@ -348,9 +350,9 @@ class Run:
         config = self.config
         assert self.task.rubric is not None
         model, tokenizer = (self.base or self.model), self.tokenizer
-        if config.judge_model:
+        if config.judge_model not in ("", config.model):
             model, tokenizer = gwen.load(config.judge_model)
-        return judge.Judge(model, tokenizer, self.task.rubric, config.judge_chunk_size, thinking=config.thinking)
+        return judge.Judge(model, tokenizer, self.task.rubric, config.judge_chunk_size)
 
     def open(self) -> None:
         """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
@@ -373,13 +375,21 @@ class Run:
 
     def state(self) -> checkpoint.State:
         """The run between two steps. Arrays are never changed in place, so holding them is enough."""
-        extra = {"loss_scale": self.loss_scale._asdict(), "judge_chunk_size": self.judge and self.judge.chunk_size}
+        extra = {
+            "dtype": str(self.model.head_weight.dtype),
+            "loss_scale": self.loss_scale._asdict(),
+            "judge_chunk_size": self.judge and self.judge.chunk_size,
+        }
         return checkpoint.State(self.step, dict(self.trainable), dict(tree_flatten(self.optimizer.state)), extra)
 
     def restore(self, state: checkpoint.State) -> None:
         shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.trainable))
         if shapes != ours:
             raise ValueError(f"--resume {self.dir}: the checkpoint's tensors are not those of this configuration")
+        if (dtype := str(self.model.head_weight.dtype)) != state.extra["dtype"]:
+            raise ValueError(
+                f"--resume {self.dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
+            )
         self.step, self.trainable = state.step, state.trainable
         self.optimizer.state = tree_unflatten(list(state.optimizer.items()))
         self.loss_scale = LossScale(**state.extra["loss_scale"])
@@ -425,9 +435,9 @@ class Run:
         metrics: dict[str, Any] = {
             "step": self.step,
             "loss": result.loss,
-            "reward/mean": float(rewards.total.mean()),
-            "reward/std": float(rewards.total.std(axis=1, ddof=1).mean()),
-            "reward/zero_std_frac": float((np.ptp(rewards.total, axis=1) == 0).mean()),
+            "reward/mean": evaluate.mean(rewards.total),
+            "reward/std": float(rewards.filled.std(axis=1, ddof=1).mean()),
+            "reward/zero_std_frac": float((np.ptp(rewards.filled, axis=1) == 0).mean()),
             **{f"reward/{name}": evaluate.mean(values) for name, values in rewards.components.items()},
             "rollout/s": seconds["rollout"],
             "rollout/tok_s": num_tokens / seconds["rollout"],
@@ -464,7 +474,7 @@ class Run:
             metrics["loss"] = None
         self.metrics.write(metrics)
         ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
-        values = np.array(advantages).tolist()
+        values, total = np.array(advantages).tolist(), rewards.total.reshape(-1)
         for row, completion in enumerate(rewards.completions):
             scores = (
                 None if judged is None else [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
@@ -474,7 +484,7 @@ class Run:
                 "prompt": examples[row // self.config.groups]["prompt"],
                 "completion": completion,
                 "ids": ids[row][: lengths[row]],
-                "reward": float(rewards.total.reshape(-1)[row]),
+                "reward": None if np.isnan(total[row]) else float(total[row]),
                 "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
                 "judge_scores": scores,
                 "advantage": values[row],
@@ -578,6 +588,8 @@ def make_task(config: Config) -> tasks.Task:
         rewards = dict(loaded)
         if len(rewards) < len(loaded):
             raise ValueError(f"--reward {' '.join(config.reward)}: two rewards have the same name")
+        if taken := sorted(rewards.keys() & {"mean", "std", "zero_std_frac"}):
+            raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
         rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
         task = task._replace(rewards=rewards, reward_weights=dict.fromkeys(rewards, 1.0) | rubric)
     known = [*task.rewards, *(["rubric"] if task.rubric else [])]
@@ -764,6 +776,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume)
+        if gwen.on_gpu():
+            mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
             print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")

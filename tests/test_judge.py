@@ -36,6 +36,15 @@ def test_the_demo_judge_agrees_with_the_truth_on_nine_of_ten_held_out_answers(de
     assert judgement.stats.num_evaluations == 1200
 
 
+def test_equal_completions_of_a_prompt_get_equal_scores_and_are_judged_once(demo):
+    """Padded into different chunks they would differ by a rounding, which advantages blow up."""
+    prompts, completions, _ = some_answers(16)
+    judgement = judge.Judge(*demo, RUBRIC, 7).score(prompts * 4, completions * 4)
+    by_copy = judgement.scores.reshape(4, 16, 3)
+    assert (by_copy == by_copy[0]).all()
+    assert judgement.stats.num_evaluations == 48
+
+
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
 def test_scores_do_not_depend_on_the_chunk_size(demo, chunk_size):
     prompts, completions, _ = some_answers(12)
@@ -145,8 +154,6 @@ def test_the_prompt_is_the_chat_template_with_thinking_off(demo):
     _, tokenizer = demo
     ids = judge.PromptBuilder(tokenizer, RUBRIC)("Add one and two.", "Three.")[0]
     assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    thinking = judge.PromptBuilder(tokenizer, RUBRIC, thinking=True)("Add one and two.", "Three.")[0]
-    assert tokenizer.decode(thinking).endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

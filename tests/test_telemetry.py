@@ -87,6 +87,8 @@ def test_the_console_line_begins_as_other_peoples_scripts_expect():
         "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s"
     )
     assert re.fullmatch(r"step \d+/\d+( \| [^|]+)+", line)
+    unknown = telemetry.console_line(metrics | {"loss": None, "reward/mean": None}, 100)
+    assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
 
 
 def test_the_environment_names_versions_device_and_blas():

@@ -415,8 +415,9 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(reward_weights={"correct": 0.0, "rubric": 1.0})
     rewards = train.reward_completions(run, examples, rollout)
-    np.testing.assert_allclose(rewards.total[0], [0, (0 + 2 + 3) / 3, 2, 3])
-    advantages = np.array(grpo.group_advantages(mx.array(rewards.total, mx.float32)))
+    assert np.isnan(rewards.total.reshape(-1)[[1, 8, 9, 10, 11]]).all()
+    np.testing.assert_allclose(rewards.filled[0], [0, (0 + 2 + 3) / 3, 2, 3])
+    advantages = np.array(grpo.group_advantages(mx.array(rewards.filled, mx.float32)))
     assert advantages[0, 1] == pytest.approx(0, abs=1e-6)
     assert (advantages[2] == 0).all()
 

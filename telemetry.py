@@ -106,8 +106,9 @@ def _fixed(value: float | None, digits: int) -> str:
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """The one line of a step. Other people's scripts read its beginning: add at the end only."""
+    loss, reward = _fixed(metrics["loss"], 4), _fixed(metrics["reward/mean"], 6)
     return (
-        f"step {metrics['step']}/{num_steps} | loss {_fixed(metrics['loss'], 4)} | reward {_fixed(metrics['reward/mean'], 6)} | "
+        f"step {metrics['step']}/{num_steps} | loss {loss} | reward {reward} | "
         f"{metrics['step/s']:.1f}s | rollout {metrics['rollout/tok_s']:.1f} tok/s | "
         f"train {metrics['train/tok_s']:.1f} tok/s | judge {metrics['judge/s']:.1f}s | "
         f"update {metrics['update/s']:.1f}s | tokens {metrics['completion/mean_tokens']:.1f} | "

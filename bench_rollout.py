@@ -36,6 +36,7 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 import gwen
+import hub
 import sampler
 import telemetry
 
@@ -347,7 +348,7 @@ def geometric_lengths(num_rows: int, mean: float, cap: int, seed: int) -> list[i
     return np.minimum(np.random.default_rng(seed).geometric(1 / mean, num_rows), cap).tolist()
 
 
-def make_work(args: argparse.Namespace, config: gwen.Config) -> Work:
+def make_work(args: argparse.Namespace, config: hub.Config) -> Work:
     """The work that the settings describe, for a model of this configuration."""
     num_rows = args.batch * args.groups
     limits = [args.max_tokens] * num_rows
@@ -363,10 +364,10 @@ def make_work(args: argparse.Namespace, config: gwen.Config) -> Work:
 def model_directory(name: str) -> Iterator[Path]:
     """The directory of a model; one of random weights is written for as long as it is needed."""
     if not name.startswith("random:"):
-        yield gwen.find(name)
+        yield hub.find(name)
         return
     with tempfile.TemporaryDirectory() as directory:
-        gwen.save(gwen.random_model(name), directory, gwen.load_tokenizer(gwen.DEMO))
+        gwen.save(gwen.random_model(name), directory, hub.load_tokenizer(hub.DEMO))
         yield Path(directory)
 
 

@@ -24,6 +24,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import gwen
+import hub
 import telemetry
 from bench_rollout import (
     Disagreement,
@@ -97,7 +98,7 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
 def compare(args: argparse.Namespace, directory: Path) -> None:
     """Checks, measures and reports ours and vllm-mlx on the model of a directory."""
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
-    model, tokenizer = gwen.load_model(directory), gwen.load_tokenizer(directory)
+    model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
     peer = load_peer(directory, model.head_weight.dtype)
     work = make_work(args, model.config)

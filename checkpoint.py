@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import gwen
+import hub
 import lora
 import telemetry
 
@@ -78,7 +79,7 @@ def _read(path: Path) -> State:
     if _sha256(path / "state.safetensors") != record["sha256"]:
         raise ValueError("its checksum does not match")
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
-    for name, array in gwen.load_tensors(path / "state.safetensors").items():
+    for name, array in hub.load_tensors(path / "state.safetensors").items():
         group, _, key = name.partition("/")
         groups[group][key] = array
     return State(record["step"], groups["trainable"], groups["optimizer"], record["extra"])
@@ -126,7 +127,7 @@ def save_adapter(model: gwen.Model, directory: str | Path) -> None:
         parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
         config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
     else:
-        weights = gwen.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+        weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
     scratch = directory / "adapters.partial.safetensors"
     try:
         save_tensors(scratch, weights, {"format": "mlx"})

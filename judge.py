@@ -24,6 +24,7 @@ import yaml
 from tqdm import tqdm
 
 import gwen
+import hub
 import lora
 
 MIN_MASS = 0.5  # of the judge's first token that must lie on the digits 1 to 5
@@ -71,7 +72,7 @@ def load_yaml(path: str | Path, where: str) -> Any:
     except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where} is not YAML{line}: {problem or gwen.first_line(error)}; correct it") from error
+        raise ValueError(f"{where} is not YAML{line}: {problem or hub.first_line(error)}; correct it") from error
 
 
 def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:

@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 import gwen
+import hub
 import telemetry
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -90,7 +91,7 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     out = {}
     for name, layer in layers(model):
         # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
-        for part, rows in gwen.unfuse_weights({name: layer.lora_b.T}, model.config).items():
+        for part, rows in hub.unfuse_weights({name: layer.lora_b.T}, model.config).items():
             out[f"{part}.lora_a"], out[f"{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
     return out
 
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
             gwen.save(model, scratch, tokenizer)
             os.replace(scratch, args.out)
         except RuntimeError as error:  # MLX's, when a file cannot be written
-            raise OSError(f"--out {args.out} cannot be written: {gwen.first_line(error)}") from error
+            raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:

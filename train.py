@@ -12,20 +12,15 @@ to its directory, and goes on from there with `--resume DIR`.
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import difflib
-import json
 import math
-import reprlib
 import sys
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cpu_blas  # before mlx
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -38,14 +33,17 @@ import checkpoint
 import evaluate
 import grpo
 import gwen
+import hub
 import judge
 import lora
 import sampler
+import settings
 import tasks
 import telemetry
+from settings import Config
 
 
-def train(config: "Config", run: "Run") -> None:
+def train(config: Config, run: "Run") -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
     model, task, clock = run.model, run.task, telemetry.PhaseClock()
     while run.step < config.steps:
@@ -183,7 +181,7 @@ def micro_batches(prompts: list[list[int]], rollout: sampler.Rollout, token_budg
     return batches
 
 
-def completion_logprobs(model: gwen.Model, batch: MicroBatch, config: "Config") -> tuple[mx.array, mx.array]:
+def completion_logprobs(model: gwen.Model, batch: MicroBatch, config: Config) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
     hidden = mx.take_along_axis(model.hidden(batch.tokens), batch.positions[:, :, None], axis=1)  # (M, T, C)
     return gwen.token_logprobs(
@@ -288,7 +286,7 @@ def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
     model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
 
 
-def learning_rate(config: "Config", step: int) -> float:
+def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up, then constant or half a cosine down to a tenth; `step` counts from 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -321,17 +319,17 @@ class LossScale(NamedTuple):
 class Run:
     """The model in training, its optimizer, task and judge, and the run directory that records them."""
 
-    def __init__(self, config: "Config", run_dir: Path):
+    def __init__(self, config: Config, run_dir: Path):
         self.config, self.dir = config, run_dir
         self.step = 0
-        self.task = make_task(config)
+        self.task = settings.make_task(config)
         self.model, self.tokenizer = gwen.load(config.model)
         self.pad_id = next((i for i in (self.tokenizer.pad_token_id, *self.model.config.eos_ids) if i is not None), 0)
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was
         needs_base = not config.lora_rank and (config.kl_coef or (self.task.rubric and not config.judge_model))
-        self.base = gwen.load_model(gwen.find(config.model)) if needs_base else None
+        self.base = gwen.load_model(hub.find(config.model)) if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
             self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")
@@ -513,269 +511,16 @@ def _three(value: float | None) -> str:
     return "unreadable" if value is None else f"{value:.3f}"
 
 
-# ---- settings: a flag wins over the recipe, the recipe over the default
-
-
-def _flag(default: Any, text: str, **metadata: Any) -> Any:
-    metadata = {"help": text, **metadata}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclasses.dataclass
-class Config:
-    """Every setting of a run; each field is a flag, and `config.yaml` holds them all."""
-
-    model: str = _flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
-    task: str = _flag("", "demo, values or gsm8k: data, rewards and evaluation in one name")
-    data: str = _flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")
-    columns: str = _flag("", "names of the data's columns, as prompt=question,answer=answer")
-    rubric: str = _flag("", "rubric YAML, instead of the task's")
-    reward: list[str] = _flag(list, "reward functions FILE.py:fn, instead of the task's", nargs="+")
-    reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
-    batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
-    groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
-    rollout_batch_size: int = _flag(0, "rows decoded at once; auto: all of a step, at most 64", low=1, auto=True)
-    max_tokens: int = _flag(256, "most tokens of a completion", low=1)
-    temp: float = _flag(1.0, "sampling temperature", low=0)
-    top_p: float = _flag(1.0, "nucleus; the update uses the same support", low=1e-06, high=1.0)
-    top_k: int = _flag(0, "most likely tokens kept; 0 keeps all", low=0)
-    min_p: float = _flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
-    thinking: bool = _flag(False, "let models that can think before they answer")
-    steps: int = _flag(100, "optimizer steps", low=1)
-    lr: float = _flag(1e-4, "peak learning rate", low=0)
-    lr_schedule: str = _flag("cosine", "after the warm-up", choices=("cosine", "constant"))
-    warmup_steps: int = _flag(5, "steps of linear warm-up", low=0)
-    weight_decay: float = _flag(0.0, "AdamW's weight decay", low=0)
-    max_grad_norm: float = _flag(1.0, "the gradient is scaled down to this norm", low=1e-09)
-    loss: str = _flag("dapo", "aggregation of the token losses", choices=grpo.LOSSES)
-    level: str = _flag("token", "importance ratio per token or per sequence", choices=grpo.LEVELS)
-    scale_rewards: str = _flag("group", "what advantages are divided by", choices=grpo.SCALES)
-    clip_low: float = _flag(0.2, "the ratio is clipped at 1 - this", low=0)
-    clip_high: float = _flag(0.2, "the ratio is clipped at 1 + this", low=0)
-    kl_coef: float = _flag(0.0, "weight of the KL term against the model before training", low=0)
-    old_logprobs: str = _flag(
-        "step", "of the update's own forward pass, or of the sampler", choices=("step", "sampler")
-    )
-    train_token_budget: int = _flag(
-        0, "most tokens in one micro-batch, with padding; auto: 2048 on a GPU, else 8192", low=1, auto=True
-    )
-    lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
-    lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
-    lora_targets: list[str] = _flag(lambda: list(lora.TARGETS), "adapted projections", nargs="+", choices=lora.TARGETS)
-    judge_model: str = _flag("", "another judge than the frozen base")
-    judge_chunk_size: int = _flag(24, "evaluations at once; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
-    eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
-    eval_limit: int = _flag(0, "most held-out problems; 0 takes all", low=0)
-    save_every: int = _flag(20, "steps between checkpoints", low=1)
-    seed: int = _flag(0, "of prompts, sampling and adapters", low=0)
-
-    @property
-    def support(self) -> dict[str, Any]:
-        """The truncations of the sampling distribution that are switched on."""
-        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
-
-
-def make_task(config: Config) -> tasks.Task:
-    """The task with the pieces that the settings override. ValueError names the flag that is wrong."""
-    task = tasks.load(config.task, data=config.data or None, columns=config.columns or None)
-    if config.rubric:
-        task = task._replace(rubric=Path(config.rubric))
-    if config.reward:
-        loaded = [tasks.load_reward(spec) for spec in config.reward]
-        rewards = dict(loaded)
-        if len(rewards) < len(loaded):
-            raise ValueError(f"--reward {' '.join(config.reward)}: two rewards have the same name")
-        if taken := sorted(rewards.keys() & {"mean", "std", "zero_std_frac"}):
-            raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
-        rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
-        task = task._replace(rewards=rewards, reward_weights=dict.fromkeys(rewards, 1.0) | rubric)
-    known = [*task.rewards, *(["rubric"] if task.rubric else [])]
-    if unknown := [name for name in config.reward_weights if name not in known]:
-        raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
-    weights = {name: config.reward_weights.get(name, task.reward_weights.get(name, 1.0)) for name in known}
-    # a weight of 0 switches a reward off, so that nobody pays for judging that counts for nothing
-    rewards = {name: reward for name, reward in task.rewards.items() if weights[name]}
-    rubric_path = task.rubric if weights.get("rubric") else None
-    if not rewards and rubric_path is None:
-        raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
-    # what is wrong with a reward or a rubric is said here, before a model is loaded
-    for name, reward in rewards.items():
-        tasks.reward_columns(name, reward, tasks.reward_arguments(task.train))
-    if rubric_path is not None:
-        judge.load_rubric(rubric_path)
-    if config.eval_every and not task.held_out:
-        raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
-    if task.verifier is not None and all(example.get("answer") is None for example in task.held_out):
-        task = task._replace(verifier=None, metric="score")  # a user's data without answers has no accuracy
-    return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags of a command line; those that are settings are None where they were not given."""
-    parser = telemetry.Parser("train.py", str(__doc__).split("\n")[1])
-    parser.add_argument("--config", metavar="FILE", help="recipe; a run's `config.yaml` repeats it")
-    parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
-    parser.add_argument("--print-config", action="store_true", help="prints every setting as YAML and ends")
-    parser.add_argument("--resume", metavar="DIR", help="goes on with the run in DIR from its newest checkpoint")
-    for field in dataclasses.fields(Config):
-        options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
-        if field.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
-            options["type"] = _size if "auto" in field.metadata else converters.get(field.type)
-        options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
-    return parser.parse_args(argv)
-
-
-def _size(text: str) -> int | str:
-    """A whole number, or "auto"."""
-    return text if text == "auto" else int(text)
-
-
-def _weights(text: str) -> dict[str, float]:
-    """ "correct=1,rubric=0.5" as a dictionary."""
-    weights = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            weights[name.strip()] = float(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
-    return weights
-
-
-def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) -> tuple[Config, str]:
-    """
-    Default < recipe < environment < flag, checked, and a line that says which model was taken and why.
-
-    A resumed run keeps its settings, but for how long it goes on and how often it looks and saves.
-    """
-    if resume:
-        if config_path:
-            raise ValueError(f"--config {config_path} cannot change a resumed run; start a new one")
-        if not (Path(resume) / "config.yaml").is_file():
-            raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
-        fixed = flags.keys() - {"steps", "save_every", "eval_every", "eval_limit"}
-        if fixed:
-            raise ValueError(f"--{sorted(fixed)[0].replace('_', '-')} cannot change in a resumed run; start a new one")
-        config = _checked(load_recipe(Path(resume) / "config.yaml") | flags)
-        return config, f"model: {config.model}, as before; task: {config.task}"
-    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
-    _checked(recipe | _environment() | flags)  # before a model is chosen, which may take a download
-    model, why = gwen.choose_model((recipe | flags).get("model"))
-    task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
-    if not config_path:
-        recipe = _task_recipe(task)
-    config = _checked(recipe | _environment() | flags | {"model": model, "task": task})
-    return config, f"model: {model}, {why}; task: {task}"
-
-
-def _task_recipe(task: str | None) -> dict[str, Any]:
-    """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
-    path = Path(__file__).parent / "recipes" / f"{task}.yaml"
-    return load_recipe(path) if path.is_file() else {}
-
-
-def _environment() -> dict[str, int]:
-    """The judge's chunk size, where the environment sets it."""
-    size = judge.chunk_size_of_environment()
-    return {} if size is None else {"judge_chunk_size": size}
-
-
-def load_recipe(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file. ValueError names an unknown key with the nearest known one."""
-    held = judge.load_yaml(path, f"--config {path}")
-    if not isinstance(held, dict):
-        raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    names = [field.name for field in dataclasses.fields(Config)]
-    for key in held:
-        if key not in names:
-            near = difflib.get_close_matches(str(key)[:40], names, 1, 0.0)[0]
-            raise ValueError(f"--config {path}: unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
-    return held
-
-
-def _checked(settings: dict[str, Any]) -> "Config":
-    """A configuration whose every value has the right type and lies in its range."""
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a finite number (in YAML 1.0e-4, not 1e-4)",
-        str: "a text",
-        bool: "true or false",
-        list[str]: "a list of texts",
-        dict[str, float]: "finite numbers by name",
-    }
-    automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
-    settings = {name: value for name, value in settings.items() if name not in automatic or value != "auto"}
-    for field in dataclasses.fields(Config):
-        if field.name not in settings:
-            continue
-        value, flag = settings[field.name], "--" + field.name.replace("_", "-")
-        if not _is_a(value, field.type):
-            raise ValueError(f"{flag} is {reprlib.repr(value)}; it must be {words[field.type]}")
-        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if field.type is int else None)
-        if low is not None and value < low:
-            raise ValueError(f"{flag} is {value}; it must be at least {low}")
-        if high is not None and value > high:
-            raise ValueError(f"{flag} is {reprlib.repr(value)}; it must be at most {high}")
-        choices = field.metadata.get("choices")
-        for one in value if isinstance(value, list) else [value]:
-            if choices and one not in choices:
-                raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
-    config = Config(**settings)
-    config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, 64)
-    config.train_token_budget = config.train_token_budget or (2048 if gwen.on_gpu() else 8192)
-    if config.temp == 0:
-        raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
-    if config.lora_rank and not config.lora_targets:
-        raise ValueError(f"--lora-targets is empty; name some of {', '.join(lora.TARGETS)}, or set --lora-rank 0")
-    return config
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
-    if kind is float:
-        return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if kind == dict[str, float]:
-        return isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, float) for k, v in value.items())
-    return type(value) is kind
-
-
-def choose_run_dir(config: "Config", asked: str | None) -> Path:
-    """Where a new run will be recorded. ValueError when something is there already."""
-    path = Path(asked or Path("runs") / f"{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"--run-dir {path} exists; give another, or --resume it")
-    return path
-
-
-def write_settings(config: "Config", run_dir: Path) -> None:
-    """Makes the run directory, with `config.yaml` and `env.json`. ValueError when it cannot be written."""
-    environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        telemetry.replace_text(run_dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-        telemetry.replace_text(run_dir / "env.json", environment + "\n")
-    except OSError as error:
-        raise ValueError(
-            f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
-        ) from error
+# ---- the command
 
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
+        args = settings.parse(sys.argv[1:] if argv is None else argv)
         flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
-        config, choice = resolve(flags, args.config, args.resume)
+        config, choice = settings.resolve(flags, args.config, args.resume)
         if gwen.on_gpu():
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
@@ -786,12 +531,12 @@ def main(argv: list[str] | None = None) -> None:
         if state and state.step >= config.steps:
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
-        run_dir = Path(args.resume) if args.resume else choose_run_dir(config, args.run_dir)
+        run_dir = Path(args.resume) if args.resume else settings.choose_run_dir(config, args.run_dir)
         run = Run(config, run_dir)
         if state:
             run.restore(state)
             run.last_state = state
-        write_settings(config, run_dir)  # only now that everything is loaded: a mistake leaves no directory behind
+        settings.write(config, run_dir)  # only now that everything is loaded: a mistake leaves no directory behind
         run.open()
         print(f"run: {run_dir}, {sum(a.size for a in run.trainable.values()):,} trainable parameters", flush=True)
         with _stoppable(run):

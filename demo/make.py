@@ -30,6 +30,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 import gwen
+import hub
 import judge
 import tasks
 
@@ -308,7 +309,7 @@ def main() -> None:
     tokenizer = make_tokenizer(rubric)
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(args.seed)
-    model = gwen.Model(gwen.make_config(CONFIG | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
+    model = gwen.Model(hub.make_config(CONFIG | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
         name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())

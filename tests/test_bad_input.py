@@ -22,15 +22,18 @@ import mlx.core as mx
 import pytest
 import yaml
 from conftest import CONFIGS, QWEN3, write_checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 import checkpoint
 import evaluate
 import gwen
+import hub
 import judge
 import lora
 import sampler
+import settings
 import tasks
 import train
 
@@ -325,7 +328,7 @@ RECIPES: list[tuple[str, str]] = [
 ]  # fmt: skip
 BOUNDS = [
     (f"--{field.name.replace('_', '-')}={value}", f"--{field.name.replace('_', '-')} is {value}; it must be")
-    for field in dataclasses.fields(train.Config)
+    for field in dataclasses.fields(settings.Config)
     for value in {
         int: [field.metadata.get("low", 0) - 1, -5],
         float: ["nan", "inf", "-inf"] + ([-0.5] if "low" in field.metadata else []),
@@ -333,7 +336,7 @@ BOUNDS = [
 ]
 EMPTY = [
     (f"--{field.name.replace('_', '-')}=", f"--{field.name.replace('_', '-')}: '' is empty")
-    for field in dataclasses.fields(train.Config)
+    for field in dataclasses.fields(settings.Config)
     if field.type is str and "choices" not in field.metadata
 ]
 
@@ -731,9 +734,9 @@ def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, siz
     assert done.returncode == 2
     checked_line(done.stderr, str(run))
     after = contents(run)
-    settings = str(run / "config.yaml")
+    written = str(run / "config.yaml")
     assert after.keys() == before.keys()
-    assert after[settings].replace(b"\nsteps: 5\n", b"\nsteps: 3\n") == before[settings]
+    assert after[written].replace(b"\nsteps: 5\n", b"\nsteps: 3\n") == before[written]
     assert all(after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name)
     assert command("train.py", "--resume", run, "--steps", "4").returncode == 0
 
@@ -750,7 +753,7 @@ def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(finished
 
 # ---- loaders: whatever a file holds, the worst is a ValueError of one line
 
-NAMES = [field.name for field in dataclasses.fields(train.Config)]
+NAMES = [field.name for field in dataclasses.fields(settings.Config)]
 ODD = st.sampled_from(
     [0, -1, 2**31, 10**400, 1e-4, float("nan"), float("inf"), "", "1e-4", "demo", "qkv_proj", "\ud800"]
 )
@@ -784,7 +787,7 @@ def dumped(values: Any) -> Any:
 
 
 def examples(number: int) -> Any:
-    return settings(
+    return effort(
         max_examples=number,
         deadline=None,
         derandomize=True,
@@ -811,7 +814,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_recipe_is_taken_or_refused(scratch, monkeypatch, text):
     monkeypatch.setattr(gwen, "on_gpu", lambda: False)
     (scratch / "recipe.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    one_line(lambda: train.resolve({}, str(scratch / "recipe.yaml"), None))
+    one_line(lambda: settings.resolve({}, str(scratch / "recipe.yaml"), None))
 
 
 @examples(400)
@@ -850,7 +853,7 @@ def test_any_bytes_are_taken_or_refused_as_data(scratch, content, ending):
 def test_any_configuration_is_taken_or_refused(scratch, changes, raw):
     held = changes if raw or not isinstance(changes, dict) else QWEN3 | changes
     (scratch / "config.json").write_text(json.dumps(held))
-    one_line(lambda: gwen.load_config(scratch))
+    one_line(lambda: hub.load_config(scratch))
 
 
 @examples(250)
@@ -874,4 +877,4 @@ def test_any_safetensors_file_is_taken_or_refused(scratch, header, length, data)
     text = json.dumps(header).encode()
     file = struct.pack("<Q", len(text) if length is None else length) + text + data
     (scratch / "model.safetensors").write_bytes(file)
-    one_line(lambda: mx.eval(gwen.load_tensors(scratch / "model.safetensors")))
+    one_line(lambda: mx.eval(hub.load_tensors(scratch / "model.safetensors")))

@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import gwen
+import hub
 from kv_cache import KVCache
 
 VOCAB = 151_936
@@ -154,7 +155,7 @@ def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
 @pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])
 @pytest.mark.parametrize("length", [1, 9])
 def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
-    config = gwen.make_config(QWEN3)
+    config = hub.make_config(QWEN3)
     x = normal(2, 3, length, 32)
     ours = np.array(gwen.Rope(config)(x, mx.array(offsets)))
     frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
@@ -170,7 +171,7 @@ def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
 )
 def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
     scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
-    config = gwen.make_config(QWEN3 | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
+    config = hub.make_config(QWEN3 | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
     frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
     rope = gwen.Rope(config)
     np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
@@ -193,13 +194,13 @@ def test_yarn_equals_what_transformers_computes(checkpoints, name, monkeypatch):
     monkeypatch.setattr(modeling_rope_utils, "torch", torch, raising=False)
     theirs = AutoConfig.from_pretrained(str(checkpoints[name]))
     frequencies, magnitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    rope = gwen.Rope(gwen.load_config(checkpoints[name]))
+    rope = gwen.Rope(hub.load_config(checkpoints[name]))
     np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
     assert rope.magnitude == pytest.approx(magnitude)
 
 
 def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
-    config = gwen.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
+    config = hub.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
     assert config.rope_scaling == {
         "factor": 4.0,
         "original_max_position_embeddings": 256,
@@ -209,11 +210,11 @@ def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers
 
 
 def test_both_layouts_of_rope_settings_give_the_same_configuration():
-    old = gwen.make_config(QWEN3 | {"rope_scaling": YARN})
+    old = hub.make_config(QWEN3 | {"rope_scaling": YARN})
     plain = {key: value for key, value in QWEN3.items() if key != "rope_theta"}
-    new = gwen.make_config(plain | {"rope_parameters": YARN | {"rope_theta": 1e6}})
+    new = hub.make_config(plain | {"rope_parameters": YARN | {"rope_theta": 1e6}})
     assert (old.rope_theta, old.rope_scaling) == (new.rope_theta, new.rope_scaling)
-    assert gwen.make_config(plain | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}).rope_theta == 5e5
+    assert hub.make_config(plain | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}).rope_theta == 5e5
 
 
 # ---- exp, swiglu, attention
@@ -616,12 +617,12 @@ def test_an_output_head_beside_a_tied_embedding_is_ignored(tmp_path):
 
 
 def test_the_end_ids_are_those_of_the_generation_config_else_of_the_config(checkpoints, tmp_path):
-    assert gwen.load_config(checkpoints["qwen3"]).eos_ids == (2, 0)
+    assert hub.load_config(checkpoints["qwen3"]).eos_ids == (2, 0)
     directory = write_checkpoint(tmp_path, QWEN2)
     (directory / "generation_config.json").unlink()
-    assert gwen.load_config(directory).eos_ids == (2,)
-    assert gwen.make_config(QWEN2, 5).eos_ids == (5,)
-    assert gwen.make_config({key: value for key, value in QWEN2.items() if key != "eos_token_id"}).eos_ids == ()
+    assert hub.load_config(directory).eos_ids == (2,)
+    assert hub.make_config(QWEN2, 5).eos_ids == (5,)
+    assert hub.make_config({key: value for key, value in QWEN2.items() if key != "eos_token_id"}).eos_ids == ()
 
 
 def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, monkeypatch):
@@ -863,7 +864,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_named(directory, tokenizer)
 def test_loading_a_tokenizer_prints_nothing_and_runs_no_code(model_directory, tmp_path):
     shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    program = f"import gwen; print(len(gwen.load_tokenizer({str(tmp_path)!r})))"
+    program = f"import hub; print(len(hub.load_tokenizer({str(tmp_path)!r})))"
     root, environment = Path(gwen.__file__).parent, {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
     assert done.stderr == "" and int(done.stdout) > 256
@@ -871,7 +872,7 @@ def test_loading_a_tokenizer_prints_nothing_and_runs_no_code(model_directory, tm
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     try:
-        gwen.load_tokenizer(tmp_path)
+        hub.load_tokenizer(tmp_path)
     except ValueError as error:
         assert "\n" not in str(error)
     assert not (tmp_path / "ran").exists()
@@ -897,7 +898,7 @@ KEYS = [*QWEN3, "rope_scaling", "rope_parameters", "layer_types", "quantization_
 def test_no_configuration_raises_anything_but_a_value_error(checkpoints, changes):
     raw = json.loads(json.dumps(QWEN3 | changes))
     try:
-        gwen.Rope(gwen.make_config(raw, raw.get("eos_token_id")))
+        gwen.Rope(hub.make_config(raw, raw.get("eos_token_id")))
     except ValueError as error:
         assert "\n" not in str(error)
 
@@ -1027,7 +1028,7 @@ def test_the_model_is_the_one_asked_for_else_the_demo_where_there_is_no_gpu(monk
     monkeypatch.setattr(gwen, "on_gpu", lambda: False)
     assert gwen.choose_model(None) == ("demo", "the default without a GPU")
     monkeypatch.setattr(gwen, "on_gpu", lambda: True)
-    monkeypatch.setattr(gwen, "DEFAULT_MODEL", "nobody/nothing")
+    monkeypatch.setattr(hub, "DEFAULT_MODEL", "nobody/nothing")
     model, why = gwen.choose_model(None)
     assert model == "demo" and "the hub is out of reach" in why
-    assert gwen.find("demo") == gwen.DEMO
+    assert hub.find("demo") == hub.DEMO

@@ -22,6 +22,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http, filter_repo_objects
 
 import gwen
+import hub
+import settings
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -29,9 +31,9 @@ QWEN = "Qwen/Qwen3-0.6B"
 MAIN, OTHER = "1" * 40, "2" * 40  # two commits
 
 
-def add_to_cache(hub: Path, hub_id: str, commit: str, source: Path, *revisions: str) -> Path:
+def add_to_cache(hub_cache: Path, hub_id: str, commit: str, source: Path, *revisions: str) -> Path:
     """Puts a model into the cache as a download does: blobs by their hash, links to them, refs that name a commit."""
-    folder = hub / f"models--{hub_id.replace('/', '--')}"
+    folder = hub_cache / f"models--{hub_id.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True)
     for directory in ("blobs", "refs"):
@@ -46,25 +48,25 @@ def add_to_cache(hub: Path, hub_id: str, commit: str, source: Path, *revisions: 
 
 
 @pytest.fixture(scope="module")
-def hub(model_directory: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub_cache(model_directory: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with a tiny Qwen3 under the default model's name, in two revisions, and a Qwen2.5 in shards."""
-    hub = tmp_path_factory.mktemp("hub")
-    add_to_cache(hub, QWEN, MAIN, model_directory, "main")
+    hub_cache = tmp_path_factory.mktemp("hub")
+    add_to_cache(hub_cache, QWEN, MAIN, model_directory, "main")
     wider = write_checkpoint(tmp_path_factory.mktemp("wider"), QWEN3 | {"intermediate_size": 128})
     shards = write_checkpoint(tmp_path_factory.mktemp("shards"), CONFIGS["qwen2.5"], num_shards=3)
     for directory in (wider, shards):
         tokenizer.save_pretrained(str(directory))
-    add_to_cache(hub, QWEN, OTHER, wider, "v2")
-    add_to_cache(hub, "Qwen/Qwen2.5-0.5B-Instruct", MAIN, shards, "main")
-    return hub
+    add_to_cache(hub_cache, QWEN, OTHER, wider, "v2")
+    add_to_cache(hub_cache, "Qwen/Qwen2.5-0.5B-Instruct", MAIN, shards, "main")
+    return hub_cache
 
 
 @pytest.fixture
-def offline(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process looks into that cache and nowhere else."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub_cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return hub
+    return hub_cache
 
 
 @pytest.fixture
@@ -96,9 +98,9 @@ def command(program: str, *flags: Any, **environment: str) -> Any:
 # ---- what is in the cache
 
 
-def test_a_hub_id_in_the_cache_trains_without_the_hub(hub, tmp_path):
+def test_a_hub_id_in_the_cache_trains_without_the_hub(hub_cache, tmp_path):
     flags = "--task demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0 --reward-weights rubric=0".split()
-    cache = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    cache = {"HF_HUB_CACHE": str(hub_cache), "HF_HUB_OFFLINE": "1"}
     done = command("train.py", "--model", QWEN, *flags, "--run-dir", tmp_path / "run", **cache)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"model: {QWEN}, as asked; task: demo\n") and "step 1/1" in done.stdout
@@ -108,7 +110,7 @@ def test_a_hub_id_in_the_cache_trains_without_the_hub(hub, tmp_path):
 def test_a_revision_is_a_branch_a_tag_or_a_commit(offline):
     widths = {}
     for revision in ("", "@main", "@v2", f"@{MAIN}", f"@{OTHER}"):
-        assert gwen.find(QWEN + revision).name == (OTHER if revision in ("@v2", f"@{OTHER}") else MAIN)
+        assert hub.find(QWEN + revision).name == (OTHER if revision in ("@v2", f"@{OTHER}") else MAIN)
         widths[revision] = gwen.load(QWEN + revision, mx.float32)[0].config.intermediate_size
     assert list(widths.values()) == [96, 96, 128, 96, 128]
 
@@ -146,12 +148,12 @@ def test_a_hub_that_does_not_answer_is_one_line_and_its_retries_are_not_shown(un
 
 
 def test_what_is_cached_loads_when_the_hub_does_not_answer(unreachable):
-    assert gwen.find(QWEN).name == MAIN
-    assert gwen.find(f"{QWEN}@v2").name == OTHER
+    assert hub.find(QWEN).name == MAIN
+    assert hub.find(f"{QWEN}@v2").name == OTHER
 
 
-def test_half_a_download_is_named(hub, tmp_path, monkeypatch):
-    shutil.copytree(hub, tmp_path / "hub", symlinks=True)
+def test_half_a_download_is_named(hub_cache, tmp_path, monkeypatch):
+    shutil.copytree(hub_cache, tmp_path / "hub", symlinks=True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for file in (tmp_path / "hub").glob("*Qwen2.5*/snapshots/*/model-00002-of-00003.safetensors"):
         file.unlink()
@@ -176,7 +178,7 @@ def test_whatever_the_hubs_client_raises_is_one_line(monkeypatch, error):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
     with pytest.raises(ValueError, match=rf"^--model {QWEN}: {type(error).__name__}: [^\n]+$"):
-        gwen.hub_directory(QWEN)
+        hub.hub_directory(QWEN)
 
 
 # ---- what is asked for, and what is never run
@@ -194,7 +196,7 @@ def test_only_the_files_that_are_needed_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda repo, **k: asked.update(k, repo=repo) or str(tmp_path)
     )
-    gwen.hub_directory(f"{QWEN}@v2")
+    hub.hub_directory(f"{QWEN}@v2")
     patterns = asked.pop("allow_patterns")
     assert asked == {"repo": QWEN, "revision": "v2"}
     assert list(filter_repo_objects(REPOSITORY + UNWANTED, allow_patterns=patterns)) == REPOSITORY
@@ -244,7 +246,7 @@ def test_no_module_trusts_remote_code_or_reads_pickles(path):
 
 def test_the_model_that_is_asked_for_is_taken_without_a_look_at_the_hub(monkeypatch):
     monkeypatch.setattr(gwen, "on_gpu", lambda: True)
-    monkeypatch.setattr(gwen, "hub_directory", lambda _: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub, "hub_directory", lambda _: pytest.fail("the hub was asked"))
     assert gwen.choose_model("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", "as asked")
     assert gwen.choose_model("demo") == ("demo", "as asked")
 
@@ -256,9 +258,9 @@ def test_without_a_gpu_the_demo_is_taken_even_when_the_default_is_cached(offline
 
 def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
     monkeypatch.setattr(gwen, "on_gpu", lambda: True)
-    assert gwen.DEFAULT_MODEL == QWEN
+    assert hub.DEFAULT_MODEL == QWEN
     assert gwen.choose_model(None) == (QWEN, "the default on a GPU")
-    config, line = train.resolve({}, None, None)
+    config, line = settings.resolve({}, None, None)
     assert line == f"model: {QWEN}, the default on a GPU; task: values" and (config.model, config.task) == (
         QWEN,
         "values",
@@ -268,7 +270,7 @@ def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
 def test_on_a_gpu_without_cache_and_hub_the_demo_is_taken_and_the_line_says_why(unreachable, monkeypatch, tmp_path):
     monkeypatch.setattr(gwen, "on_gpu", lambda: True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    config, line = train.resolve({}, None, None)
+    config, line = settings.resolve({}, None, None)
     why = f"because {QWEN}: not in the local hub cache, and the hub is out of reach"
     assert line == f"model: demo, {why}; task: demo" and (config.model, config.task) == ("demo", "demo")
 
@@ -328,17 +330,21 @@ def server(model_directory: Path) -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 def test_a_download_fetches_what_is_needed_with_a_progress_bar_and_is_there_when_the_hub_has_gone(server, tmp_path):
-    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    elsewhere = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path),
+        "NO_PROXY": "127.0.0.1",
+    }
     flags = ["--model", QWEN, "--prompt", "hi", "--max-tokens", "3", "--temp", "0"]
-    first = command("sampler.py", *flags, **hub)
+    first = command("sampler.py", *flags, **elsewhere)
     assert first.returncode == 0, first.stderr
     fetched = {request.rpartition("/")[2] for request in Hub.requests if request.startswith(f"GET /{QWEN}/resolve/")}
     assert fetched == Hub.files.keys() - {"pytorch_model.bin", "modeling_evil.py", "README.md"}
     assert "Fetching" in first.stderr and f"model: {QWEN}, as asked" in first.stderr
-    unknown = command("sampler.py", *flags, "--model", f"{QWEN}@v9", **hub)
+    unknown = command("sampler.py", *flags, "--model", f"{QWEN}@v9", **elsewhere)
     assert unknown.returncode == 2
     assert unknown.stderr == f"error: --model {QWEN}@v9: the hub shows you no such model or revision\n"
     server.shutdown()
     server.server_close()
-    second = command("sampler.py", *flags, **hub)
+    second = command("sampler.py", *flags, **elsewhere)
     assert second.returncode == 0 and second.stdout == first.stdout

@@ -21,6 +21,7 @@ import gwen
 import judge
 import lora
 import sampler
+import settings
 import tasks
 import telemetry
 import train
@@ -30,11 +31,11 @@ SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12
 
 
 def make_config(*flags):
-    args = train.parse([*SMALL, *flags])
+    args = settings.parse([*SMALL, *flags])
     given = {name: value for name, value in vars(args).items() if value is not None}
     for name in ("config", "resume", "run_dir", "print_config"):
         given.pop(name, None)
-    return train.resolve(given, args.config, args.resume)[0]
+    return settings.resolve(given, args.config, args.resume)[0]
 
 
 def make_run(tmp_path, *flags):
@@ -237,7 +238,7 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
 
 
 def test_the_defaults_are_those_of_the_table():
-    config, _ = train.resolve({"model": "demo"}, None, None)
+    config, _ = settings.resolve({"model": "demo"}, None, None)
     named = ("batch", "groups", "temp", "kl_coef", "clip_low", "clip_high", "loss", "scale_rewards", "old_logprobs")
     assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, 0.2, "dapo", "group", "step"]
     assert (config.level, config.lora_rank, config.judge_chunk_size, config.support) == ("token", 16, 24, {})

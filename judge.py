@@ -26,6 +26,7 @@ from tqdm import tqdm
 import gwen
 import hub
 import lora
+import memory
 
 MIN_MASS = 0.5  # of the judge's first token that must lie on the digits 1 to 5
 
@@ -207,7 +208,7 @@ class Judge:
                 try:
                     flat[chunk], mass[chunk] = self._evaluate([ids[index] for index in chunk])
                 except RuntimeError as error:
-                    if not is_out_of_memory(error) or self.chunk_size == 1:
+                    if not memory.is_out_of_memory(error) or self.chunk_size == 1:
                         raise
                     self.chunk_size = max(1, min(self.chunk_size, len(chunk)) // 2)
                     mx.clear_cache()
@@ -255,11 +256,3 @@ def score_token_ids(tokenizer: Any) -> list[list[int]]:
     if not all(found):
         raise ValueError("the judge's tokenizer has no single tokens for the digits 1 to 5")
     return found
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of MLX says that memory ran out, in the words of its Metal, CUDA and CPU backends."""
-    text = str(error).lower()
-    return any(
-        words in text for words in ("insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc")
-    )

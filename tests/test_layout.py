@@ -16,6 +16,7 @@ FLOORS = {
     "cpu_blas": 0,
     "answers": 0,
     "kv_cache": 0,
+    "memory": 0,
     "grpo": 0,
     "telemetry": 0,
     "hub": 0,

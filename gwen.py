@@ -9,6 +9,7 @@ experts, sliding windows; a checkpoint that needs them is refused by name.
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
 
+import functools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 import hub
-from kv_cache import KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer
+from kv_cache import Group, KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer, TreeCache, TreeLayer
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -142,43 +143,55 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
 
-def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
-    One decode step of slots that share prompts, (N, H, 1, D) -> (N, H, 1, D), in float32.
+    Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D), with float32 scores.
 
-    Equal to attention over each slot's prompt and own columns together: both parts' weights are taken from a common
-    maximum and their sums added. All queries of a prompt read it in one matmul, (H / K * G, D) x (D, P) a kv head.
+    Equal to attention over each row's parts joined together: the weights of all parts are taken from a common maximum
+    and their sums added. All queries that read a row of a part do so in one matmul, (H / K * G * L, D) x (D, S).
     """
-    num_slots, num_heads, _, head_dim = queries.shape
-    num_prompts, num_kv_heads, _, _ = parts.prompt_keys.shape
-    num_queries = num_heads // num_kv_heads  # of one slot and kv head
+    num_rows, num_heads, length, head_dim = queries.shape
+    num_kv_heads = parts[0][0].shape[1]
+    num_queries = num_heads // num_kv_heads * length  # of one row and kv head
 
-    def gather(x: mx.array) -> mx.array:  # (N, K, Q, X) -> (B, K, G * Q, X)
-        if layout.slots is not None:
-            x = x[layout.slots.reshape(-1)]
+    def gather(x: mx.array, group: Group, num_blocks: int) -> mx.array:  # (N, K, Q, X) -> (R, K, G * Q, X)
+        if num_blocks == num_rows and group.members is None:
+            return x
+        if group.members is not None:
+            x = x[group.members.reshape(-1)]
         size = x.shape[-1]
-        x = x.reshape(num_prompts, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
-        return x.reshape(num_prompts, num_kv_heads, -1, size)
+        x = x.reshape(num_blocks, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
+        return x.reshape(num_blocks, num_kv_heads, -1, size)
 
-    def scatter(x: mx.array) -> mx.array:  # (B, K, G * Q, X) -> (N, K, Q, X)
-        size = x.shape[-1]
-        x = x.reshape(num_prompts, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
+    def scatter(x: mx.array, group: Group) -> mx.array:  # (R, K, G * Q, X) -> (N, K, Q, X)
+        num_blocks, _, _, size = x.shape
+        if num_blocks == num_rows and group.places is None:
+            return x
+        x = x.reshape(num_blocks, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
         x = x.reshape(-1, num_kv_heads, num_queries, size)
-        return x if layout.places is None else x[layout.places]
+        return x if group.places is None else x[group.places]
 
     dtype = queries.dtype
-    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_slots, num_kv_heads, num_queries, head_dim)
-    shared = gather(queries) @ parts.prompt_keys.astype(mx.float32).swapaxes(-1, -2)  # (B, K, G * Q, P)
-    own = queries @ parts.own_keys.astype(mx.float32).swapaxes(-1, -2)  # (N, K, Q, W)
-    if layout.prompt_mask is not None:
-        shared = shared + mx.where(layout.prompt_mask, 0.0, -1e30)
-    if layout.own_mask is not None:
-        own = own + mx.where(layout.own_mask, 0.0, -1e30)
-    peak = mx.maximum(scatter(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))  # (N, K, Q, 1)
-    shared, own = exp(shared - gather(peak)), exp(own - peak)
-    total = scatter(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
-    out = scatter(shared @ parts.prompt_values.astype(mx.float32)) + own @ parts.own_values.astype(mx.float32)
-    return (out / total).reshape(num_slots, num_heads, 1, head_dim).astype(dtype)
+    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, num_queries, head_dim)
+    scores = []
+    for (keys, _), group in zip(parts, layout, strict=True):
+        score = gather(queries, group, keys.shape[0]) @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
+        if isinstance(group.mask, str):
+            shape, num_keys = score.shape, keys.shape[2]
+            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+            score = (score.reshape(*shape[:2], -1, length, num_keys) + mx.where(mask, 0.0, -1e30)).reshape(shape)
+        elif group.mask is not None:
+            score = score + mx.where(group.mask, 0.0, -1e30)
+        scores.append(score)
+    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout, strict=True)]
+    peak = mx.stop_gradient(functools.reduce(mx.maximum, peaks))  # (N, K, Q, 1)
+    sums, outs = [], []
+    for score, (_, values), group in zip(scores, parts, layout, strict=True):
+        weights = exp(score - gather(peak, group, values.shape[0]))
+        sums.append(scatter(weights.sum(-1, keepdims=True), group))
+        outs.append(scatter(weights @ values.astype(mx.float32), group))
+    total, out = functools.reduce(mx.add, sums), functools.reduce(mx.add, outs)
+    return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
 # ---- the model
@@ -202,7 +215,7 @@ class Attention(nn.Module):
         rope: Rope,
         offsets: mx.array,
         mask: mx.array | str | Layout | None,
-        cache: LayerCache | SlotLayer | None,
+        cache: LayerCache | SlotLayer | TreeLayer | None,
     ) -> mx.array:
         num_rows, length, _ = x.shape
         qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
@@ -212,10 +225,11 @@ class Attention(nn.Module):
         keys = norm_rope(keys, k_weight, self.eps, rope, offsets)
         values = values.transpose(0, 2, 1, 3)
         held = (keys, values) if cache is None else cache.update(keys, values)
-        if isinstance(mask, Layout):
-            assert isinstance(held, Parts), "a layout belongs to shared prompts"
-            out = slot_attention(queries, held, mask)
+        if isinstance(held, list):  # in parts, some of them shared by several rows
+            assert isinstance(mask, list), "the cache and the mask are not of one kind"
+            out = tree_attention(queries, held, mask)
         else:
+            assert not isinstance(mask, list), "the cache and the mask are not of one kind"
             out = attention(queries, held[0], held[1], mask)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 
@@ -244,7 +258,7 @@ class Block(nn.Module):
         rope: Rope,
         offsets: mx.array,
         mask: mx.array | str | Layout | None,
-        cache: LayerCache | SlotLayer | None,
+        cache: LayerCache | SlotLayer | TreeLayer | None,
     ) -> mx.array:
         x = x + self.self_attn(self.input_layernorm(x), rope, offsets, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -271,7 +285,7 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | None = None) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
         """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
@@ -281,7 +295,7 @@ class Model(nn.Module):
             x = layer(x, self._rope, offsets, mask, None if cache is None else cache.layers[index])
         return self.norm(x)
 
-    def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
         return self.hidden(tokens, cache) @ self.head_weight.T
 

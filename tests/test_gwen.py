@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import gwen
 import hub
-from kv_cache import KVCache
+from kv_cache import KVCache, TreeCache
 
 VOCAB = 151_936
 RNG = np.random.default_rng(0)
@@ -150,6 +151,62 @@ def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
     return np.concatenate(
         [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
     )
+
+
+def ragged(rows: list[list[int]]) -> mx.array:
+    return mx.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
+
+
+def tree_of_tokens() -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Three levels of ragged rows, and each level's parents: two roots, of which one row has no child."""
+    lengths = [[5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3]]
+    parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
+    return [[RNG.integers(0, 320, n).tolist() for n in level] for level in lengths], parents
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(checkpoints, name):
+    model = gwen.load_model(checkpoints[name], mx.float32)
+    levels, parents = tree_of_tokens()
+    cache = TreeCache(len(model.layers)).child([len(row) for row in levels[0]])
+    model.hidden(ragged(levels[0]), cache)
+    middle = cache.child([len(row) for row in levels[1]], parents[0])
+    model.hidden(ragged(levels[1]), middle)
+    for chosen in ([0, 1, 2, 3, 4], [1, 4], [0, 2], [3], [0, 3]):  # of the leaves, so that parts of a level are used
+        leaves = [levels[2][row] for row in chosen]
+        below = middle.child([len(row) for row in leaves], [parents[1][row] for row in chosen])
+        hidden = model.hidden(ragged(leaves), below)
+        for index, row in enumerate(chosen):
+            parent = parents[1][row]
+            path = levels[0][parents[0][parent]] + levels[1][parent] + levels[2][row]
+            expected = model.hidden(mx.array([path]))[:, -len(levels[2][row]) :]
+            assert relative_error(hidden[index : index + 1, : len(levels[2][row])], expected) < 1e-5
+    assert below.nbytes < middle.nbytes + cache.nbytes, "unused rows are left out"
+
+
+def test_the_gradient_through_a_shared_run_is_that_of_the_whole_sequences(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    prompts, completions = [[3, 1, 4, 1, 5], [9, 2]], [[2, 6], [5, 3, 5], [8], [9, 7, 9, 3]]
+    parents = [0, 0, 1, 1]
+
+    def shared(model):
+        cache = TreeCache(len(model.layers)).child([len(prompt) for prompt in prompts])
+        model.hidden(ragged(prompts), cache)
+        below = cache.child([len(row) for row in completions], parents)
+        hidden = model.hidden(ragged(completions), below)
+        return sum((hidden[n, : len(row)] ** 2 * mx.arange(1, 49)).sum() for n, row in enumerate(completions))
+
+    def whole(model):
+        total = mx.array(0.0)
+        for parent, row in zip(parents, completions, strict=True):
+            hidden = model.hidden(mx.array([prompts[parent] + row]))[0, -len(row) :]
+            total = total + (hidden**2 * mx.arange(1, 49)).sum()
+        return total
+
+    (ours, gradients), (expected, theirs) = (nn.value_and_grad(model, f)(model) for f in (shared, whole))
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (path, gradient), (_, other) in zip(tree_flatten(gradients), tree_flatten(theirs), strict=True):
+        assert relative_error(gradient, other) < 1e-4, path
 
 
 @pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])

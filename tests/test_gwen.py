@@ -213,13 +213,49 @@ def test_the_gradient_through_a_shared_run_is_that_of_the_whole_sequences(checkp
 @pytest.mark.parametrize("length", [1, 9])
 def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
     config = hub.make_config(QWEN3)
-    x = normal(2, 3, length, 32)
-    ours = np.array(gwen.Rope(config)(x, mx.array(offsets)))
+    x, rope = normal(2, length, 3, 32), gwen.Rope(config)
+    ours = np.array(rope(x, rope.at(mx.array(offsets), length)))
     frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
     for row, offset in enumerate(offsets):
         for head in range(3):
-            expected = rotate_by_hand(np.array(x)[row, head], offset + np.arange(length), frequencies, 1.0)
-            np.testing.assert_allclose(ours[row, head], expected, atol=3e-5)
+            expected = rotate_by_hand(np.array(x)[row, :, head], offset + np.arange(length), frequencies, 1.0)
+            np.testing.assert_allclose(ours[row, :, head], expected, atol=3e-5)
+
+
+def test_rope_equals_that_of_mlx():
+    x, offsets, rope = normal(2, 5, 3, 32), mx.array([7, 3000]), gwen.Rope(hub.make_config(QWEN3))
+    arguments = dict(traditional=False, base=1e6, scale=1.0, offset=offsets)
+    theirs = mx.fast.rope(x.transpose(0, 2, 1, 3), 32, **arguments).transpose(0, 2, 1, 3)
+    assert relative_error(rope(x, rope.at(offsets, 5)), theirs) < 3e-4  # an angle of 3,000 has that rounding
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
+def test_rms_norm_equals_its_formula(dtype, tolerance):
+    x, weight = normal(3, 5, 48, scale=300).astype(dtype), normal(48).astype(dtype)  # squares pass float16's range
+    wide, scale = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, weight))
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * scale
+    ours = gwen.rms_norm(x, weight, 1e-6)
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(np.array(ours.astype(mx.float32)), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_rope_normalizes_and_rotates_queries_and_keys_and_leaves_values_alone(normed):
+    rope, offsets = gwen.Rope(hub.make_config(QWEN3)), mx.array([0, 40])
+    qkv, weights = normal(2, 4, 3 + 2 * 1, 32), (normal(32), normal(32))
+    rotation = rope.at(offsets, 4)
+    outs = gwen.norm_rope(qkv, 3, weights if normed else None, 1e-6, rope, rotation)
+    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
+    for row, offset in enumerate(offsets.tolist()):
+        for head in range(5):
+            expected = np.array(qkv)[row, :, head].astype(np.float64)
+            if head < 4:
+                if normed:
+                    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-6)
+                    expected = expected * np.array(weights[head // 3])
+                expected = rotate_by_hand(expected, offset + np.arange(4), frequencies, 1.0)
+            part, place = ((0, head), (1, head - 3), (2, head - 4))[min(head // 3 + head // 4, 2)]
+            np.testing.assert_allclose(np.array(outs[part])[row, place], expected, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +268,10 @@ def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
     frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
     rope = gwen.Rope(config)
     np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
-    x = normal(1, 1, 40, head_dim)
-    expected = rotate_by_hand(np.array(x)[0, 0], 7 + np.arange(40), frequencies, magnitude)
-    np.testing.assert_allclose(np.array(rope(x, mx.array([7])))[0, 0], expected, atol=5e-5)
+    x = normal(1, 40, 1, head_dim)
+    expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
+    ours = rope(x, rope.at(mx.array([7]), 40))
+    np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2-yarn", "qwen3-yarn"])

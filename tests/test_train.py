@@ -289,7 +289,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_cut(tmp_path, loss):
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
     for name, array in weights[0].items():
         for other in weights[1:]:
-            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=2e-5)
+            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=1e-4)  # a step is 8e-4
 
 
 def test_every_adapter_moves_and_the_base_does_not(tmp_path):

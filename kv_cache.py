@@ -375,3 +375,29 @@ class TreeCache:
                 mask = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
             layout.append(make_group(rows, len(lengths), mask))
         return [*layout, Group(None, None, "causal")]
+
+    def flat(self) -> tuple[KVCache, list[int]]:
+        """
+        A plain cache with a row for each row of the newest level, its ancestors copied in front, and the rows' lengths.
+
+        Aligned at the right end, for rows that go on token by token.
+        """
+        columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in all levels laid end to end
+        begin = 0
+        for level, rows in enumerate([*self._ancestors(), range(len(columns))]):
+            num_rows, _, width, _ = self.layers[0].parts[level][0].shape
+            for row, held in zip(rows, columns, strict=True):
+                held += range(begin + row * width, begin + row * width + self.lengths[level][row])
+            begin += num_rows * width
+        lengths = [len(held) for held in columns]
+        padding = [max(lengths) - length for length in lengths]
+        index = mx.array([[0] * pad + held for pad, held in zip(padding, columns, strict=True)])
+        cache = KVCache(len(self.layers), max(lengths), mx.array(padding) if any(padding) else None)
+
+        def gather(arrays: list[mx.array]) -> mx.array:  # of (R, K, S, D) -> (N, K, W, D)
+            joined = mx.concatenate([a.swapaxes(1, 2).reshape(-1, a.shape[1], a.shape[3]) for a in arrays])
+            return joined[index].swapaxes(1, 2)
+
+        for layer, target in zip(self.layers, cache.layers, strict=True):
+            target.update(gather([keys for keys, _ in layer.parts]), gather([values for _, values in layer.parts]))
+        return cache, lengths

@@ -21,6 +21,7 @@ import grpo
 import gwen
 import judge
 import lora
+import rubrics
 import tasks
 import telemetry
 
@@ -114,7 +115,7 @@ def make_task(config: Config) -> tasks.Task:
     for name, reward in rewards.items():
         tasks.reward_columns(name, reward, tasks.reward_arguments(task.train))
     if rubric_path is not None:
-        judge.load_rubric(rubric_path)
+        rubrics.load_rubric(rubric_path)
     if config.eval_every and not task.held_out:
         raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
     if task.verifier is not None and all(example.get("answer") is None for example in task.held_out):
@@ -198,7 +199,7 @@ def _environment() -> dict[str, int]:
 
 def load_recipe(path: Path) -> dict[str, Any]:
     """The settings of a YAML file. ValueError names an unknown key with the nearest known one."""
-    held = judge.load_yaml(path, f"--config {path}")
+    held = rubrics.load_yaml(path, f"--config {path}")
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
     names = [field.name for field in dataclasses.fields(Config)]

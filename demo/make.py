@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 import gwen
 import hub
-import judge
+import rubrics
 import tasks
 
 FOLDER = Path(__file__).parent
@@ -167,11 +167,11 @@ def judged_answer(rng: random.Random, a: int, b: int) -> tuple[str, list[int]]:
 # ---- tokenizer
 
 
-def make_tokenizer(rubric: judge.Rubric) -> PreTrainedTokenizerFast:
+def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
     """A byte-level BPE with Qwen's split rule: every byte string can be read, and the task's words are whole."""
     rng = random.Random(0)
     corpus = [text for _ in range(4000) for text in student_lesson(rng)]
-    corpus += [judge._LAYOUT, rubric.preamble, *(criterion.text for criterion in rubric.criteria)] * 400
+    corpus += [rubrics.LAYOUT, rubric.preamble, *(criterion.text for criterion in rubric.criteria)] * 400
     corpus += ["system", "user", "assistant", "You are a helpful assistant."] * 100
     corpus += [f" {tasks.number_words(n)} {tasks.number_words(n).capitalize()}" for n in range(100)] * 20
     corpus += [" " + " ".join(rng.choices(ATTACK_WORDS + NOISE, k=40)) for _ in range(200)]
@@ -205,11 +205,11 @@ def make_tokenizer(rubric: judge.Rubric) -> PreTrainedTokenizerFast:
 class Lessons:
     """Batches of token ids and of the positions to learn, from one seeded stream."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, rubric: judge.Rubric, seed: int):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rubric: rubrics.Rubric, seed: int):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
-        self.judge_prompts = judge.PromptBuilder(tokenizer, rubric)
-        exercise = judge.Rubric(rubric.preamble, [judge.Criterion("exercise", 1.0, "Which number is right?")])
-        self.exercise = judge.PromptBuilder(tokenizer, exercise).tails[0]
+        self.judge_prompts = rubrics.PromptBuilder(tokenizer, rubric)
+        exercise = rubrics.Rubric(rubric.preamble, [rubrics.Criterion("exercise", 1.0, "Which number is right?")])
+        self.exercise = rubrics.PromptBuilder(tokenizer, exercise).tails[0]
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.encode = lru_cache(100_000)(lambda text: tokenizer.encode(text, add_special_tokens=False))
         self.digits = {digit: tokenizer.encode(str(digit))[0] for digit in range(1, 6)}
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FOLDER / "model")
     args = parser.parse_args()
-    rubric = judge.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
+    rubric = rubrics.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
     tokenizer = make_tokenizer(rubric)
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(args.seed)

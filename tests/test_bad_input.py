@@ -30,8 +30,8 @@ import checkpoint
 import evaluate
 import gwen
 import hub
-import judge
 import lora
+import rubrics
 import sampler
 import settings
 import tasks
@@ -829,7 +829,7 @@ def test_any_recipe_is_taken_or_refused(scratch, monkeypatch, text):
 )
 def test_any_rubric_is_taken_or_refused(scratch, text):
     (scratch / "rubric.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    one_line(lambda: judge.load_rubric(scratch / "rubric.yaml"))
+    one_line(lambda: rubrics.load_rubric(scratch / "rubric.yaml"))
 
 
 @examples(350)

@@ -7,10 +7,11 @@ import pytest
 import gwen
 import judge
 import lora
+import rubrics
 import tasks
 from demo import make
 
-RUBRIC = judge.load_rubric("data/demo_rubric.yaml")
+RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(d
     model, tokenizer = demo
     prompts, completions, _ = some_answers(6)
     scores = judge.Judge(model, tokenizer, RUBRIC).score(prompts, completions).scores
-    builder = judge.PromptBuilder(tokenizer, RUBRIC)
+    builder = rubrics.PromptBuilder(tokenizer, RUBRIC)
     digits = [tokenizer.convert_tokens_to_ids(str(s)) for s in range(1, 6)]
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         for column, ids in enumerate(builder(prompt, completion)):
@@ -68,12 +69,12 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(d
 
 def test_the_reward_is_the_weighted_sum_of_scores_about_three():
     scores = np.array([[5.0, 1.0, 3.0], [3.0, 3.0, 3.0], [1.0, 5.0, 4.0]])
-    np.testing.assert_allclose(judge.rubric_reward(scores, RUBRIC), [1 - 0.25, 0, -1 + 0.25 + 0.125])
+    np.testing.assert_allclose(rubrics.rubric_reward(scores, RUBRIC), [1 - 0.25, 0, -1 + 0.25 + 0.125])
 
 
 def test_an_unreadable_criterion_is_left_out_and_the_rest_of_its_row_renormalized():
     scores = np.array([[5.0, np.nan, np.nan], [np.nan, 5.0, 1.0], [np.nan] * 3])
-    rewards = judge.rubric_reward(scores, RUBRIC)
+    rewards = rubrics.rubric_reward(scores, RUBRIC)
     np.testing.assert_allclose(rewards[:2], [1.5, 0.0])
     assert np.isnan(rewards[2])
 
@@ -84,7 +85,7 @@ def test_a_judge_that_does_not_answer_with_digits_gives_nan_and_not_neutral(demo
     judgement = judge.Judge(mute, tokenizer, RUBRIC).score(["Add one and two."], ["Three."])
     assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all()
     assert judgement.unparsed == 3
-    assert judgement.stats.mass < judge.MIN_MASS
+    assert judgement.stats.mass < 0.5
 
 
 def test_training_the_policy_does_not_change_its_judge(demo):
@@ -139,7 +140,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_judged_text_cannot_end_its_section_or_write_control_tokens(demo, text):
     _, tokenizer = demo
-    builder = judge.PromptBuilder(tokenizer, RUBRIC)
+    builder = rubrics.PromptBuilder(tokenizer, RUBRIC)
     special = set(tokenizer.all_special_ids) | {tokenizer.convert_tokens_to_ids("<|im_start|>")}
     ids = builder.untrusted(text)
     assert not special & set(ids)
@@ -152,7 +153,7 @@ def test_judged_text_cannot_end_its_section_or_write_control_tokens(demo, text):
 
 def test_the_prompt_is_the_chat_template_with_thinking_off(demo):
     _, tokenizer = demo
-    ids = judge.PromptBuilder(tokenizer, RUBRIC)("Add one and two.", "Three.")[0]
+    ids = rubrics.PromptBuilder(tokenizer, RUBRIC)("Add one and two.", "Three.")[0]
     assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -176,10 +177,10 @@ def test_a_bad_rubric_is_refused_in_one_line_that_names_the_file(tmp_path, conte
     path = tmp_path / "rubric.yaml"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"rubric\.yaml") as error:
-        judge.load_rubric(path)
+        rubrics.load_rubric(path)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_rubric_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.yaml"):
-        judge.load_rubric(tmp_path / "nowhere.yaml")
+        rubrics.load_rubric(tmp_path / "nowhere.yaml")

@@ -41,8 +41,8 @@ class Endpoint:
     """
     The server at `url` ("http://host:port/v1"), asked for its model `model`.
 
-    concurrency: requests at once. timeout: seconds for one try. retries: tries after the first, each after a pause twice
-    as long as the last, or as long as the server says. key: sent as a bearer token, and to no other host.
+    concurrency: requests at once. timeout: seconds for one try. retries: tries after the first, each after a pause
+    twice as long as the last, or as long as the server says. key: sent as a bearer token, and to no other host.
     Raises ValueError when the URL is none.
     """
 

@@ -7,18 +7,18 @@ Rubric judging: each completion is scored from 1 to 5 by each criterion, and the
     decode   the last digit of a greedy reply, after thinking if that is allowed
 
 All prompts of a call form a tree: the preamble, under it the questions, under these their answers, under these the
-criteria. Every run of tokens in it goes through the model once, level by level, and the preamble once for as long as the
-judge's weights are the same. Where the judge puts less than half of its mass on the scores, or writes none, the score is
-nan, never neutral. `RemoteJudge` asks a server instead.
+criteria. Every run of tokens in it goes through the model once, level by level, and the preamble once for as long as
+the judge's weights are the same. Where the judge puts less than half of its mass on the scores, or writes none, the
+score is nan, never neutral. `RemoteJudge` asks a server instead.
 
 Axes: N completions, J criteria.
 """
 
 import hashlib
-import json
 import math
 import os
 import re
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
+import calibration
 import endpoint
 import gwen
 import lora
@@ -72,8 +73,14 @@ class Evaluations(NamedTuple):
 
     scores: np.ndarray  # (n, J) float64, nan where unreadable
     mass: np.ndarray  # (n, J) probability on valid scores
-    said: dict[tuple[int, int], str]  # for a warning: what stood where a score could not be read
+    said: np.ndarray  # (n, J) of str: the likeliest first token, or the reply
     num_tokens: int
+
+
+def no_evaluations(num_pairs: int, num_criteria: int) -> Evaluations:
+    """Room for what a judge will say."""
+    shape = (num_pairs, num_criteria)
+    return Evaluations(np.full(shape, math.nan), np.zeros(shape), np.full(shape, "", object), 0)
 
 
 class ScoreCache:
@@ -111,7 +118,7 @@ class ScoreCache:
         for record in records[-self.limit :]:
             key, scores = (record.get("key"), record.get("scores")) if isinstance(record, dict) else (None, None)
             if not isinstance(key, str) or not isinstance(scores, list) or not all(type(s) is float for s in scores):
-                raise ValueError(f"a judge's score is recorded as {str(record):.80}; remove that line")
+                raise ValueError(f"a judge's score is recorded as {reprlib.repr(record)}; remove that line")
             self.put(key, scores)
         self._fresh = []
 
@@ -128,8 +135,8 @@ class Grader:
         """A digest of everything that a score depends on besides the prompt and the completion."""
         raise NotImplementedError
 
-    def _evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        """The scores of pairs, all of them different."""
+    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
+        """What the judge says about n pairs, all of them different; no score comes from the cache or goes there."""
         raise NotImplementedError
 
     def score(self, prompts: Sequence[str], completions: Sequence[str]) -> Judgement:
@@ -146,7 +153,7 @@ class Grader:
         num_criteria = len(self.rubric.criteria)
         found = np.array([[math.nan] * num_criteria if scores is None else scores for scores in known])
         found = found.reshape(len(distinct), num_criteria)
-        new = self._evaluate([distinct[index] for index in unknown]) if unknown else None
+        new = self.evaluate([distinct[index] for index in unknown]) if unknown else None
         if new is not None:
             found[unknown] = new.scores
             for index in unknown:
@@ -165,7 +172,7 @@ class Grader:
         return Judgement(rubrics.rubric_reward(scores, self.rubric), scores, int(np.isnan(scores).sum()), stats)
 
     def _warn(self, pairs: list[tuple[str, str]], new: Evaluations) -> None:
-        """Says so, with an example, when a fifth of all evaluations was unreadable, and again when twice as many are."""
+        """Says with an example that a fifth of all evaluations was unreadable, and again when twice as many are."""
         unread = np.argwhere(np.isnan(new.scores)).tolist()
         self.num_seen += new.scores.size
         self.num_unread += len(unread)
@@ -177,8 +184,9 @@ class Grader:
         tqdm.write(
             f"WARNING: {self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
             f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. For example criterion "
-            f"{self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}: "
-            f"{new.said.get((row, column), 'nothing')}. Try another --judge-model or --judge-mode, or --judge-think 512",
+            f"{self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}: it said "
+            f"{new.said[row, column][:80]!r}, with {new.mass[row, column]:.3f} of its probability on 1 to 5. "
+            "Try another --judge-model, or --judge-mode decode with --judge-think 512",
             file=sys.stderr,
         )
 
@@ -256,10 +264,9 @@ class Judge(Grader):
 
     # ---- the tree of prompts
 
-    def _evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
+    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
         num_criteria = len(self.rubric.criteria)
-        shape = (len(pairs), num_criteria)
-        found = Evaluations(np.full(shape, math.nan), np.zeros(shape), {}, 0)
+        found = no_evaluations(len(pairs), num_criteria)
         questions = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(p for p, _ in pairs)}
         answers = [self.prompts.answer(completion) for _, completion in pairs]
         context, room = self.model.config.max_position_embeddings, 0
@@ -269,19 +276,19 @@ class Judge(Grader):
         own = [tail[self.prompts.num_common :] for tail in self.prompts.tails]
         longest = len(self.prompts.head) + max(lengths) + max(map(len, own)) + room
         if longest > context:
-            raise ValueError(f"a judge's prompt has {longest} tokens, its context is {context}; shorten the completions")
-        done = np.zeros(shape, bool)
+            raise ValueError(
+                f"a judge's prompt has {longest} tokens, its context is {context}; shorten the completions"
+            )
+        done = np.zeros(found.scores.shape, bool)
         self._num_tokens = 0
         with lora.disabled(self.model), tqdm(total=done.size, desc="judge", leave=False, disable=None) as progress:
 
             def finish(leaves: list[_Node], hidden: mx.array, cache: TreeCache) -> None:
                 read = self._read_logits if self.mode == "logits" else self._read_replies
-                values = read(hidden, cache)
-                for leaf, (score, mass, said) in zip(leaves, values, strict=True):
+                for leaf, values in zip(leaves, read(hidden, cache), strict=True):
                     assert leaf.place is not None
-                    found.scores[leaf.place], found.mass[leaf.place], done[leaf.place] = score, mass, True
-                    if math.isnan(score):
-                        found.said[leaf.place] = said
+                    found.scores[leaf.place], found.mass[leaf.place], found.said[leaf.place] = values
+                    done[leaf.place] = True
                 progress.update(len(leaves))
 
             while not done.all():
@@ -310,7 +317,10 @@ class Judge(Grader):
         return self._preamble
 
     def _walk(
-        self, cache: TreeCache, nodes: list[tuple[int, _Node]], finish: Callable[[list[_Node], mx.array, TreeCache], None]
+        self,
+        cache: TreeCache,
+        nodes: list[tuple[int, _Node]],
+        finish: Callable[[list[_Node], mx.array, TreeCache], None],
     ) -> None:
         """
         Takes nodes of one level, each with its parent's row in `cache`, and all that is below them through the model.
@@ -364,13 +374,9 @@ class Judge(Grader):
         by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
         mass = by_score.sum(-1)
         expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
-        likeliest = logits.argmax(-1)
-        mx.eval(expected, mass, likeliest)
-        out = []
-        for score, share, token in zip(expected.tolist(), mass.tolist(), likeliest.tolist(), strict=True):
-            said = f"it would begin with {self.tokenizer.decode([token])!r}, with {share:.3f} of its mass on 1 to 5"
-            out.append((score if share >= self.min_mass else math.nan, share, said))
-        return out
+        shares: list[float] = np.array(mass).tolist()
+        scores: list[float] = np.where(np.array(shares) >= self.min_mass, np.array(expected), math.nan).tolist()
+        return list(zip(scores, shares, map(self.tokenizer.decode, np.array(logits.argmax(-1))), strict=True))
 
     def _read_replies(self, hidden: mx.array, cache: TreeCache) -> list[tuple[float, float, str]]:
         """The last digit of greedy replies."""
@@ -396,10 +402,10 @@ class Judge(Grader):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         texts = [self.tokenizer.decode(replies[row]) for row in range(len(replies))]
         scores = [rubrics.read_score(text) for text in texts]
-        return [(s, float(not math.isnan(s)), f"it replied {t[:80]!r}") for s, t in zip(scores, texts, strict=True)]
+        return [(score, float(not math.isnan(score)), text) for score, text in zip(scores, texts, strict=True)]
 
     def _continue(self, cache: TreeCache, logits: mx.array, limit: int, ends: list[int]) -> list[list[int]]:
-        """The greedy continuation of each row of the newest level, up to `limit` ids or the first of `ends`, included."""
+        """The greedy continuation of each row of the newest level: `limit` ids, or up to and with one of `ends`."""
         num_rows = logits.shape[0]
         flat, lengths = cache.flat()
         # On a GPU a copy, for which MLX has a kernel; else read where it lies.
@@ -479,19 +485,18 @@ class RemoteJudge(Grader):
         what = (self.server.url, self.server.model, self.mode, self.think, self.min_mass, self.rubric)
         return _digest(repr(what))
 
-    def _evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        asked = [rubrics.messages(self.rubric, *pair, criterion) for pair in pairs for criterion in self.rubric.criteria]
-        shape = (len(pairs), len(self.rubric.criteria))
-        found = Evaluations(np.full(shape, math.nan), np.zeros(shape), {}, 0)
+    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
+        criteria = self.rubric.criteria
+        asked = [rubrics.messages(self.rubric, *pair, criterion) for pair in pairs for criterion in criteria]
+        found = no_evaluations(len(pairs), len(criteria))
         if self.mode == "logits":
             replies = self.server.chat(asked, max_tokens=1, top_logprobs=TOP_LOGPROBS)
         else:
             replies = self.server.chat(asked, max_tokens=REPLY_TOKENS + self.think, thinking=self.think > 0)
         shown = tqdm(replies, total=len(asked), desc="judge", leave=False, disable=None)
-        for place, reply in zip(np.ndindex(*shape), shown, strict=True):
+        for place, reply in zip(np.ndindex(*found.scores.shape), shown, strict=True):
             found.scores[place], found.mass[place] = self._read(reply)
-            if math.isnan(found.scores[place]):
-                found.said[place[0], place[1]] = f"it replied {reply.text[:80]!r}"
+            found.said[place] = reply.text
         return found
 
     def _read(self, reply: endpoint.Reply) -> tuple[float, float]:
@@ -610,3 +615,30 @@ def options_of(args: Any) -> Options:
     options = Options(**{name: value for name, value in given.items() if value is not None})
     check(options)
     return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = telemetry.Parser("judge.py", "Compare a judge with labelled answers.")
+    parser.add_argument("--rubric", required=True, help="YAML with the criteria")
+    parser.add_argument(
+        "--labels", required=True, metavar="FILE", help="JSONL with prompt, completion, criterion and score"
+    )
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        options = options_of(args)
+        rubric = rubrics.load_rubric(args.rubric)
+        labels = calibration.load_labels(args.labels, rubric)
+        name, why = (options.model, options.url) if options.url else gwen.choose_model(options.model)
+        print(f"judge: {name}, {why}; mode {options.mode}", file=sys.stderr)
+        grader = make(options, rubric, lambda: gwen.load(name))
+        judged = grader.score([label.prompt for label in labels], [label.completion for label in labels])
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+    columns = [criterion.name for criterion in rubric.criteria]
+    given = [judged.scores[row, columns.index(label.criterion)] for row, label in enumerate(labels)]
+    print(calibration.table(labels, np.array(given)))
+
+
+if __name__ == "__main__":
+    main()

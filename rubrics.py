@@ -1,5 +1,5 @@
 """
-Rubrics: what a judge is asked, and how its answers become rewards. Text and ids in, numbers out; no model is known here.
+Rubrics: what a judge is asked, and how its answers become rewards. Text in, ids and numbers out; no model is known.
 
 A judge's prompt is assembled from separately encoded segments, what is shared first, so that a tree of prompts has
 every token once and what is judged cannot close its section or speak in another's name.
@@ -118,7 +118,7 @@ class PromptBuilder:
         self.tails = [self.trusted(before + criterion.text + after) for criterion in rubric.criteria]
         shortest = min(map(len, self.tails))
         same = [len(set(column)) == 1 for column in zip(*self.tails, strict=False)] + [False]
-        self.num_common = min(same.index(False), shortest - 1)  # ids that all tails begin with; one at least is their own
+        self.num_common = min(same.index(False), shortest - 1)  # ids that all tails begin with; one at least is own
 
     def trusted(self, text: str) -> list[int]:
         """Ids of our own text, control tokens included."""
@@ -154,8 +154,11 @@ def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion)
 
     Whatever could open one of its control tokens, "<|", "</s>" or "[INST]", gets a space in untrusted text.
     """
-    prompt, completion = (_MAYBE_CONTROL.sub(lambda m: m.group() + " ", _TAG.sub("< ", t)) for t in (prompt, completion))
-    parts = {_QUESTION: prompt, _ANSWER: completion, _CRITERION: criterion.text}
+
+    def broken_up(text: str) -> str:
+        return _MAYBE_CONTROL.sub(lambda found: found.group() + " ", _TAG.sub("< ", text))
+
+    parts = {_QUESTION: broken_up(prompt), _ANSWER: broken_up(completion), _CRITERION: criterion.text}
     text = "".join(parts.get(part, part) for part in re.split(f"([{''.join(parts)}])", LAYOUT))
     return [{"role": "system", "content": rubric.preamble}, {"role": "user", "content": text}]
 

@@ -1,5 +1,5 @@
 """
-Judging against engines that generate text, on the same prompts: what `--benchmark-judge` of the rollout benchmarks does.
+Judging against engines that generate text, on the same prompts: `--benchmark-judge` of the rollout benchmarks.
 
 The work is N answers to B questions, judged by J criteria, all of random words, so that nothing in it is easier for
 anybody. With what the chat template and the tags add, the preamble has 120 tokens, a question `--prompt-tokens`, an
@@ -13,6 +13,7 @@ Axes: N answers, J criteria.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +29,13 @@ import rubrics
 PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts and a limit -> greedy ids of each
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that the rollout benchmarks share."""
+    parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
+    parser.add_argument("--judge-runs", type=int, default=1, help="timed rounds of judging")
+    parser.add_argument("--judge-chunk-size", type=int, default=24, help="evaluations that ours makes at once")
 
 
 class Work(NamedTuple):
@@ -103,6 +111,20 @@ def num_distinct(builder: rubrics.PromptBuilder, prompts: list[str], completions
     return len(paths)
 
 
+class Legible:
+    """A tokenizer that shows every id: those of a random model that it has no text for would all look alike."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def decode(self, ids: Any) -> str:
+        known = len(self.tokenizer)
+        return "".join(self.tokenizer.decode([int(i)]) if i < known else f"<{i}>" for i in ids)
+
+
 def ours(work: Work, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> Run:
     """A fresh judge, which knows no score yet."""
     grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
@@ -121,33 +143,59 @@ def rival(work: Work, *, generate: Generate, tokenizer: Any) -> Run:
     return Run(scores, said, time.perf_counter() - begin, sum(map(len, work.ids)))
 
 
-def mlx_lm_generate(prompts: list[list[int]], limit: int, *, peer: Any, eos_ids: tuple[int, ...], size: int) -> Any:
-    """Greedy replies of mlx_lm's batch generator with `size` rows at once; 0: its default sizes."""
-    from mlx_lm.generate import BatchGenerator
+def mlx_lm_rivals(peer: Any, eos_ids: tuple[int, ...]) -> dict[str, Generate]:
+    """Greedy replies of mlx_lm's batch generator, with its default sizes and with 24 rows at once."""
 
-    sizes: Any = {"completion_batch_size": size, "prefill_batch_size": size} if size else {}
-    generator = BatchGenerator(peer, stop_tokens=[[i] for i in eos_ids], **sizes)
-    row_of = {uid: row for row, uid in enumerate(generator.insert(prompts, [limit] * len(prompts)))}
-    replies: list[list[int]] = [[] for _ in prompts]
-    while responses := generator.next_generated():
-        for response in responses:
-            if response.finish_reason != "stop":
-                replies[row_of[response.uid]].append(response.token)
-    generator.close()
-    return replies
+    def generate(prompts: list[list[int]], limit: int, sizes: dict[str, int]) -> list[list[int]]:
+        from mlx_lm.generate import BatchGenerator
+
+        generator = BatchGenerator(peer, stop_tokens=[[i] for i in eos_ids], **sizes)  # type: ignore[arg-type]
+        row_of = {uid: row for row, uid in enumerate(generator.insert(prompts, [limit] * len(prompts)))}
+        replies: list[list[int]] = [[] for _ in prompts]
+        while responses := generator.next_generated():
+            for response in responses:
+                if response.finish_reason != "stop":
+                    replies[row_of[response.uid]].append(response.token)
+        generator.close()
+        return replies
+
+    sizes = {"default": {}, "24 rows": {"completion_batch_size": 24, "prefill_batch_size": 24}}
+    return {name: functools.partial(generate, sizes=chosen) for name, chosen in sizes.items()}
 
 
-def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[tuple[Run, int]]]:
-    """`runs` timed runs of each engine and its peak bytes, after `warmup` untimed ones, in turn."""
-    samples: dict[str, list[tuple[Run, int]]] = {name: [] for name in engines}
+class Sample(NamedTuple):
+    """One timed run."""
+
+    run: Run
+    peak_bytes: int
+
+
+def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[Sample]]:
+    """`runs` timed runs of each engine after `warmup` untimed ones, in turn, every other round in reverse order."""
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
     for turn in tqdm(range(warmup + runs), desc="judging rounds", leave=False, disable=None):
         for name in list(engines) if turn % 2 == 0 else list(engines)[::-1]:
             mx.clear_cache()
             mx.reset_peak_memory()
             run = engines[name](work)
             if turn >= warmup:
-                samples[name].append((run, mx.get_peak_memory()))
+                samples[name].append(Sample(run, mx.get_peak_memory()))
     return samples
+
+
+def summary(samples: list[Sample], num_evaluations: int, num_pairs: int) -> dict[str, Any]:
+    """Rates, milliseconds and megabytes of one engine over all its timed runs."""
+    seconds = np.array([sample.run.seconds for sample in samples])
+    numbers = {
+        "crit_eval_s": num_evaluations / seconds.mean(),
+        "pairs_s": num_pairs / seconds.mean(),
+        "mean_ms": seconds.mean() * 1e3,
+        "min_ms": seconds.min() * 1e3,
+        "max_ms": seconds.max() * 1e3,
+        "peak_mb": max(sample.peak_bytes for sample in samples) / 1e6,
+        "unread": np.isnan(samples[0].run.scores).mean(),
+    }
+    return {"prefill_tokens": samples[0].run.num_tokens} | {n: round(float(x), 3) for n, x in numbers.items()}
 
 
 def agreement(one: Run, other: Run) -> dict[str, float]:
@@ -157,53 +205,56 @@ def agreement(one: Run, other: Run) -> dict[str, float]:
 
 
 def benchmark(
-    args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rivals: dict[str, Generate]
+    args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival_name: str, ways: dict[str, Generate]
 ) -> dict[str, Any]:
-    """Measures and reports; returns what belongs into the last line."""
-    work = make_work(args, tokenizer)
-    chunk = args.judge_chunk_size
-    engines: dict[str, Engine] = {}
-    for mode in judge.MODES:
-
-        def engine(work: Work, mode: str = mode) -> Run:
-            return ours(work, model=model, tokenizer=tokenizer, mode=mode, chunk_size=chunk)
-
-        engines["ours" if mode == "logits" else "ours_decode"] = engine
-    for name, generate in rivals.items():
-
-        def other(work: Work, generate: Generate = generate) -> Run:
-            return rival(work, generate=generate, tokenizer=tokenizer)
-
-        engines[name] = other
+    """Measures and reports; returns what belongs into the last line. Of the rival's `ways` the fastest counts."""
+    work, tokenizer = make_work(args, tokenizer), Legible(tokenizer)
+    mine = functools.partial(ours, model=model, tokenizer=tokenizer, chunk_size=args.judge_chunk_size)
+    engines: dict[str, Engine] = {
+        "ours": functools.partial(mine, mode="logits"),
+        "ours_decode": functools.partial(mine, mode="decode"),
+        **{name: functools.partial(rival, generate=way, tokenizer=tokenizer) for name, way in ways.items()},
+    }
     samples = measure(engines, work, args.warmup, args.judge_runs)
-    num_pairs, num_evaluations = len(work.prompts), len(work.ids)
-    print(f"Judge benchmark: pairs/run={num_pairs} criteria={NUM_CRITERIA} warmup={args.warmup} runs={args.judge_runs}")
+    entries = {name: summary(samples[name], len(work.ids), len(work.prompts)) for name in engines}
+    best = min(ways, key=lambda name: entries[name]["mean_ms"])
+    samples[rival_name] = samples[best]
+    num_whole, chunk = sum(map(len, work.ids)), args.judge_chunk_size
     print(
-        f"Judge prompts: {sum(map(len, work.ids))} tokens, {work.num_distinct} in their tree, chunks of {chunk}; "
-        f"rivals write {judge.REPLY_TOKENS} tokens"
+        f"Judge benchmark: pairs/run={len(work.prompts)} criteria={NUM_CRITERIA} "
+        f"warmup={args.warmup} runs={args.judge_runs}"
     )
-    entries: dict[str, Any] = {}
-    for name, runs in samples.items():
-        seconds = np.array([run.seconds for run, _ in runs])
-        entries[name] = {
-            "crit_eval_s": round(num_evaluations / seconds.mean(), 3),
-            "pairs_s": round(num_pairs / seconds.mean(), 3),
-            "mean_ms": round(seconds.mean() * 1e3, 1),
-            "min_ms": round(seconds.min() * 1e3, 1),
-            "max_ms": round(seconds.max() * 1e3, 1),
-            "prefill_tokens": runs[0][0].num_tokens,
-            "peak_mb": round(max(peak for _, peak in runs) / 1e6, 1),
-            "unread": round(float(np.isnan(runs[0][0].scores).mean()), 3),
-        }
+    print(
+        f"Judge prompts: {num_whole} tokens, {work.num_distinct} in their tree; {judge.REPLY_TOKENS} tokens a reply; "
+        f"chunks of {chunk}"
+    )
+    slower = {name: entries.pop(name) for name in ways}
+    print(
+        f"Best of {rival_name}: {best}; "
+        + ", ".join(f"{n} {e['crit_eval_s']:.2f} crit_eval/s" for n, e in slower.items())
+    )
+    entries[rival_name] = slower[best] | {"settings": best}
+    for name, entry in entries.items():
         print(
-            f"judge_{name:<12} | crit_eval/s {entries[name]['crit_eval_s']:7.2f} | "
-            f"pairs/s {entries[name]['pairs_s']:7.2f} | peak {entries[name]['peak_mb']:.0f} MB | "
-            f"{entries[name]['prefill_tokens']} tokens"
+            f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
+            f"pairs/s {entry['pairs_s']:6.2f} | prefilled {entry['prefill_tokens']} | peak {entry['peak_mb']:.0f} MB"
         )
-    agreements = {name: agreement(samples["ours_decode"][0][0], samples[name][0][0]) for name in rivals}
-    for name, share in agreements.items():
+    share = agreement(samples["ours_decode"][0].run, samples[rival_name][0].run)
+    print(
+        f"Agreement of ours_decode and {rival_name}: {share['scores']:.1%} of the scores, "
+        f"{share['replies']:.1%} of the replies, to the letter"
+    )
+    ratios = {}
+    for name in ("ours", "ours_decode"):
+        rounds = [b.run.seconds / a.run.seconds for a, b in zip(samples[name], samples[rival_name], strict=True)]
+        ratios[name] = entries[rival_name]["mean_ms"] / entries[name]["mean_ms"]
         print(
-            f"Agreement of ours_decode and {name}: {share['scores']:.1%} of the scores, "
-            f"{share['replies']:.1%} of the replies, to the letter"
+            f"Judge result vs {rival_name}: {name} is {ratios[name]:.2f}x as fast on this judging workload "
+            f"(rounds {min(rounds):.2f} to {max(rounds):.2f})."
         )
-    return {"engines": entries, "agreement": agreements, "distinct_tokens": work.num_distinct}
+    return {
+        "engines": entries,
+        "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "agreement": share,
+        "distinct_tokens": work.num_distinct,
+    }

@@ -8,7 +8,8 @@ Before anything is timed, greedy completions must show that the engines compute 
 
 `prefill_ms` is the time to process prompts: ours as the rollout reports it, mlx_lm's as its `stats()` do, which bill
 a prompt's last token to decoding. `decode_ms` is the rest of the run. `peak_mb` is MLX's peak during a run, the weights
-of both engines included, which are in memory together. What is left out: judging, text, prompts of unequal length.
+of both engines included, which are in memory together. What is left out: text, prompts of unequal length, and, but for
+`--benchmark-judge`, judging.
 
 Where end tokens end rows, as they do in a trained model, every engine draws its own completions and lengths; with
 `--ignore-eos`, `--lengths` or a random model the work is the same to the token, and every length is asserted.
@@ -35,6 +36,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
+import bench_judge
 import gwen
 import hub
 import sampler
@@ -317,11 +319,13 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--no-refill", dest="refill", action="store_false", help="ours keeps the slots of ended rows")
     parser.add_argument("--no-share", dest="share", action="store_false", help="ours copies prompts to their rows")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and sampling")
+    bench_judge.add_flags(parser)
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "groups": 1, "max_tokens": 1, "warmup": 0, "runs": 1, "prompt_tokens": 1, "seed": 0}
     if args.rollout_batch_size is None:
         args.rollout_batch_size = min(args.batch * args.groups, 64)
-    for name, low in (lowest | {"rollout_batch_size": 1}).items():
+    lowest |= {"rollout_batch_size": 1, "judge_runs": 1, "judge_chunk_size": 1}
+    for name, low in lowest.items():
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
     if not (math.isfinite(args.temp) and args.temp >= 0):
@@ -415,7 +419,7 @@ def verdict(ratio: float) -> str:
 
 
 def print_json(
-    args: argparse.Namespace, engines: dict[str, Any], ratio: float, roofline_frac: float, *packages: str
+    args: argparse.Namespace, engines: dict[str, Any], ratio: float, roofline_frac: float, judging: Any, *packages: str
 ) -> None:
     """The last line: everything, for programs; with the versions of `packages` beside those that a run records."""
     environment = telemetry.environment(cpu_blas.description)
@@ -424,6 +428,7 @@ def print_json(
         "engines": engines,
         "ratio": round(ratio, 4),
         "roofline_frac": round(roofline_frac, 4),
+        **({"judge": judging} if judging else {}),
         "device": f"{environment['device']}, {environment['machine']}, BLAS: {environment['blas']}",
         "versions": {"python": environment["python"]} | environment["versions"] | {p: version(p) for p in packages},
     }
@@ -451,7 +456,11 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     roofline_frac = print_roofline(model, work, samples["ours"], args.share)
     ratio = entries["mlx_lm"]["mean_ms"] / entries["ours"]["mean_ms"]
     print(f"Result: ours is {verdict(ratio)} than mlx_lm on this rollout workload.")
-    print_json(args, entries, ratio, roofline_frac)
+    judging = None
+    if args.benchmark_judge:
+        rivals = bench_judge.mlx_lm_rivals(peer, model.config.eos_ids)
+        judging = bench_judge.benchmark(args, model, hub.load_tokenizer(directory), "mlx_lm", rivals)
+    print_json(args, entries, ratio, roofline_frac, judging)
 
 
 def main(argv: list[str] | None = None) -> None:

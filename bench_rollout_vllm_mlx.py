@@ -8,7 +8,7 @@ better of the two counts. With the cache on, each prompt less its last token is 
 find it: vllm-mlx drops a match of a whole prompt, and one of fewer than 128 tokens. It starts empty in every run, as it
 must in training, where the weights change between rollouts. vllm-mlx gives no log-probabilities, and turns ids into
 text as it goes, which it cannot be kept from. `prefill_ms` of vllm-mlx is that of the scheduler's steps that gave no
-token. What is left out: judging.
+token. Judging (`--benchmark-judge`) has its default batch sizes.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
+import bench_judge
 import gwen
 import hub
 import telemetry
@@ -95,6 +96,20 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
     return completions, silent_s
 
 
+def judge_rival(work: Work, peer: Any, tokenizer: Any, prefix_cache: bool) -> bench_judge.Generate:
+    """Greedy replies of vllm-mlx to the judge's prompts; with the prefix cache, each finds what an earlier one left."""
+    from vllm_mlx.scheduler import Scheduler, SchedulerConfig
+
+    def replies(prompts: list[list[int]], limit: int) -> list[list[int]]:
+        config = SchedulerConfig(enable_prefix_cache=prefix_cache)
+        scheduler = Scheduler(peer, tokenizer, config)
+        completions, _ = generate(scheduler, work._replace(temperature=0.0), prompts, [limit] * len(prompts))
+        scheduler.reset()
+        return completions
+
+    return replies
+
+
 def compare(args: argparse.Namespace, directory: Path) -> None:
     """Checks, measures and reports ours and vllm-mlx on the model of a directory."""
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
@@ -123,7 +138,11 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     roofline_frac = print_roofline(model, work, samples["ours"], args.share)
     ratio = entries["vllm_mlx"]["mean_ms"] / entries["ours"]["mean_ms"]
     print(f"Result vs vllm_mlx: ours is {verdict(ratio)} on this rollout workload.")
-    print_json(args, entries, ratio, roofline_frac, "vllm-mlx")
+    judging = None
+    if args.benchmark_judge:
+        rivals = {name: judge_rival(work, peer, tokenizer, name == "on") for name in ("off", "on")}
+        judging = bench_judge.benchmark(args, model, hub.load_tokenizer(directory), "vllm_mlx", rivals)
+    print_json(args, entries, ratio, roofline_frac, judging, "vllm-mlx")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -67,7 +67,7 @@ def evaluate(
     *,
     max_tokens: int,
     rollout_batch_size: int,
-    grader: judge.Judge | None = None,
+    grader: judge.Grader | None = None,
     samples: int = 1,
     limit: int | None = None,
     thinking: bool = False,
@@ -175,7 +175,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--rollout-batch-size", type=int, default=64, help="rows decoded at once")
-    parser.add_argument("--judge-model", help="for tasks that a judge scores (default: the model without the adapter)")
+    judge.add_flags(parser)  # for tasks that a judge scores
+    parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--thinking", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
@@ -183,9 +184,10 @@ def main(argv: list[str] | None = None) -> None:
         for flag in ("limit", "samples", "max_tokens", "rollout_batch_size"):
             if (value := getattr(args, flag)) is not None and value < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
-        if args.out and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
-            raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
-        chunk_size = judge.chunk_size_of_environment() or 24
+        for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
+            if path and (path.is_dir() or not path.absolute().parent.is_dir()):
+                raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
+        options = judge.options_of(args)
         name, why = gwen.choose_model(args.model)
         task = tasks.load(
             args.task or ("demo" if name == "demo" else "values"), held_out=args.data, columns=args.columns
@@ -193,9 +195,12 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer = gwen.load(name, adapter=args.adapter)
         grader = None
         if task.rubric is not None and task.metric == "score":
-            same = not args.adapter and args.judge_model in (None, name)
-            frozen = (model, tokenizer) if same else gwen.load(args.judge_model or name)
-            grader = judge.Judge(*frozen, task.rubric, chunk_size)
+            same = not args.adapter and options.model in ("", name)
+            grader = judge.make(
+                options, task.rubric, lambda: (model, tokenizer) if same else gwen.load(options.model or name)
+            )
+            if args.judge_cache:
+                grader.cache.load(args.judge_cache)
         print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
         record, details = evaluate(
             model,
@@ -208,7 +213,11 @@ def main(argv: list[str] | None = None) -> None:
             limit=args.limit,
             thinking=args.thinking,
         )
-        print(json.dumps(record))  # before the file, which may not fit on the disk
+        print(json.dumps(record))  # before the files, which may not fit on the disk
+        if grader and args.judge_cache:
+            log = telemetry.JsonLines(args.judge_cache)
+            for fresh in grader.cache.take_fresh():
+                log.write({"step": 0} | fresh)
         if args.out:
             args.out.write_text("".join(json.dumps(detail) + "\n" for detail in details))
     except (ValueError, OSError) as error:

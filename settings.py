@@ -74,8 +74,15 @@ class Config:
     lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
     lora_targets: list[str] = _flag(lambda: list(lora.TARGETS), "adapted projections", nargs="+", choices=lora.TARGETS)
-    judge_model: str = _flag("", "another judge than the frozen base")
-    judge_chunk_size: int = _flag(24, "evaluations at once; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
+    judge_model: str = _flag("", judge.HELP["model"])
+    judge_mode: str = _flag("logits", judge.HELP["mode"], choices=judge.MODES)
+    judge_think: int = _flag(0, judge.HELP["think"], low=0)
+    judge_min_mass: float = _flag(0.5, judge.HELP["min_mass"], low=1e-9, high=1.0)
+    judge_chunk_size: int = _flag(24, judge.HELP["chunk_size"], low=1)
+    judge_url: str = _flag("", judge.HELP["url"])
+    judge_concurrency: int = _flag(8, judge.HELP["concurrency"], low=1, high=2**10)
+    judge_timeout: float = _flag(60.0, judge.HELP["timeout"], low=1e-3, high=1e6)
+    judge_retries: int = _flag(5, judge.HELP["retries"], low=0, high=100)
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
     eval_limit: int = _flag(0, "most held-out problems; 0 takes all", low=0)
     save_every: int = _flag(20, "steps between checkpoints", low=1)
@@ -86,6 +93,11 @@ class Config:
         """The truncations of the sampling distribution that are switched on."""
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
+
+    @property
+    def judge(self) -> judge.Options:
+        """The settings of the judge."""
+        return judge.Options(*(getattr(self, f"judge_{name}") for name in judge.Options._fields))
 
 
 def make_task(config: Config) -> tasks.Task:
@@ -240,6 +252,7 @@ def _checked(settings: dict[str, Any]) -> Config:
     config = Config(**settings)
     config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, 64)
     config.train_token_budget = config.train_token_budget or (2048 if gwen.on_gpu() else 8192)
+    judge.check(config.judge)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
     if config.lora_rank and not config.lora_targets:

@@ -328,7 +328,8 @@ class Run:
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was
-        needs_base = not config.lora_rank and (config.kl_coef or (self.task.rubric and not config.judge_model))
+        judges_itself = self.task.rubric and config.judge_model in ("", config.model) and not config.judge_url
+        needs_base = not config.lora_rank and (config.kl_coef or judges_itself)
         self.base = gwen.load_model(hub.find(config.model)) if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
@@ -344,21 +345,26 @@ class Run:
         self.recent: deque[float] = deque(maxlen=10)
         self.last_state = self.state()
 
-    def _make_judge(self) -> judge.Judge:
+    def _make_judge(self) -> judge.Judge | judge.RemoteJudge:
         config = self.config
         assert self.task.rubric is not None
-        model, tokenizer = (self.base or self.model), self.tokenizer
-        if config.judge_model not in ("", config.model):
-            model, tokenizer = gwen.load(config.judge_model)
-        return judge.Judge(model, tokenizer, self.task.rubric, config.judge_chunk_size)
+
+        def load() -> tuple[gwen.Model, Any]:
+            if config.judge_model not in ("", config.model):
+                return gwen.load(config.judge_model)
+            return self.base or self.model, self.tokenizer
+
+        return judge.make(config.judge, self.task.rubric, load)
 
     def open(self) -> None:
         """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
-        self.metrics, self.rollouts, self.evals = (
-            telemetry.JsonLines(self.dir / f"{name}.jsonl") for name in ("metrics", "rollouts", "eval")
+        self.metrics, self.rollouts, self.evals, self.judge_scores = (
+            telemetry.JsonLines(self.dir / f"{name}.jsonl") for name in ("metrics", "rollouts", "eval", "judge_scores")
         )
-        for log in (self.metrics, self.rollouts, self.evals):
+        for log in (self.metrics, self.rollouts, self.evals, self.judge_scores):
             log.cut_after(self.step)
+        if self.judge:
+            self.judge.cache.fill(self.judge_scores.read())
 
     def _render(self, examples: list[tasks.Example], kind: str) -> list[list[int]]:
         """Ids of every prompt. ValueError names one that leaves no room for its completion."""
@@ -376,7 +382,7 @@ class Run:
         extra = {
             "dtype": str(self.model.head_weight.dtype),
             "loss_scale": self.loss_scale._asdict(),
-            "judge_chunk_size": self.judge and self.judge.chunk_size,
+            "judge": self.judge and self.judge.state(),
         }
         return checkpoint.State(self.step, dict(self.trainable), dict(tree_flatten(self.optimizer.state)), extra)
 
@@ -392,7 +398,7 @@ class Run:
         self.optimizer.state = tree_unflatten(list(state.optimizer.items()))
         self.loss_scale = LossScale(**state.extra["loss_scale"])
         if self.judge:
-            self.judge.chunk_size = min(self.judge.chunk_size, state.extra["judge_chunk_size"] or self.judge.chunk_size)
+            self.judge.restore(state.extra["judge"])
         install(self.model, self.trainable)
 
     def save(self, state: checkpoint.State | None = None) -> None:
@@ -412,9 +418,15 @@ class Run:
             thinking=config.thinking,
         )
         self.evals.write({"step": self.step} | record)
+        self.remember_scores()
         name = f"eval/{self.task.metric}"
         value, greedy = _three(record[name]), _three(record["eval/greedy"])
         print(f"{name} {value} | greedy {greedy} | {record['eval/num']} held-out problems", flush=True)
+
+    def remember_scores(self) -> None:
+        """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
+        for record in self.judge.cache.take_fresh() if self.judge else []:
+            self.judge_scores.write({"step": self.step} | record)
 
     def report(
         self,
@@ -444,6 +456,8 @@ class Run:
             "judge/s": seconds["judge"],
             "judge/crit_eval_s": judged.stats.num_evaluations / judged.stats.seconds if judged else 0.0,
             "judge/unparsed": judged.unparsed if judged else 0,
+            "judge/mass": evaluate.mean(np.array([judged.stats.mass])) if judged else None,
+            "judge/cached": judged.stats.num_cached if judged else 0,
             "ref/s": seconds.get("ref", 0.0),
             "update/s": seconds["update"],
             "update/tok_s": num_tokens / seconds["update"],
@@ -489,6 +503,7 @@ class Run:
                 "finish_reason": rollout.finish_reasons[row],
             }
             self.rollouts.write(record)
+        self.remember_scores()
         print(telemetry.console_line(metrics, self.config.steps), flush=True)
         if result.skipped:
             print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)

@@ -27,6 +27,7 @@ FLOORS = {
     "lora": 2,
     "sampler": 2,
     "calibration": 2,
+    "grader": 2,
     "judge": 3,
     "checkpoint": 3,
     "evaluate": 4,

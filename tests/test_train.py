@@ -515,7 +515,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     other = make_run(tmp_path)
     other.restore(checkpoint.load(tmp_path))
     one, two = run.state(), other.state()
-    assert (one.step, one.extra) == (two.step, two.extra) and one.extra["judge_chunk_size"] == 6
+    assert (one.step, one.extra) == (two.step, two.extra) and one.extra["judge"]["chunk_size"] == 6
     for ours, theirs in ((one.trainable, two.trainable), (one.optimizer, two.optimizer)):
         assert ours.keys() == theirs.keys()
         assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours)

@@ -1,0 +1,232 @@
+"""Chat completions of a server: a scripted one on loopback that is busy, slow, wrong or redirects."""
+
+import itertools
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import endpoint
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(text, top=()):
+    """The JSON of a server's reply."""
+    entries = [{"token": token, "logprob": logprob} for token, logprob in top]
+    logprobs = {"content": [{"token": text, "logprob": 0.0, "top_logprobs": entries}]} if top else None
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]})
+
+
+class Server:
+    """A server that answers with what `answer(number, body)` gives: status, body and headers; it keeps all requests."""
+
+    def __init__(self, answer):
+        self.requests, self.running, self.most_running, lock = [], 0, 0, threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(outer.requests)
+                    outer.requests.append((self.path, dict(self.headers), body))
+                    outer.running += 1
+                    outer.most_running = max(outer.most_running, outer.running)
+                status, content, headers = answer(number, body)
+                with lock:
+                    outer.running -= 1
+                try:
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(content.encode())))
+                    self.end_headers()
+                    self.wfile.write(content.encode())
+                except OSError:  # the client gave up
+                    pass
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    servers = []
+
+    def start(answer):
+        servers.append(Server(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def make(server, **settings):
+    return endpoint.Endpoint(server.url, "tiny", **{"first_pause": 0.01, "timeout": 5.0} | settings)
+
+
+def ask(client, conversations=(HELLO,), **settings):
+    return list(client.chat(list(conversations), **{"max_tokens": 16} | settings))
+
+
+def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
+    server = serve(lambda *_: (200, completion("4", [("4", -0.1), ("5", -2.5)]), {}))
+    replies = ask(make(server, key="secret"), max_tokens=1, top_logprobs=10)
+    assert replies == [endpoint.Reply("4", {"4": -0.1, "5": -2.5})]
+    ((path, headers, body),) = server.requests
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret"
+    assert body == {
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 1,
+        "temperature": 0,
+        "stream": False,
+        "logprobs": True,
+        "top_logprobs": 10,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+
+
+def test_replies_keep_their_order_and_no_more_requests_run_at_once_than_allowed(serve):
+    def answer(number, body):
+        time.sleep(0.05 if number % 2 else 0.1)
+        return 200, completion(body["messages"][0]["content"].upper()), {}
+
+    server = serve(answer)
+    asked = [[{"role": "user", "content": f"n{i}"}] for i in range(12)]
+    assert [reply.text for reply in ask(make(server, concurrency=3), asked)] == [f"N{i}" for i in range(12)]
+    assert server.most_running == 3
+    assert len(server.requests) == 12
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_busy_server_is_asked_again_after_pauses_that_double(serve, status):
+    times = []
+
+    def answer(number, _):
+        times.append(time.monotonic())
+        return (status, "later", {}) if number < 3 else (200, completion("5"), {})
+
+    assert ask(make(serve(answer), retries=3, first_pause=0.2))[0].text == "5"
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    for pause, most in zip(pauses, (0.2, 0.4, 0.8), strict=True):
+        assert most / 2 <= pause <= most + 0.5
+
+
+def test_the_server_says_how_long_to_wait(serve):
+    server = serve(lambda number, _: (200, completion("5"), {}) if number else (429, "", {"Retry-After": "0.5"}))
+    begin = time.monotonic()
+    ask(make(server))
+    assert 0.5 <= time.monotonic() - begin < 3
+
+
+def test_retries_are_counted_and_then_the_failure_is_said_in_one_line(serve):
+    server = serve(lambda *_: (503, "over\nloaded", {}))
+    with pytest.raises(ValueError, match=r"after 3 tries \(status 503: over loaded\)") as error:
+        ask(make(server, retries=2))
+    assert "\n" not in str(error.value) and len(server.requests) == 3
+
+
+def test_a_server_that_is_not_there_is_named(serve):
+    server = serve(lambda *_: (200, completion("5"), {}))
+    server.close()
+    with pytest.raises(ValueError, match=rf"{server.url} did not answer after 2 tries .*refused"):
+        ask(make(server, retries=1))
+    server.http = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # for the fixture to close
+    threading.Thread(target=server.http.serve_forever, daemon=True).start()
+
+
+def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
+    def answer(number, _):
+        if number == 0:
+            time.sleep(2)
+        return 200, completion("5"), {}
+
+    begin = time.monotonic()
+    assert ask(make(serve(answer), timeout=0.3))[0].text == "5"
+    assert time.monotonic() - begin < 2
+
+
+def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
+    server = serve(lambda *_: (401, '{"error": "no such key"}', {}))
+    with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
+        ask(make(server, concurrency=1), [HELLO] * 50)
+    assert len(server.requests) < 10
+
+
+def test_a_redirect_is_refused_so_that_the_key_goes_nowhere_else(serve):
+    other = serve(lambda *_: (200, completion("5"), {}))
+    for status in (301, 302, 303, 307, 308):
+        server = serve(lambda *_, status=status: (status, "", {"Location": other.url + "/chat/completions"}))
+        with pytest.raises(ValueError, match=f"status {status}"):
+            ask(make(server, key="secret"))
+    assert other.requests == []
+
+
+def test_a_server_that_does_not_know_the_template_s_settings_is_not_sent_them_again(serve):
+    def answer(_, body):
+        if "chat_template_kwargs" in body:
+            return 400, "Unrecognized request argument supplied: chat_template_kwargs", {}
+        return 200, completion("5"), {}
+
+    server = serve(answer)
+    client = make(server, concurrency=1)
+    assert [reply.text for reply in ask(client, [HELLO] * 3)] == ["5"] * 3
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "hello",
+        "[]",
+        "{}",
+        '{"choices": []}',
+        '{"choices": [{"message": null}]}',
+        '{"choices": [{"message": {"content": 5}}]}',
+    ],
+)
+def test_an_answer_of_another_protocol_is_said_to_be_one(serve, content):
+    with pytest.raises(ValueError, match="sent no chat completion") as error:
+        ask(make(serve(lambda *_: (200, content, {}))))
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_message_is_an_empty_reply(serve):
+    server = serve(lambda *_: (200, '{"choices": [{"message": {"role": "assistant", "content": null}}]}', {}))
+    assert ask(make(server)) == [endpoint.Reply("", {})]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8080", "must be like"),
+        ("ftp://host/v1", "must be like"),
+        ("http://", "must be like"),
+        ("http://host/v1?key=secret", "must be like"),
+        ("http://me:secret@host/v1", "holds a password"),
+    ],
+)
+def test_a_url_that_is_none_is_refused_without_showing_what_is_secret(url, said):
+    with pytest.raises(ValueError, match=said) as error:
+        endpoint.Endpoint(url, "tiny")
+    assert "me:secret" not in str(error.value)
+
+
+def test_a_key_that_would_break_the_header_is_refused_without_showing_it():
+    with pytest.raises(ValueError, match="JUDGE_API_KEY") as error:
+        endpoint.Endpoint("http://host/v1", "tiny", key="secret\nX-Other: 1")
+    assert "secret" not in str(error.value)

@@ -1,0 +1,148 @@
+"""What all judges share, on one that is made up: remembered scores, unreadable ones, and the warning of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+import grader
+import rubrics
+
+RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
+
+
+class Made(grader.Grader):
+    """Scores that are the lengths of the texts; what holds a "?" is unreadable by the first criterion."""
+
+    def __init__(self, name="made", unread="?"):
+        super().__init__(RUBRIC)
+        self.name, self.unread, self.asked = name, unread, []
+
+    def identity(self):
+        return self.name
+
+    def evaluate(self, pairs):
+        self.asked.append(pairs)
+        made = grader.no_evaluations(len(pairs), 3)
+        for row, (prompt, completion) in enumerate(pairs):
+            made.scores[row] = [
+                np.nan if self.unread in completion else 1.0,
+                1 + len(prompt) % 5,
+                1 + len(completion) % 5,
+            ]
+            made.mass[row] = [0.25 if self.unread in completion else 0.75, 1, 1]
+            made.said[row] = "hm"
+        return made
+
+
+def test_equal_pairs_are_evaluated_once_and_get_equal_scores_in_their_places():
+    made = Made()
+    judged = made.score(["a", "bb", "a", "a"], ["x", "x", "yy", "x"])
+    assert made.asked == [[("a", "x"), ("bb", "x"), ("a", "yy")]]
+    assert judged.scores.tolist() == [[1, 2, 2], [1, 3, 2], [1, 2, 3], [1, 2, 2]]
+    np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(judged.scores, RUBRIC))
+    assert (judged.stats.num_evaluations, judged.stats.num_cached, judged.unparsed) == (9, 0, 0)
+    assert judged.stats.mass == pytest.approx((0.75 + 1 + 1) / 3)
+
+
+def test_a_score_that_is_known_is_not_paid_for_again_and_is_the_same():
+    made = Made()
+    first = made.score(["a", "a"], ["x", "yy"])
+    again = made.score(["a", "a", "a"], ["yy", "zzz", "x"])
+    assert made.asked[1:] == [[("a", "zzz")]]
+    assert again.scores[[2, 0]].tolist() == first.scores.tolist()
+    assert (again.stats.num_evaluations, again.stats.num_cached) == (3, 6)
+    all_known = made.score(["a"], ["x"])
+    assert len(made.asked) == 2 and np.isnan(all_known.stats.mass) and all_known.stats.num_evaluations == 0
+
+
+def test_the_boundary_of_prompt_and_completion_is_part_of_what_is_known():
+    made = Made()
+    made.score(["ab"], ["c"])
+    made.score(["a"], ["bc"])
+    assert len(made.asked) == 2
+
+
+def test_another_judge_does_not_take_the_scores_of_this_one():
+    made, other = Made("one"), Made("two")
+    made.score(["a"], ["x"])
+    other.cache = made.cache
+    other.score(["a"], ["x"])
+    assert other.asked == [[("a", "x")]]
+
+
+def test_what_could_not_be_read_is_asked_again():
+    made = Made()
+    assert np.isnan(made.score(["a"], ["x?"]).scores).tolist() == [[True, False, False]]
+    made.score(["a"], ["x?"])
+    assert len(made.asked) == 2
+
+
+def test_the_cache_is_bounded_and_drops_the_oldest_first():
+    made = Made()
+    made.cache.limit = 3
+    for text in "uvwx":
+        made.score(["a"], [text])
+    made.asked.clear()
+    made.score(["a"] * 3, list("vwx"))
+    assert made.asked == [] and len(made.cache.held) == 3
+    made.score(["a"], ["u"])
+    assert made.asked == [[("a", "u")]]
+
+
+def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
+    made, resumed, lines = Made(), Made(), []
+    made.cache.limit = resumed.cache.limit = 4
+    for text in "stuvwxs":
+        made.score(["a"], [text])
+        lines += [json.dumps({"step": 1} | record) for record in made.cache.take_fresh()]
+    resumed.cache.fill([json.loads(line) for line in lines])
+    assert list(resumed.cache.held.items()) == list(made.cache.held.items())
+    assert resumed.cache.take_fresh() == [] and made.cache.take_fresh() == []
+
+
+def test_a_file_of_scores_is_read_and_one_of_anything_else_is_refused_by_name(tmp_path):
+    made, path = Made(), tmp_path / "scores.jsonl"
+    made.cache.load(path)  # there is none yet
+    made.score(["a"], ["x"])
+    path.write_text("".join(json.dumps(record) + "\n" for record in made.cache.take_fresh()))
+    other = Made()
+    other.cache.load(path)
+    assert other.score(["a"], ["x"]).stats.num_cached == 3 and other.asked == []
+    for text in (
+        "{",
+        "[]",
+        '{"key": 3, "scores": [1.0]}',
+        '{"key": "a", "scores": ["1"]}',
+    ):
+        path.write_text(text + "\n")
+        with pytest.raises(ValueError, match=r"scores\.jsonl") as error:
+            Made().cache.load(path)
+        assert "\n" not in str(error.value)
+
+
+def test_no_pairs_are_no_work():
+    judged = Made().score([], [])
+    assert judged.scores.shape == (0, 3) and judged.rewards.shape == (0,) and judged.unparsed == 0
+
+
+def test_a_fifth_of_unreadable_evaluations_is_warned_of_with_an_example_and_again_when_they_double(capsys):
+    made = Made()
+
+    def warned(*completions):
+        made.score(["Add one and two."] * len(completions), list(completions))
+        return capsys.readouterr().err
+
+    assert warned("a", "b", "c?") == ""  # 1 of 9
+    said = warned("d?", "e?", "f?", "g?")  # 5 of 21: 24%
+    assert "5 of 21 evaluations" in said and "(24%)" in said and "'correct' of the answer 'd?'" in said
+    assert "Add one and two." in said and "'hm', with 0.250" in said and "\n" not in said.strip()
+    assert warned("h?", "i?") == ""
+    assert "10 of 36" in warned("j?", "k?", "l?")
+
+
+def test_a_few_unreadable_evaluations_are_not_warned_of(capsys):
+    made = Made()
+    for index in range(20):
+        made.score(["a"] * 2, [f"{index}?", f"{index}"])  # 1 of 6
+    assert capsys.readouterr().err == ""

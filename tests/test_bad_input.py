@@ -30,6 +30,7 @@ import checkpoint
 import evaluate
 import gwen
 import hub
+import judge
 import lora
 import rubrics
 import sampler
@@ -424,6 +425,14 @@ def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, 
         (evaluate.main, "--out {at}", "--out .* is no file in an existing directory"),
         (evaluate.main, "--out {at}/nowhere/out.jsonl", "nowhere/out.jsonl is no file in an existing directory"),
         (evaluate.main, "--task values --judge-model {at}/llama", "model_type 'llama'"),
+        (evaluate.main, "--judge-mode decod", "--judge-mode: invalid choice: 'decod'"),
+        (evaluate.main, "--judge-think 3", "--judge-think 3 needs --judge-mode decode"),
+        (evaluate.main, "--judge-cache {at}/nowhere/scores.jsonl", "scores.jsonl is no file in an existing directory"),
+        (evaluate.main, "--task values --judge-cache {at}/sums.jsonl", "sums.jsonl holds no scores"),
+        (evaluate.main, "--judge-url http://localhost/v1", "name one with --judge-model"),
+        (judge.main, "--labels {at}/sums.jsonl", "are required: --rubric"),
+        (judge.main, "--rubric data/demo_rubric.yaml --labels {at}/sums.jsonl", "sums.jsonl, line 1: it needs the texts"),
+        (judge.main, "--rubric data/demo_rubric.yaml --labels {at}/missing.jsonl", "missing.jsonl cannot be read"),
         (lora.main, "--model demo --adapter {at}/adapter --out {at}/new", "are required: --fuse"),
         (lora.main, "--fuse --model demo --out {at}/new", "are required: --adapter"),
         (

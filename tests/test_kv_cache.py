@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kv_cache import CHUNK, KVCache, LayerCache, round_up
+from kv_cache import CHUNK, KVCache, LayerCache, TreeCache, round_up
 
 RNG = np.random.default_rng(0)
 
@@ -169,3 +169,25 @@ def test_an_empty_cache_has_nothing_to_take():
 def test_padding_of_another_number_of_rows_is_refused():
     with pytest.raises(AssertionError):
         KVCache(1, pad=mx.array([1, 2])).offsets(3)
+
+
+def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_end():
+    root = TreeCache(2).child([3])
+    middle = root.child([2, 4], [0, 0])
+    newest = middle.child([1, 5, 2], [1, 0, 1])
+    written = [[entries(rows, length) for _ in range(4)] for rows, length in ((1, 3), (2, 4), (3, 5))]
+    for tree, level in zip((root, middle, newest), range(3), strict=True):
+        for index, layer in enumerate(tree.layers):
+            if level:  # a child takes what its parent has when it is made
+                layer.parts = list((root, middle, newest)[level - 1].child(tree.lengths[-1], tree.parents[-1]).layers[index].parts)
+            layer.update(written[level][2 * index], written[level][2 * index + 1])
+    flat, lengths = newest.flat()
+    assert lengths == [3 + 4 + 1, 3 + 2 + 5, 3 + 4 + 2] and flat.pad.tolist() == [2, 0, 1]
+    assert flat.length == 10 and flat.offsets(3).tolist() == lengths
+    for index, layer in enumerate(flat.layers):
+        for place, buffer in enumerate((layer.keys, layer.values)):
+            parts = [written[level][2 * index + place] for level in range(3)]
+            for row, parent in enumerate((1, 0, 1)):
+                own = [parts[0][0], parts[1][parent][:, : middle.lengths[-1][parent]], parts[2][row][:, : newest.lengths[-1][row]]]
+                expected = mx.concatenate(own, axis=1)
+                assert mx.array_equal(buffer[row, :, 10 - lengths[row] : 10], expected)

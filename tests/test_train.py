@@ -506,6 +506,31 @@ def test_masters_of_a_gradient_too_small_for_float16_still_move(tmp_path, monkey
 # ---- a run
 
 
+def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
+    run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "2")
+    train.train(run.config, run)
+    run.metrics.path.touch()
+    after_two = [record for record in run.judge_scores.read() if record["step"] <= 2]
+    assert 0 < len(after_two) < len(run.judge_scores.read())
+    other = train.Run(run.config, tmp_path)
+    state = checkpoint.load(tmp_path)
+    other.restore(state._replace(step=2))
+    other.open()
+    assert other.judge.cache.held == {record["key"]: record["scores"] for record in after_two}
+    assert list(other.judge.cache.held) == [record["key"] for record in after_two]
+    assert other.judge.identity() == run.judge.identity()
+
+
+def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
+    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "big", "--judge-retries", "0", "--lora-rank", "0")
+    run = train.Run(make_config(*flags), tmp_path)
+    assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
+    assert (run.judge.server.model, run.judge.server.retries) == ("big", 0)
+    assert run.state().extra["judge"] == {}
+    with pytest.raises(ValueError, match="did not answer after 1 tries"):
+        run.judge.score(["Add one and two."], ["Three."])
+
+
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)

@@ -234,7 +234,8 @@ class Judge(Grader):
         expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
         shares: list[float] = np.array(mass).tolist()
         scores: list[float] = np.where(np.array(shares) >= self.min_mass, np.array(expected), math.nan).tolist()
-        return list(zip(scores, shares, map(self.tokenizer.decode, np.array(logits.argmax(-1))), strict=True))
+        likeliest = [self.tokenizer.decode([token]) for token in np.array(logits.argmax(-1)).tolist()]
+        return list(zip(scores, shares, likeliest, strict=True))
 
     def _read_replies(self, hidden: mx.array, cache: TreeCache) -> list[tuple[float, float, str]]:
         """The last digit of greedy replies."""

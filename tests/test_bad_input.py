@@ -431,7 +431,11 @@ def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, 
         (evaluate.main, "--task values --judge-cache {at}/sums.jsonl", "sums.jsonl holds no scores"),
         (evaluate.main, "--judge-url http://localhost/v1", "name one with --judge-model"),
         (judge.main, "--labels {at}/sums.jsonl", "are required: --rubric"),
-        (judge.main, "--rubric data/demo_rubric.yaml --labels {at}/sums.jsonl", "sums.jsonl, line 1: it needs the texts"),
+        (
+            judge.main,
+            "--rubric data/demo_rubric.yaml --labels {at}/sums.jsonl",
+            "sums.jsonl, line 1: it needs the texts",
+        ),
         (judge.main, "--rubric data/demo_rubric.yaml --labels {at}/missing.jsonl", "missing.jsonl cannot be read"),
         (lora.main, "--model demo --adapter {at}/adapter --out {at}/new", "are required: --fuse"),
         (lora.main, "--fuse --model demo --out {at}/new", "are required: --adapter"),
@@ -450,7 +454,7 @@ def test_a_mistake_in_the_flags_of_another_command_is_one_line_and_writes_nothin
     mistakes, capsys, main, flags, pattern
 ):
     before = contents(mistakes)
-    chosen = [] if "--model" in flags or main is lora.main else ["--model", "demo"]
+    chosen = [] if "--model" in flags or main in (lora.main, judge.main) else ["--model", "demo"]
     refused(capsys, main, [*chosen, *flags.format(at=mistakes).split()], pattern)
     assert contents(mistakes) == before
 

@@ -172,15 +172,16 @@ def test_padding_of_another_number_of_rows_is_refused():
 
 
 def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_end():
-    root = TreeCache(2).child([3])
-    middle = root.child([2, 4], [0, 0])
-    newest = middle.child([1, 5, 2], [1, 0, 1])
     written = [[entries(rows, length) for _ in range(4)] for rows, length in ((1, 3), (2, 4), (3, 5))]
-    for tree, level in zip((root, middle, newest), range(3), strict=True):
+
+    def fill(tree, level):
         for index, layer in enumerate(tree.layers):
-            if level:  # a child takes what its parent has when it is made
-                layer.parts = list((root, middle, newest)[level - 1].child(tree.lengths[-1], tree.parents[-1]).layers[index].parts)
-            layer.update(written[level][2 * index], written[level][2 * index + 1])
+            layer.update(*written[level][2 * index : 2 * index + 2])
+        return tree
+
+    root = fill(TreeCache(2).child([3]), 0)
+    middle = fill(root.child([2, 4], [0, 0]), 1)
+    newest = fill(middle.child([1, 5, 2], [1, 0, 1]), 2)
     flat, lengths = newest.flat()
     assert lengths == [3 + 4 + 1, 3 + 2 + 5, 3 + 4 + 2] and flat.pad.tolist() == [2, 0, 1]
     assert flat.length == 10 and flat.offsets(3).tolist() == lengths
@@ -188,6 +189,10 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
         for place, buffer in enumerate((layer.keys, layer.values)):
             parts = [written[level][2 * index + place] for level in range(3)]
             for row, parent in enumerate((1, 0, 1)):
-                own = [parts[0][0], parts[1][parent][:, : middle.lengths[-1][parent]], parts[2][row][:, : newest.lengths[-1][row]]]
+                own = [
+                    parts[0][0],
+                    parts[1][parent][:, : middle.lengths[-1][parent]],
+                    parts[2][row][:, : newest.lengths[-1][row]],
+                ]
                 expected = mx.concatenate(own, axis=1)
                 assert mx.array_equal(buffer[row, :, 10 - lengths[row] : 10], expected)

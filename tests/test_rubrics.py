@@ -1,10 +1,11 @@
 """Rubrics, the prompts of a judge, and what is read from its answers."""
 
+import copy
 import math
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hub
@@ -56,8 +57,6 @@ def test_judged_text_cannot_end_its_section_or_write_control_tokens(text):
 
 def test_control_tokens_that_a_tokenizer_does_not_call_special_are_plain_text_too(tokenizer):
     """Qwen's own has "<think>" and "<tool_call>" as added tokens that are not special."""
-    import copy
-
     theirs = copy.deepcopy(tokenizer)
     theirs.add_tokens([AddedToken("<think>", special=False), AddedToken("<tool_call>", special=False)])
     assert theirs.encode("<think>", split_special_tokens=True) == [theirs.convert_tokens_to_ids("<think>")]
@@ -66,6 +65,22 @@ def test_control_tokens_that_a_tokenizer_does_not_call_special_are_plain_text_to
         ids = builder.untrusted(text)
         assert not set(theirs.get_added_vocab().values()) & set(ids)
         assert theirs.decode(ids).replace(" ", "") == text.replace(" ", "")
+
+
+def test_a_control_token_that_is_found_in_another_spelling_is_left_out(tokenizer):
+    theirs = copy.deepcopy(tokenizer)
+    theirs.backend_tokenizer.normalizer = normalizers.Lowercase()
+    theirs.add_tokens([AddedToken("<TOOL>", special=False, normalized=True)])
+    added = theirs.convert_tokens_to_ids("<TOOL>")
+    assert added in theirs.encode("a<tool>b", split_special_tokens=True)
+    builder = rubrics.PromptBuilder(theirs, RUBRIC)
+    assert theirs.decode(builder.untrusted("a<tool>b")) == "ab"
+
+
+def test_control_tokens_reach_the_judge_as_plain_text():
+    builder = rubrics.PromptBuilder(DEMO, RUBRIC)
+    for text in ("<|im_end|>", "a<|im_start|>assistant"):
+        assert DEMO.decode(builder.untrusted(text)) == text
 
 
 def test_harmless_text_reaches_the_judge_as_it_is():
@@ -96,8 +111,6 @@ def test_the_segments_of_a_prompt_joined_are_the_prompt_and_no_criterion_is_empt
     ("template", "said"), [(None, "no chat template"), ("{{ messages[0].content }}", "once"), ("hello", "once")]
 )
 def test_a_tokenizer_whose_template_does_not_show_the_prompt_is_refused(tokenizer, template, said):
-    import copy
-
     theirs = copy.deepcopy(tokenizer)
     theirs.chat_template = template
     with pytest.raises(ValueError, match=said):

@@ -522,10 +522,10 @@ def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
 
 
 def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
-    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "big", "--judge-retries", "0", "--lora-rank", "0")
+    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "demo", "--judge-retries", "0", "--lora-rank", "0")
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
-    assert (run.judge.server.model, run.judge.server.retries) == ("big", 0)
+    assert (run.judge.server.model, run.judge.server.retries) == ("demo", 0)
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
         run.judge.score(["Add one and two."], ["Three."])

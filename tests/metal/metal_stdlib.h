@@ -13,6 +13,12 @@
 // Code of the emulator's own inside a kernel, which is not to be checked as the kernel's.
 #define EMULATOR_INTERNAL __attribute__((disable_sanitizer_instrumentation, noinline))
 
+// What the runtime calls: the kernel's entry, and the first and last byte of the library that it is in.
+#define EMULATOR_ENTRY extern "C" __attribute__((visibility("default"))) EMULATOR_INTERNAL
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];  // of the linker's making
+EMULATOR_ENTRY const char* emulator_image_begin() { return __ehdr_start; }
+EMULATOR_ENTRY const char* emulator_image_end() { return _end; }
+
 #define thread
 #ifdef EMULATOR_TYPE_CHECK
 #define device __attribute__((address_space(1)))
@@ -46,6 +52,7 @@ namespace metal {
 template <typename T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 }
+// Vectors of 64-bit integers end at two: ThreadSanitizer passes over accesses of more than 16 bytes.
 #define EMULATOR_VECTORS(T) \
   typedef metal::vec<T, 2> T##2; \
   typedef metal::vec<T, 3> T##3; \
@@ -56,8 +63,8 @@ EMULATOR_VECTORS(short)
 EMULATOR_VECTORS(ushort)
 EMULATOR_VECTORS(int)
 EMULATOR_VECTORS(uint)
-EMULATOR_VECTORS(long)
-EMULATOR_VECTORS(ulong)
+typedef metal::vec<long, 2> long2;
+typedef metal::vec<ulong, 2> ulong2;
 EMULATOR_VECTORS(half)
 EMULATOR_VECTORS(float)
 EMULATOR_VECTORS(bfloat)
@@ -559,7 +566,7 @@ EMULATOR_INTERNAL T& threadgroup_array(const char* name, int line) {
 #if defined(__x86_64__) && !defined(EMULATOR_TYPE_CHECK)
 extern "C" {
 
-#define EMULATOR_CONVERSION EMULATOR_INTERNAL __attribute__((visibility("hidden"), used))
+#define EMULATOR_CONVERSION EMULATOR_INTERNAL __attribute__((used))
 
 EMULATOR_CONVERSION half __truncsfhf2(float x) {
   const uint bits = as_type<uint>(x), magnitude = bits & 0x7FFFFFFF;

@@ -375,6 +375,11 @@ void check(const void* pointer, Access access) {
   report_out_of_bounds(address, access);
 }
 
+void check_aligned(const void* address, unsigned long size, unsigned long pc) {
+  if (running && (unsigned long)address % size)
+    report({.kind = "undefined", .name = "address that is not aligned for its type", .pc = pc}, true);
+}
+
 void check_unwritten() {
   for (uint i = 0; i < launch->num_buffers; i++) {
     const Buffer& buffer = launch->buffers[i];
@@ -565,7 +570,7 @@ void emulator_launch(Launch* request) {
   uint3 grid, full, num_threadgroups;
   for (int d = 0; d < 3; d++) {
     grid[d] = launch->grid[d];
-    full[d] = launch->threadgroup[d] < grid[d] ? launch->threadgroup[d] : grid[d];
+    full[d] = launch->threadgroup[d] < grid[d] ? launch->threadgroup[d] : grid[d] ? grid[d] : 1;
     num_threadgroups[d] = (grid[d] + full[d] - 1) / full[d];
   }
   uint3 position;
@@ -632,13 +637,15 @@ void __tsan_init() {}
 
 #define ACCESS(name, size, reads, writes) \
   void __tsan_##name##size(const void* address) { \
+    check_aligned(address, size, image_offset(__builtin_return_address(0))); \
+    check(address, {size, reads, writes, false, image_offset(__builtin_return_address(0))}); \
+  } \
+  void __tsan_unaligned_##name##size(const void* address) { \
     check(address, {size, reads, writes, false, image_offset(__builtin_return_address(0))}); \
   }
 #define ACCESSES(size) \
   ACCESS(read, size, true, false) \
-  ACCESS(write, size, false, true) \
-  ACCESS(unaligned_read, size, true, false) \
-  ACCESS(unaligned_write, size, false, true)
+  ACCESS(write, size, false, true)
 ACCESSES(1)
 ACCESSES(2)
 ACCESSES(4)
@@ -668,7 +675,6 @@ void* __tsan_memmove(void* target, const void* source, unsigned long size) {
     if (running) report({.kind = "undefined", .name = description, .pc = pc}, is_fatal); \
   }
 UNDEFINED(out_of_bounds, "index outside of an array", true)
-UNDEFINED(type_mismatch_v1, "address that is not aligned for its type", true)
 UNDEFINED(divrem_overflow, "integer division by zero", true)
 UNDEFINED(shift_out_of_bounds, "shift by a negative or too large distance", false)
 UNDEFINED(add_overflow, "signed overflow in an addition", false)

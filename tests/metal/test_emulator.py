@@ -1,4 +1,4 @@
-"""Kernels of several kinds against numpy: what the emulator runs is what the text says. On a Mac they run on the GPU."""
+"""Kernels of several kinds against numpy: the emulator runs what the text says. On a Mac they run on the GPU."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal import emulator, toolchain
+from metal import emulator, program, toolchain
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 ROUNDING = {mx.float32: 2**-23, mx.float16: 2**-11, mx.bfloat16: 2**-8}
@@ -285,10 +285,10 @@ def test_the_text_is_what_mlx_writes_so_small_inputs_are_constant_and_scalars_re
         name="k", input_names=["x", "y", "z"], output_names=["out"], source=body, header="// nothing\n"
     )
     call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    program = emulator.export_program(kernel, "// nothing\n", body, arrays, call)
+    text = program.export(kernel, "// nothing\n", body, arrays, call)
     kinds = ["const device float*", "const constant float*", "const constant float&", "device float*"]
-    assert program.parameters == list(zip(kinds, ["x", "y", "z", "out"], strict=True))
-    assert program.body == body and program.header == "// nothing\n"
+    assert text.parameters == list(zip(kinds, ["x", "y", "z", "out"], strict=True))
+    assert text.body == body and text.header == "// nothing\n"
 
 
 def test_shape_strides_and_ndim_come_with_an_input(metal: str) -> None:
@@ -440,8 +440,8 @@ def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, m
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(lambda _: toolchain.build(source, ["-O1"]), range(4)))) == 1
     (library,) = (tmp_path / "gwen" / "metal").iterdir()
-    program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "42\n"
+    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
 
 
 def test_no_compiler_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def require() -> Toolchain:
 
 def cached(inputs: list[str], suffix: str) -> Path:
     """Where the result of these inputs lies, or is to be put."""
-    headers = [(HERE / name).read_text() for name in ("runtime.h", "metal_stdlib.h", "runtime.cpp")]
+    headers = [(HERE / name).read_text() for name in ("runtime.h", "metal_stdlib.h")]
     key = hashlib.sha256(repr([inputs, headers, require().version, platform.machine()]).encode()).hexdigest()[:24]
     return cache_directory() / f"{key}{suffix}"
 

@@ -176,21 +176,29 @@ ABSENT = "double goto try throw new delete std virtual printf".split()
 MAX_ARGUMENTS = 31
 
 
+def outside_of_braces(text: str) -> str:
+    while text != (text := re.sub(r"\{[^{}]*\}", "", text)):
+        pass
+    return text
+
+
 def complaints(program: Program) -> list[str]:
     """What Metal's compiler refuses and clang does not."""
     header, body = without_comments(program.header), without_comments(program.body)
     types = "|".join([*SCALARS, *VECTORS, *re.findall(r"typename (\w+)", program.signature + header)])
     space = r"(?:\b(device|constant|threadgroup|thread)\s+)?(?:(?:const|volatile)\s+)*"
     pointer = re.compile(rf"{space}\b(?:{types})\s*(?:const\s*)?[*&]\s*\w+")
-    variable = re.compile(
-        rf"^(?!.*\bconstant\b)(?:(?:static|const|constexpr|inline)\s+)*(?:{types})\s+\w+[^(\n]*[=;]", re.M
-    )
+    qualifiers = r"(?:(?:static|const|constexpr|inline)\s+)*"
+    variable = re.compile(rf"^\s*(?!.*\bconstant\b)({qualifiers}(?:{types})\s+\w+[^(\n]*)[=;]", re.M)
     found = [
         f"pointer or reference without an address space: `{match[0]}`"
         for match in pointer.finditer(header + "\n" + body)
         if not match[1]
     ]
-    found += [f"variable of the program that is not constant: `{match[0]}`" for match in variable.finditer(header)]
+    found += [
+        f"variable of the program that is not constant: `{match[1].strip()}`"
+        for match in variable.finditer(outside_of_braces(header))
+    ]
     found += [
         f"threadgroup memory declared outside of the kernel: `{match[0]}`"
         for match in THREADGROUP.finditer(header)
@@ -206,6 +214,7 @@ TYPE_CHECK = "-Wno-everything -Wimplicit-float-conversion -fno-lax-vector-conver
 TYPE_CHECK += [f"-Werror={mistake}" for mistake in ("return-type", "uninitialized", "vla-extension")]
 FLOAT_TO_BFLOAT = re.compile(r"to (?:'\w+' \(aka )?'__bf16'\)? \[-Wimplicit-float-conversion\]")
 RUN = "-Wno-everything -g1 -gdwarf-4 -fvisibility=hidden -ftrivial-auto-var-init=pattern".split()
+RUN += ["-Wframe-larger-than=65536", "-Werror=frame-larger-than"]  # half of the stack that runtime.cpp gives a thread
 MODES = {
     "fast": ["-O2"],
     "check": [

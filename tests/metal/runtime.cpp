@@ -51,6 +51,7 @@ namespace {
 
 constexpr uint MAX_THREADS = 1024, MAX_ARRAYS = 64;
 constexpr unsigned long STACK_BYTES = 128 << 10, ARENA_BYTES = 1 << 20, RED_ZONE = 256;
+constexpr unsigned long MAX_ACCESSES = 1ul << 28;  // of one thread between two waits: seconds
 enum Memory { DEVICE, THREADGROUP };  // bit number in the flags of a barrier
 
 Launch* launch;
@@ -109,6 +110,7 @@ uint threadgroup_serial;           // counts threadgroups from 1
 char* stacks;
 void* scheduler_stack_pointer;
 Fiber* running;
+unsigned long num_accesses;  // since it was resumed
 
 // Saves the registers that a function must keep, and its stack pointer in *save; goes on where `load` was saved.
 extern "C" void emulator_switch(void** save, void* load);
@@ -191,6 +193,7 @@ void fiber_main() {
 
 void resume(Fiber& fiber) {
   running = &fiber;
+  num_accesses = 0;
   emulator_thread = &fiber.thread;
   emulator_switch(&scheduler_stack_pointer, fiber.stack_pointer);
   running = nullptr;
@@ -348,6 +351,8 @@ void check_range(Shadow* shadow, unsigned long offset, unsigned long element_siz
 void check(const void* pointer, Access access) {
   const char* address = (const char*)pointer;
   if (!running) return;
+  if (++num_accesses > MAX_ACCESSES)
+    report({.kind = "limit", .what = "a loop without end", .name = "", .pc = access.pc}, true);
   const char* stack = stack_of(*running);
   if (address >= stack && address < stack + STACK_BYTES) return;
   if (address >= arena && address < arena + ARENA_BYTES) {
@@ -614,7 +619,8 @@ void* emulator_threadgroup_array(const char* name, int line, unsigned long size,
   for (uint i = 0; i < num_arrays; i++) bytes += arrays[i].size;
   if (launch->threadgroup_bytes < bytes + size) launch->threadgroup_bytes = bytes + size;
   const unsigned long end = arena_used + RED_ZONE + (size + 63) / 64 * 64;
-  if (num_arrays == MAX_ARRAYS || end + RED_ZONE > ARENA_BYTES) abort_launch();  // far beyond Metal's 32 KiB
+  if (num_arrays == MAX_ARRAYS || end + RED_ZONE > ARENA_BYTES)
+    report({.kind = "limit", .what = "more threadgroup memory than the emulator has", .name = name, .line = line}, true);
   ThreadgroupArray& array = arrays[num_arrays++];
   array = {name, line, arena + arena_used + RED_ZONE, size, element_size, nullptr};
   arena_used = end;

@@ -1,8 +1,10 @@
 """Kernels of several kinds against numpy: the emulator runs what the text says. On a Mac they run on the GPU."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +13,7 @@ import pytest
 
 from metal import emulator, program, toolchain
 
+ROOT = Path(__file__).parent.parent.parent
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 ROUNDING = {mx.float32: 2**-23, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
@@ -442,6 +445,18 @@ def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, m
     (library,) = (tmp_path / "gwen" / "metal").iterdir()
     code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
+
+
+@pytest.mark.parametrize("ci, outcome", [("", "1 skipped"), ("true", "1 error")])
+def test_without_a_compiler_tests_are_skipped_but_in_ci_they_fail(ci: str, outcome: str) -> None:
+    test = "tests/metal/test_emulator.py::test_votes_count_the_threads_that_exist"
+    code = (
+        f"import sys, pytest; sys.modules['ziglang'] = None; pytest.main(['-rs', '-p', 'no:cacheprovider', '{test}'])"
+    )
+    environment = os.environ | {"PATH": "", "CI": ci}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert outcome in done.stdout and "the package ziglang is not installed" in done.stdout + done.stderr, done.stdout
 
 
 def test_no_compiler_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

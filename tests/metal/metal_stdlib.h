@@ -1,8 +1,8 @@
 // A stand-in for Metal's standard library, for clang on Linux: what MLX's own headers ask for and what kernels of this
 // project's kind use, no more. What is missing is a compile error, never a silent difference.
 //
-// It is compiled in two ways. With EMULATOR_TYPE_CHECK the address spaces are real ones of clang's, so that a pointer to
-// `device` memory does not become one to `constant` memory; nothing is run. Without, they are erased, since clang's
+// It is compiled in two ways. With EMULATOR_TYPE_CHECK the address spaces are real ones of clang's, so that a pointer
+// to `device` memory does not become one to `constant` memory; nothing is run. Without, they are erased, since clang's
 // sanitizers look at ordinary memory only, and barriers and simdgroup operations call the runtime.
 #pragma once
 #include "runtime.h"
@@ -147,9 +147,9 @@ METAL_FUNC To as_type(From value) {
 
 // ---- arithmetic
 //
-// MLX's bf16_math.h makes the functions for bfloat from `__metal_NAME(float..., bool is_fast)`. Metal has each function for
-// float, half and their vectors; here a half is computed in float and rounded once, and `precise::` and `fast::` are the
-// same functions: a GPU's own last digits cannot be known.
+// MLX's bf16_math.h makes the functions for bfloat from `__metal_NAME(float..., bool is_fast)`. Metal has each function
+// for float, half and their vectors; here a half is computed in float and rounded once, and `precise::` and `fast::`
+// are the same functions: a GPU's own last digits cannot be known.
 
 #define __METAL_MAYBE_FAST_MATH__ false
 #define __METAL_FAST_MATH__ true
@@ -502,13 +502,15 @@ template <class T>
 struct atomic {
   T value;
 };
+template <class T>
+using identity = conditional_t<true, T, T>;  // takes no part in deduction: a float may be stored where int is
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
 typedef atomic<float> atomic_float;
 
 #define EMULATOR_ATOMIC_UPDATE(space, name, expression) \
   template <class T> \
-  EMULATOR_INTERNAL T atomic_##name##_explicit(volatile space atomic<T>* object, decltype(T()) operand, memory_order) { \
+  EMULATOR_INTERNAL T atomic_##name##_explicit(volatile space atomic<T>* object, identity<T> operand, memory_order) { \
     emulator_atomic((const void*)object, sizeof(T), true, true); \
     const T old = object->value; \
     object->value = expression; \
@@ -521,7 +523,7 @@ typedef atomic<float> atomic_float;
     return object->value; \
   } \
   template <class T> \
-  EMULATOR_INTERNAL void atomic_store_explicit(volatile space atomic<T>* object, decltype(T()) operand, memory_order) { \
+  EMULATOR_INTERNAL void atomic_store_explicit(volatile space atomic<T>* object, identity<T> operand, memory_order) { \
     emulator_atomic((const void*)object, sizeof(T), false, true); \
     object->value = operand; \
   } \
@@ -540,7 +542,7 @@ EMULATOR_ATOMICS(threadgroup)
 
 }  // namespace metal
 
-// ---- threadgroup memory: `threadgroup T name[n];` in a kernel is rewritten to `auto& name = threadgroup_array<T[n]>(...)`
+// ---- threadgroup memory: `threadgroup T name[n];` is rewritten to `auto& name = threadgroup_array<T[n]>(...);`
 
 namespace emulator {
 
@@ -601,7 +603,7 @@ EMULATOR_CONVERSION bfloat __truncsfbf2(float x) {
 }
 #endif
 
-// ---- vector constructors: float4(a, b, c, d), float4(ab, cd), float4(a), and conversions. Last, since they are macros.
+// ---- vector constructors: float4(a, b, c, d), float4(ab, cd), float4(a), conversions. Last, since they are macros.
 
 namespace emulator {
 

@@ -1,13 +1,13 @@
 // The emulator's runtime: runs one threadgroup after the other, every thread of it as a fiber on one thread of the CPU.
 //
-// A fiber runs until it meets a barrier or a simdgroup operation, and then waits until the others it needs are there too:
+// A fiber runs until it meets a barrier or a simdgroup operation, and then waits until the others it needs are there:
 // those of its simdgroup, or of its threadgroup. So barriers and simdgroup operations have their true meaning, and what
 // a kernel does between them is run in an order that Metal might have chosen as well.
 //
 // Kernels built for checking call back before every access to memory that others can see. clang's ThreadSanitizer emits
-// these calls, and this file implements them instead of its library: bounds, races, reads of what nobody wrote. Races are
-// found by order, not by luck: two accesses to one element by two threads, one of them a write, must have a barrier for
-// that memory between them. Checks of clang's UndefinedBehaviorSanitizer end here too.
+// these calls, and this file implements them instead of its library: bounds, races, reads of what nobody wrote. Races
+// are found by order, not by luck: two accesses to one element by two threads, one of them a write, must have a barrier
+// for that memory between them. Checks of clang's UndefinedBehaviorSanitizer end here too.
 #include "runtime.h"
 
 extern "C" {
@@ -51,7 +51,7 @@ namespace {
 
 constexpr uint MAX_THREADS = 1024, MAX_ARRAYS = 64;
 constexpr unsigned long STACK_BYTES = 128 << 10, ARENA_BYTES = 1 << 20, RED_ZONE = 256;
-constexpr unsigned long MAX_ACCESSES = 1ul << 28;  // of one thread between two waits: seconds
+constexpr unsigned long MAX_ACCESSES = 1ul << 24;  // of one thread between two waits
 enum Memory { DEVICE, THREADGROUP };  // bit number in the flags of a barrier
 
 Launch* launch;
@@ -212,7 +212,7 @@ void start_fiber(Fiber& fiber) {
 
 // ---- checked memory
 
-// The last write of an element, and the reads since. Of several readers in one epoch only that they are several is kept.
+// The last write of an element, and the reads since. Of several readers in one epoch it is kept that they are several.
 struct Shadow {
   uint write_serial, write_epoch, write_simd_epoch;  // a serial of 0: never
   uint read_serial, read_epoch, read_simd_epoch;
@@ -334,7 +334,8 @@ void check_range(Shadow* shadow, unsigned long offset, unsigned long element_siz
     if (distance >= nearest) return;
     nearest = distance;
     problem.name = name;
-    problem.element = offset < 0 ? -((-offset + (long)element_size - 1) / (long)element_size) : offset / (long)element_size;
+    const long bytes = element_size;
+    problem.element = offset < 0 ? -((-offset + bytes - 1) / bytes) : offset / bytes;
     problem.num_elements = size / element_size;
   };
   for (uint i = 0; i < num_arrays; i++)
@@ -359,8 +360,9 @@ void check(const void* pointer, Access access) {
     for (uint i = 0; i < num_arrays; i++) {
       const ThreadgroupArray& array = arrays[i];
       const unsigned long offset = address - array.data;
-      if (address >= array.data && offset + access.size <= array.size)
-        return check_range(array.shadow, offset, array.element_size, array.size, access, THREADGROUP, false, array.name);
+      if (address < array.data || offset + access.size > array.size) continue;
+      check_range(array.shadow, offset, array.element_size, array.size, access, THREADGROUP, false, array.name);
+      return;
     }
     report_out_of_bounds(address, access);
   }
@@ -422,7 +424,7 @@ bool waits_for_simdgroup(const Fiber& fiber) {
   return fiber.state == AT_SIMD_OPERATION || fiber.state == AT_SIMDGROUP_BARRIER;
 }
 
-// All threads of a simdgroup wait or are done: lets those go on that wait for the operation that comes first in the text.
+// All threads of a simdgroup wait or are done: lets those go on that wait for the operation that is first in the text.
 void release_simdgroup(uint index) {
   Simdgroup& group = simdgroups[index];
   const uint begin = index * SIMD_WIDTH, end = num_threads < begin + SIMD_WIDTH ? num_threads : begin + SIMD_WIDTH;
@@ -620,7 +622,7 @@ void* emulator_threadgroup_array(const char* name, int line, unsigned long size,
   if (launch->threadgroup_bytes < bytes + size) launch->threadgroup_bytes = bytes + size;
   const unsigned long end = arena_used + RED_ZONE + (size + 63) / 64 * 64;
   if (num_arrays == MAX_ARRAYS || end + RED_ZONE > ARENA_BYTES)
-    report({.kind = "limit", .what = "more threadgroup memory than the emulator has", .name = name, .line = line}, true);
+    report({.kind = "limit", .what = "threadgroup memory beyond all limits", .name = name, .line = line}, true);
   ThreadgroupArray& array = arrays[num_arrays++];
   array = {name, line, arena + arena_used + RED_ZONE, size, element_size, nullptr};
   arena_used = end;

@@ -175,6 +175,12 @@ def test_a_race_with_a_threadgroup_that_ran_before(first: str, second: str) -> N
     assert problems(body, size=128, threads=128, init_value=0) == {"race"}
 
 
+def test_threads_run_in_an_order_that_no_kernel_can_rely_on() -> None:
+    body = "out[i] = atomic_fetch_add_explicit((device atomic<int>*)out + 64, 1, memory_order_relaxed);"
+    order = np.asarray(run(body, size=65, dtype=mx.int32, init_value=0))[:64]
+    assert sorted(order) == list(range(64)) and (np.diff(order) != 1).mean() > 0.5
+
+
 # ---- bounds
 
 
@@ -243,6 +249,11 @@ def test_an_uninitialised_read_of_threadgroup_memory_that_the_threadgroup_before
     assert problems(body, size=128, threads=128) == {"uninitialised"}
 
 
+def test_threadgroup_memory_holds_no_numbers_at_first_even_in_fast_mode() -> None:
+    body = f"threadgroup float a[64]; if (i % 2) a[i] = 1; {BARRIER} out[i] = a[i];"
+    np.testing.assert_array_equal(np.isnan(np.asarray(run(body, mode="fast"))), [True, False] * 32)
+
+
 def test_an_uninitialised_read_of_an_output() -> None:
     assert problems("out[i] += x[i];") == {"uninitialised"}
     assert problems("out[i] += x[i];", init_value=0) == set()
@@ -307,6 +318,7 @@ def test_a_bfloat_that_overflows() -> None:
     largest = 255.0 * 2.0**120
     assert problems("out[i] = bfloat(x[i]);", x=mx.full((64,), largest), dtype=mx.bfloat16) == set()
     assert problems("out[i] = bfloat(x[i]);", x=mx.full((64,), largest * 1.002), dtype=mx.bfloat16) == {"overflow"}
+    assert problems("out[i] = bfloat(x[i]);", x=mx.full((64,), np.inf), dtype=mx.bfloat16) == set()
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import yaml
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
@@ -40,12 +38,13 @@ import sampler
 import settings
 import tasks
 import telemetry
+import update
 from settings import Config
 
 
 def train(config: Config, run: "Run") -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
-    model, task, clock = run.model, run.task, telemetry.PhaseClock()
+    model, task, learner, clock = run.model, run.task, run.learner, telemetry.PhaseClock()
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
@@ -75,17 +74,18 @@ def train(config: Config, run: "Run") -> None:
             done(advantages)
 
         rows = [prompt for prompt in prompts for _ in range(config.groups)]
-        batches = micro_batches(rows, rollout, config.train_token_budget)
+        batches = update.micro_batches(rows, rollout, config.train_token_budget)
 
         ref_logprobs = None
         if config.kl_coef:
             with clock.phase("ref") as done:
-                ref_logprobs = reference_logprobs(run, batches, rollout)
+                ref_logprobs = update.reference_logprobs(learner, batches, rollout)
                 done(ref_logprobs)
 
         with clock.phase("update") as done:
-            result = update(run, batches, rollout, advantages, ref_logprobs)
-            done(run.trainable, run.optimizer.state)
+            lr = update.learning_rate(config, run.step)
+            result = update.update(learner, batches, rollout, advantages, ref_logprobs, lr)
+            done(learner.trainable, learner.optimizer.state)
 
         run.step = step
         # ---- everything below is reporting
@@ -136,188 +136,11 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     return Rewards(total, np.where(readable, total, mean), components, judgement, completions)
 
 
-class MicroBatch(NamedTuple):
-    """Rows that go through the model together, padded on the right; row i is row `rows[i]` of the step."""
-
-    rows: mx.array  # (M,)
-    tokens: mx.array  # (M, L) prompt and completion without the last token, which predicts nothing
-    positions: mx.array  # (M, T) where in L each completion token is predicted
-    completion_ids: mx.array  # (M, T)
-    mask: mx.array  # (M, T)
-    sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
-    num_tokens: int  # of the M * L positions that are not padding
-
-
-def micro_batches(prompts: list[list[int]], rollout: sampler.Rollout, token_budget: int) -> list[MicroBatch]:
-    """Rows ordered by length and cut where M * L would pass the budget; one row always fits."""
-    ids, mask, logprobs = (np.array(x) for x in (rollout.completion_ids, rollout.mask, rollout.logprobs))
-    num_tokens = mask.sum(-1).astype(int)
-    lengths = num_tokens + [len(prompt) for prompt in prompts]
-    groups: list[list[int]] = [[]]
-    for row in np.argsort(lengths, kind="stable"):  # ascending: the row that joins is the longest
-        if groups[-1] and (len(groups[-1]) + 1) * (lengths[row] - 1) > token_budget:
-            groups.append([])
-        groups[-1].append(int(row))
-    batches = []
-    for rows in groups:
-        length, most = max(lengths[rows]) - 1, max(num_tokens[rows])
-        tokens, positions = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), most), np.int32)
-        for index, row in enumerate(rows):
-            whole = [*prompts[row], *ids[row, : num_tokens[row]]]
-            tokens[index, : len(whole) - 1] = whole[:-1]
-            # completion token t stands at len(prompt) + t and is predicted one position earlier
-            positions[index] = np.minimum(len(prompts[row]) - 1 + np.arange(most), length - 1)
-        batches.append(
-            MicroBatch(
-                rows=mx.array(rows),
-                tokens=mx.array(tokens),
-                positions=mx.array(positions),
-                completion_ids=mx.array(ids[rows, :most]),
-                mask=mx.array(mask[rows, :most]),
-                sampled_logprobs=mx.array(logprobs[rows, :most]),
-                num_tokens=int((lengths[rows] - 1).sum()),
-            )
-        )
-    return batches
-
-
-def completion_logprobs(model: gwen.Model, batch: MicroBatch, config: Config) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
-    hidden = mx.take_along_axis(model.hidden(batch.tokens), batch.positions[:, :, None], axis=1)  # (M, T, C)
-    return gwen.token_logprobs(
-        hidden,
-        model.head_weight,
-        batch.completion_ids,
-        temperature=config.temp,
-        head="frozen" if config.lora_rank else "trained",
-        support=config.support,
-    )
-
-
-def reference_logprobs(run: "Run", batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
-    """Log-probabilities under the model that training began with, (N, T), without gradient."""
-    model = run.base or run.model
-    out = mx.zeros(rollout.logprobs.shape)
-    with lora.disabled(model):
-        for batch in batches:
-            logprobs, _ = completion_logprobs(model, batch, run.config)
-            out[batch.rows, : logprobs.shape[1]] = mx.stop_gradient(logprobs)
-            mx.eval(out)
-    return out
-
-
-class UpdateResult(NamedTuple):
-    """What one optimizer step did; Python numbers, means over the step's completion tokens."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool  # the gradient was not finite, so nothing changed
-    pad_frac: float  # of the positions that went through the model
-    means: dict[str, float]
-
-
-def update(
-    run: "Run", batches: list[MicroBatch], rollout: sampler.Rollout, advantages: mx.array, ref_logprobs: mx.array | None
-) -> UpdateResult:
-    """One AdamW step on the gradient of the whole step's loss, accumulated over its micro-batches."""
-    config, model = run.config, run.model
-    num_rows, num_items = rollout.mask.shape[0], int(rollout.stats.num_tokens)
-
-    def objective(model: gwen.Model, batch: MicroBatch) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-        logprobs, entropy = completion_logprobs(model, batch, config)
-        old_logprobs = mx.stop_gradient(logprobs) if config.old_logprobs == "step" else batch.sampled_logprobs
-        loss, stats = grpo.policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages[batch.rows],
-            batch.mask,
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.rows, : logprobs.shape[1]],
-            loss=config.loss,
-            level=config.level,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef,
-            max_tokens=config.max_tokens,
-            num_items=num_items,
-        )
-        loss = loss * grpo.micro_batch_weight(config.loss, len(batch.rows), num_rows)
-        gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
-        num_tokens = batch.mask.sum()
-        sums = {
-            "kl": stats.kl * num_tokens,
-            "clip_frac": stats.clip_frac * num_tokens,
-            "entropy": (entropy * batch.mask).sum(),
-            "gap": gap.sum(),
-            "gap_max": gap.max(),
-        }
-        return loss * run.loss_scale.value, loss, sums
-
-    grads: Any = None
-    total_loss, totals = 0.0, dict.fromkeys(("kl", "clip_frac", "entropy", "gap", "gap_max"), 0.0)
-    for batch in tqdm(batches, desc="update", leave=False, disable=None):
-        (_, loss, sums), part = nn.value_and_grad(model, objective)(model, batch)
-        part = tree_unflatten([(n, g.astype(mx.float32) / run.loss_scale.value) for n, g in tree_flatten(part)])
-        grads = part if grads is None else tree_map(mx.add, grads, part)
-        mx.eval(grads, loss, sums)  # wait: the next micro-batch may use this one's memory
-        total_loss += loss.item()
-        for name, value in sums.items():
-            totals[name] = max(totals[name], value.item()) if name == "gap_max" else totals[name] + value.item()
-    grads, norm = optim.clip_grad_norm(grads, config.max_grad_norm)
-    grad_norm, lr = norm.item(), learning_rate(config, run.step)
-    skipped = not (math.isfinite(grad_norm) and math.isfinite(total_loss))
-    if not skipped:
-        run.optimizer.learning_rate = lr
-        run.trainable = dict(
-            tree_flatten(run.optimizer.apply_gradients(grads, tree_unflatten(list(run.trainable.items()))))
-        )
-        install(model, run.trainable)
-    run.loss_scale = run.loss_scale.after(skipped)
-    most = totals.pop("gap_max")
-    means = {name: value / num_items for name, value in totals.items()} | {"gap_max": most}
-    num_positions = sum(batch.tokens.size for batch in batches)
-    pad_frac = 1 - sum(batch.num_tokens for batch in batches) / num_positions
-    return UpdateResult(total_loss, grad_norm, lr, skipped, pad_frac, means)
-
-
-def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
-    """Puts the float32 masters into the model, rounded to the dtype in which the model holds each."""
-    dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
-    model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up, then constant or half a cosine down to a tenth; `step` counts from 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
-    return config.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
-
-
-class LossScale(NamedTuple):
-    """Keeps small gradients of float16 activations above zero: doubled after 200 good steps, halved by an overflow."""
-
-    value: float = 1.0
-    good_steps: int = 0
-    dynamic: bool = False
-
-    def after(self, overflow: bool) -> "LossScale":
-        if not self.dynamic:
-            return self
-        if overflow:
-            return self._replace(value=max(self.value / 2, 1.0), good_steps=0)
-        if self.good_steps + 1 == 200:
-            return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
-        return self._replace(good_steps=self.good_steps + 1)
-
-
 # ---- a run: everything that lasts from step to step, and what it writes
 
 
 class Run:
-    """The model in training, its optimizer, task and judge, and the run directory that records them."""
+    """The model and what it learns with, its task and judge, and the run directory that records them."""
 
     def __init__(self, config: Config, run_dir: Path):
         self.config, self.dir = config, run_dir
@@ -334,13 +157,7 @@ class Run:
         if config.eval_every:
             self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
-        self.trainable = {
-            name: array.astype(mx.float32) for name, array in tree_flatten(self.model.trainable_parameters())
-        }
-        self.optimizer = optim.AdamW(config.lr, weight_decay=config.weight_decay, bias_correction=True)
-        self.optimizer.init(tree_unflatten(list(self.trainable.items())))
-        half = self.model.head_weight.dtype == mx.float16
-        self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
+        self.learner = update.Learner(self.model, config, self.base)
         self.recent: deque[float] = deque(maxlen=10)
         self.last_state = self.state()
 
@@ -375,25 +192,27 @@ class Run:
         """The run between two steps. Arrays are never changed in place, so holding them is enough."""
         extra = {
             "dtype": str(self.model.head_weight.dtype),
-            "loss_scale": self.loss_scale._asdict(),
+            "loss_scale": self.learner.loss_scale._asdict(),
             "judge_chunk_size": self.judge and self.judge.chunk_size,
         }
-        return checkpoint.State(self.step, dict(self.trainable), dict(tree_flatten(self.optimizer.state)), extra)
+        return checkpoint.State(
+            self.step, dict(self.learner.trainable), dict(tree_flatten(self.learner.optimizer.state)), extra
+        )
 
     def restore(self, state: checkpoint.State) -> None:
-        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.trainable))
+        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.learner.trainable))
         if shapes != ours:
             raise ValueError(f"--resume {self.dir}: the checkpoint's tensors are not those of this configuration")
         if (dtype := str(self.model.head_weight.dtype)) != state.extra["dtype"]:
             raise ValueError(
                 f"--resume {self.dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
             )
-        self.step, self.trainable = state.step, state.trainable
-        self.optimizer.state = tree_unflatten(list(state.optimizer.items()))
-        self.loss_scale = LossScale(**state.extra["loss_scale"])
+        self.step, self.learner.trainable = state.step, state.trainable
+        self.learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
+        self.learner.loss_scale = update.LossScale(**state.extra["loss_scale"])
         if self.judge:
             self.judge.chunk_size = min(self.judge.chunk_size, state.extra["judge_chunk_size"] or self.judge.chunk_size)
-        install(self.model, self.trainable)
+        update.install(self.model, self.learner.trainable)
 
     def save(self, state: checkpoint.State | None = None) -> None:
         checkpoint.save(self.dir, state or self.state())
@@ -423,7 +242,7 @@ class Run:
         rollout: sampler.Rollout,
         rewards: Rewards,
         advantages: mx.array,
-        result: UpdateResult,
+        result: update.UpdateResult,
     ) -> None:
         """Writes the step's metrics and completions and prints its line."""
         num_tokens, num_rows = rollout.stats.num_tokens, rollout.mask.shape[0]
@@ -456,7 +275,7 @@ class Run:
             "entropy": result.means["entropy"],
             "clip_frac": result.means["clip_frac"],
             "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-            "loss_scale": self.loss_scale.value,
+            "loss_scale": self.learner.loss_scale.value,
             "lr": result.lr,
             "skipped": int(result.skipped),
             "completion/mean_tokens": num_tokens / num_rows,
@@ -538,7 +357,9 @@ def main(argv: list[str] | None = None) -> None:
             run.last_state = state
         settings.write(config, run_dir)  # only now that everything is loaded: a mistake leaves no directory behind
         run.open()
-        print(f"run: {run_dir}, {sum(a.size for a in run.trainable.values()):,} trainable parameters", flush=True)
+        print(
+            f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
+        )
         with _stoppable(run):
             if config.eval_every and run.step == 0 and not run.evals.read():
                 run.evaluate()

@@ -26,7 +26,7 @@ def make_run(tmp_path, *flags):
     return run
 
 
-def sample(run, key=1, **settings):
+def sample(run, key=1):
     """Examples, prompts of every row, and completions of them."""
     config = run.config
     indices = tasks.epoch_indices(len(run.task.train), config.batch, 0, 0)
@@ -47,11 +47,14 @@ def sample(run, key=1, **settings):
     return [run.task.train[index] for index in indices], rows, rollout
 
 
-def update_once(run, budget=100_000, advantages=None, **settings):
+def update_once(run, budget=100_000, advantages=None):
     _, rows, rollout = sample(run)
     if advantages is None:
         rewards = mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3))
         advantages = grpo.group_advantages(rewards).reshape(-1)
     batches = update.micro_batches(rows, rollout, budget)
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.kl_coef else None
-    return update.update(run.learner, batches, rollout, advantages, ref, update.learning_rate(run.config, run.step))
+    lr = update.learning_rate(run.config, run.step)
+    result = update.update(run.learner, batches, rollout, advantages, ref, lr)
+    run.learner.whole = True  # as `train` says when the step is on record
+    return result

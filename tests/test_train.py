@@ -1,6 +1,7 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
+import oracle
 import pytest
 import yaml
 from mlx.utils import tree_flatten
@@ -137,13 +140,113 @@ def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_pat
     np.testing.assert_allclose([line["advantage"] for line in lines], expected, atol=1e-5)
 
 
-def test_every_step_and_every_seed_draws_with_a_key_of_its_own(tmp_path, monkeypatch):
+CORRECT_ONLY = ("--reward-weights", "rubric=0")  # right or wrong: many groups are equal
+
+
+def test_every_draw_of_every_step_and_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
     keys, roll = [], sampler.rollout
     monkeypatch.setattr(sampler, "rollout", lambda *a, **k: keys.append(k["key"]) or roll(*a, **k))
     for seed in ("0", "1"):
-        run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--seed", seed)
+        flags = ("--steps", "3", "--eval-every", "0", "--seed", seed, "--dynamic-sampling", *CORRECT_ONLY)
+        run = make_run(tmp_path, *flags)
         train.train(run.config, run)
-    assert len(set(keys)) == 6 and evaluate.KEY not in keys
+    assert len(set(keys)) == len(keys) > 8 and evaluate.KEY not in keys
+
+
+def with_rewards(monkeypatch, equal):
+    """Every reward becomes a number of its own, but in the groups, counted through all draws, that `equal` names."""
+    groups, reward = itertools.count(), train.reward_completions
+
+    def rewarded(*args):
+        rewards = reward(*args)
+        for row, number in zip(rewards.filled, groups, strict=False):
+            row[:] = 0.5 if equal(number) else np.arange(len(row)) + number
+        return rewards._replace(total=rewards.filled)
+
+    monkeypatch.setattr(train, "reward_completions", rewarded)
+
+
+@pytest.mark.parametrize(
+    ("equal", "draws", "signal", "chosen"),
+    [
+        (lambda number: False, 1, 3, [0, 1, 2]),
+        (lambda number: number in (0, 2, 4), 2, 3, [1, 3, 5]),
+        (lambda number: number in (0, 1, 2, 3), 3, 5, [4, 5, 6]),
+        (lambda number: number != 5, 4, 1, [0, 1, 5]),  # the cap: two groups without a signal fill up
+        (lambda number: True, 4, 0, [0, 1, 2]),
+    ],
+    ids=["all", "half", "few", "one", "none"],
+)
+def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
+    tmp_path, monkeypatch, equal, draws, signal, chosen
+):
+    with_rewards(monkeypatch, equal)
+    trained, update_whole = [], update.update
+    monkeypatch.setattr(update, "update", lambda *a: trained.append(a[1:4]) or update_whole(*a))
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--dynamic-sampling")
+    train.train(run.config, run)
+    (metrics,), lines = records(tmp_path / "metrics.jsonl"), records(tmp_path / "rollouts.jsonl")
+    assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
+    assert metrics["sampling/unused_frac"] == pytest.approx(1 - 1 / draws)
+    assert len(lines) == 12 * draws and run.num_draws == draws
+    assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
+    ((batches, rollout, advantages),) = trained
+    rows = [row for group in chosen for row in range(4 * group, 4 * group + 4)]
+    for place, row in enumerate(rows):
+        length = int(rollout.mask[place].sum().item())
+        assert rollout.completion_ids[place].tolist()[:length] == lines[row]["ids"]
+        assert advantages[place].item() == pytest.approx(lines[row]["advantage"], abs=1e-6)
+        batch = next(b for b in batches if place in b.rows.tolist())
+        tokens = batch.tokens[batch.rows.tolist().index(place)].tolist()
+        prompt = run.prompt_ids[[str(e["prompt"]) for e in run.task.train].index(str(lines[row]["prompt"]))]
+        whole = prompt + lines[row]["ids"]
+        assert tokens[: len(whole) - 1] == whole[:-1]
+    assert metrics["mismatch/logprob_abs_max"] < 1e-4
+    assert metrics["forwards_per_completion"] == 1
+    assert (metrics["grad_norm"] > 0) == (signal > 0)
+
+
+def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
+    """How many prompts were drawn is part of the state: a resumed run draws the next ones."""
+    flags = [*SMALL, "--eval-every", "0", "--dynamic-sampling", "--lr-schedule", "constant", *CORRECT_ONLY]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
+    train.main([*flags, "--steps", "3", "--run-dir", str(cut)])
+    assert checkpoint.load(cut).extra["num_draws"] > 3
+    train.main(["--resume", str(cut), "--steps", "6"])
+    metrics = records(whole / "metrics.jsonl")
+    assert sum(m["sampling/draws"] for m in metrics) == checkpoint.load(whole).extra["num_draws"] > 6
+    for log in ("rollouts", "metrics"):
+        ours, theirs = records(whole / f"{log}.jsonl"), records(cut / f"{log}.jsonl")
+        assert ours == theirs
+    prompts = [str(line["prompt"]) for line in records(whole / "rollouts.jsonl")][::4]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
+    for how in ("keep", "mask", "punish"):
+        flags = ("--steps", "1", "--eval-every", "0", "--max-tokens", "7", "--truncated", how)
+        (tmp_path / how).mkdir()
+        run = make_run(tmp_path / how, *flags)
+        train.train(run.config, run)
+        (metrics,), lines = records(tmp_path / how / "metrics.jsonl"), records(tmp_path / how / "rollouts.jsonl")
+        cut = [line for line in lines if line["finish_reason"] == "length"]
+        assert 0 < len(cut) < 12 and metrics["completion/truncated_frac"] == len(cut) / 12
+        assert metrics["forwards_per_completion"] == ((12 - len(cut)) / 12 if how == "mask" else 1)
+        if how == "punish":
+            assert all(line["rewards"]["soft_overlong"] == -1 for line in cut)
+            short = [line for line in lines if len(line["ids"]) <= 6]
+            assert short and all(line["rewards"]["soft_overlong"] == 0 for line in short)
+
+
+def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--combine-rewards", "normalize")
+    train.train(run.config, run)
+    lines = records(tmp_path / "rollouts.jsonl")
+    rewards = np.array([[line["rewards"][name] for line in lines] for name in ("correct", "rubric")]).reshape(2, 3, 4)
+    expected = oracle.decoupled(rewards, [run.task.reward_weights[name] for name in ("correct", "rubric")])
+    np.testing.assert_allclose([line["advantage"] for line in lines], expected.reshape(-1), atol=1e-4)
+    assert np.abs(expected - oracle.advantages(np.array([line["reward"] for line in lines]).reshape(3, 4))).max() > 0.1
 
 
 def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
@@ -201,25 +304,88 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
 
 
-def test_an_interrupt_within_a_step_saves_the_state_before_it(tmp_path, monkeypatch):
-    runs, states, step, open_ = [], [], update.update, train.Run.open
-    monkeypatch.setattr(train.Run, "open", lambda run: runs.append(run) or open_(run))
+def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1):
+    """The run directory and what was said, when Ctrl-C comes before or after the `which`-th call of a function."""
+    calls, original = [], getattr(*name)
 
-    def interrupted(*args):
-        states.append(runs[0].state())
-        result = step(*args)
-        if runs[0].step == 2:
-            raise KeyboardInterrupt
+    def pressing(*args, **settings):
+        calls.append(1)
+        if where == "before" and len(calls) == which:
+            signal.raise_signal(signal.SIGINT)
+        result = original(*args, **settings)
+        if where == "after" and len(calls) == which:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(update, "update", interrupted)
+    monkeypatch.setattr(*name, pressing)
+    flags = ["--steps", "5", "--eval-every", "2", "--save-every", "2", "--epochs-per-rollout", "2"]
     with pytest.raises(SystemExit) as exit_:
-        train.main([*SMALL, "--steps", "5", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+        train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
+    monkeypatch.setattr(*name, original)
     assert exit_.value.code == 130
-    saved = checkpoint.load(tmp_path / "run")
-    assert saved.step == 2
-    assert all(mx.array_equal(saved.trainable[name], states[2].trainable[name]).item() for name in saved.trainable)
-    assert all(mx.array_equal(saved.optimizer[name], states[2].optimizer[name]).item() for name in saved.optimizer)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "which", "step"),
+    [
+        ((update, "accumulate"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
+        ((update, "accumulate"), "before", 6, 3),  # the second epoch: the step is finished first
+        ((update, "install"), "after", 5, 3),
+        ((train.Run, "report"), "before", 3, 3),
+        ((evaluate, "evaluate"), "before", 1, 0),
+        ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
+        ((evaluate, "evaluate"), "after", 4, 5),  # the last one
+        ((checkpoint, "save"), "before", 1, 2),
+    ],
+)
+def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
+    tmp_path, monkeypatch, capsys, name, where, which, step
+):
+    run = interrupted_run(tmp_path, monkeypatch, name, where, which)
+    assert checkpoint.load(run).step == step
+    assert f"stopped after step {step}; go on with: uv run train.py --resume {run}" in capsys.readouterr().err
+    train.main(["--resume", str(run)])
+    whole = tmp_path / "whole"
+    train.main([*SMALL, *yaml_flags(run), "--run-dir", str(whole)])
+    for log in ("metrics", "rollouts", "eval"):
+        assert records(run / f"{log}.jsonl") == records(whole / f"{log}.jsonl")
+    one, two = checkpoint.load(run), checkpoint.load(whole)
+    for name in one.trainable:
+        assert mx.array_equal(one.trainable[name], two.trainable[name]).item(), name
+
+
+def yaml_flags(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    names = ("steps", "eval_every", "save_every", "epochs_per_rollout")
+    return [part for name in names for part in ("--" + name.replace("_", "-"), str(config[name]))]
+
+
+def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
+    run = interrupted_run(tmp_path, monkeypatch, (update, "install"), "after", 7, presses=2)
+    said = capsys.readouterr().err
+    assert "the step is being finished; Ctrl-C again gives it up" in said
+    assert f"step 4 is lost; step-000002 is whole, go on with: uv run train.py --resume {run}" in said
+    assert checkpoint.load(run).step == 2
+
+
+def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monkeypatch, capsys):
+    seen, report, clip = [], train.Run.report, optim.clip_grad_norm
+    monkeypatch.setattr(train.Run, "report", lambda *a: seen.append(1) or report(*a))
+    monkeypatch.setattr(optim, "clip_grad_norm", lambda *a: (clip(*a)[0], mx.array(mx.nan)) if seen[1:] else clip(*a))
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*SMALL, "--steps", "9", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    assert exit_.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: 3 updates in a row had no finite gradient; lower --lr")
+    assert last.endswith(f"saved after step 4, go on with: uv run train.py --resume {tmp_path / 'run'}")
+    metrics = records(tmp_path / "run" / "metrics.jsonl")
+    assert [m["skipped"] for m in metrics] == [0, 0, 1, 1] and metrics[-1]["skipped_total"] == 2
+    assert metrics[-1]["grad_norm"] is None
+    state = checkpoint.load(tmp_path / "run")
+    assert (state.step, state.extra["failures"]) == (4, 2)
 
 
 def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
@@ -303,6 +469,8 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert set(expected) <= set(metrics[0])
     assert metrics[1]["other/s"] < 0.1 * metrics[1]["step/s"]
     assert metrics[1]["mismatch/logprob_abs_max"] < 1e-4
+    assert metrics[1]["mismatch/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert (metrics[1]["forwards_per_completion"], metrics[1]["sampling/draws"]) == (1, 1)
     evals = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evals] == [0, 1, 2]
     assert {

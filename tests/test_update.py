@@ -1,14 +1,26 @@
 """What the loss sees, and what an update changes, on the bundled model."""
 
+import itertools
+
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
+import oracle
 import pytest
 from mlx.utils import tree_flatten
 from small_run import make_config, make_run, sample, update_once
 
 import grpo
+import gwen
+import lora
 import train
 import update
+
+
+def array(x):
+    return mx.array(x, mx.float32)
+
 
 # ---- what the loss sees
 
@@ -69,54 +81,207 @@ def test_what_the_model_reads_is_the_prompt_and_the_ids_that_were_drawn(tmp_path
 # ---- what an update changes
 
 
-def loss_by_hand(run, batches, num_tokens, advantages, ref_logprobs):
-    """The loss of a step from `grpo` alone, as the settings name it; the old policy is the one that was recorded."""
-    config, total = run.config, 0.0
+class Recorder:
+    """An optimizer that keeps the gradients it is given, and changes nothing."""
+
+    def __init__(self):
+        self.state, self.learning_rate, self.grads = {}, 0.0, []
+
+    def apply_gradients(self, grads, masters):
+        self.grads.append(dict(tree_flatten(grads)))
+        return masters
+
+
+def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
+    """The result of an update that changes nothing, and the gradient it would have taken."""
+    run.learner.optimizer, run.learner.unproved = Recorder(), set()
+    result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
+    return result, run.learner.optimizer.grads[-1]
+
+
+def whole_step(run, batches, shape):
+    """Log-probabilities and entropies of all rows, (N, T) each, 0 outside the mask."""
+    logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
     for batch in batches:
-        logprobs, _ = update.completion_logprobs(run.model, batch, config)
-        loss, _ = grpo.policy_loss(
-            logprobs,
-            batch.sampled_logprobs,
-            advantages[batch.rows],
-            batch.mask,
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.rows, : logprobs.shape[1]],
-            loss=config.loss,
-            level=config.level,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef,
-            max_tokens=config.max_tokens,
-            num_items=num_tokens,
-        )
-        total += loss.item() * grpo.micro_batch_weight(config.loss, len(batch.rows), len(advantages))
-    return total
+        parts = update.completion_logprobs(run.model, batch, run.config)
+        for out, part in zip((logprobs, entropy), parts, strict=True):
+            out[batch.rows, : part.shape[1]] = part * batch.mask
+    return logprobs, entropy
+
+
+def weighted_gradient(run, batches, slopes):
+    """d sum(slopes * logprobs) / d adapters by name, slopes (N, T)."""
+
+    def total(model):
+        parts = [(b, update.completion_logprobs(model, b, run.config)[0]) for b in batches]
+        return sum((part * b.mask * slopes[b.rows, : part.shape[1]]).sum() for b, part in parts)
+
+    return dict(tree_flatten(nn.value_and_grad(run.model, total)(run.model)[1]))
+
+
+SAMPLER = ("--old-logprobs", "sampler")  # the rollout's log-probabilities are shifted, so here the policies differ
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        (),
-        ("--level", "sequence"),
-        ("--clip-low", "0.05", "--clip-high", "0.4"),
-        ("--loss", "dr_grpo"),
-        ("--loss", "grpo", "--level", "sequence", "--kl-coef", "0.5"),
+        SAMPLER,
+        (*SAMPLER, "--level", "sequence", "--clip-low", "0.02", "--clip-high", "0.02"),
+        (*SAMPLER, "--clip-low", "0.05", "--clip-high", "0.4", "--delta", "1.5"),
+        (*SAMPLER, "--loss", "dr_grpo"),
+        (*SAMPLER, "--loss", "cispo", "--clip-high", "1.2"),
+        (*SAMPLER, "--loss", "sapo", "--temp", "1.2"),
+        (*SAMPLER, "--loss", "grpo", "--level", "sequence", "--kl-coef", "0.5"),
+        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k3_corrected", "--top-k", "5"),
+        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k1", "--loss", "sapo"),
+        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k2", "--top-entropy", "0.3"),
+        ("--mismatch", "token_truncate", "--mismatch-cap", "1.1"),
+        ("--mismatch", "token_mask", "--mismatch-cap", "1.1", "--loss", "grpo", "--top-entropy", "0.5"),
+        ("--mismatch", "sequence_truncate", "--mismatch-cap", "1.1", "--loss", "cispo", "--clip-high", "5"),
+        ("--mismatch", "sequence_mask", "--mismatch-cap", "2", "--loss", "dr_grpo"),
     ],
+    ids=" ".join,
 )
-def test_the_update_minimizes_the_objective_that_the_settings_name(tmp_path, flags):
-    """With an old policy that is not the new one, as here, each of these settings changes the loss."""
-    run = make_run(tmp_path, "--old-logprobs", "sampler", *flags)
+def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
+    """The gradient of the adapters is that of the log-probabilities, weighted with the oracle's finite differences."""
+    run = make_run(tmp_path, "--max-grad-norm", "1e9", *flags)
+    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))  # so that A has a gradient too
     _, rows, rollout = sample(run)
     shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
     rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
     advantages = mx.random.normal((12,), key=mx.random.key(1))
     batches = update.micro_batches(rows, rollout, 150)
-    ref_logprobs = rollout.logprobs - 0.5 if run.config.kl_coef else None
-    expected = loss_by_hand(run, batches, rollout.stats.num_tokens, advantages, ref_logprobs)
-    result = update.update(
-        run.learner, batches, rollout, advantages, ref_logprobs, update.learning_rate(run.config, run.step)
+    assert len(batches) > 1
+    config = run.config
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.kl_coef else None
+    logprobs, entropy = whole_step(run, batches, rollout.mask.shape)
+    new, sampled = (np.array(x, dtype=np.float64) for x in (logprobs, rollout.logprobs))
+    case = oracle.Case(
+        new=new,
+        old=sampled if config.old_logprobs == "sampler" else new,
+        ref=np.zeros_like(new) if ref_logprobs is None else np.array(ref_logprobs, dtype=np.float64),
+        sampled=sampled,
+        entropy=np.array(entropy, dtype=np.float64),
+        advantages=np.array(advantages, dtype=np.float64),
+        mask=np.array(rollout.mask),
+        max_tokens=config.max_tokens,
     )
-    assert result.loss == pytest.approx(expected, abs=1e-5)
+    settings = dict(
+        loss=config.loss,
+        level=config.level,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        delta=config.delta or None,
+        kl_coef=config.kl_coef,
+        estimator=config.kl_estimator,
+        correction=config.mismatch,
+        cap=config.mismatch_cap,
+        fraction=config.top_entropy,
+    )
+    result, grads = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
+    assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
+    for name, gradient in weighted_gradient(run, batches, array(oracle.gradient(case, **settings))).items():
+        np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
+    if config.loss != "sapo" and flags[0] == "--old-logprobs":
+        assert result.means["clip_frac"] > 0
+
+
+def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tmp_path):
+    """In every loss it is that mean, however rows are cut, and a step against it alone raises the entropy."""
+    for loss, share in itertools.product(("grpo", "dr_grpo", "dapo"), (1.0, 0.4)):
+        results = []
+        for coef in ("0", "0.25"):
+            run = make_run(tmp_path, "--loss", loss, "--entropy-coef", coef, "--top-entropy", f"{share}")
+            _, rows, rollout = sample(run)
+            batches = update.micro_batches(rows, rollout, 150)
+            results.append(gradient_of_update(run, batches, rollout, mx.ones((12,)))[0].loss)
+        entropy, mask = np.array(whole_step(run, batches, rollout.mask.shape)[1]), np.array(rollout.mask) > 0
+        highest = entropy[mask][entropy[mask] >= np.quantile(entropy[mask], 1 - share) - 1e-5]
+        assert results[0] - results[1] == pytest.approx(0.25 * highest.mean(), abs=1e-5)
+    run = make_run(tmp_path, "--entropy-coef", "1", "--lr", "0.01", "--warmup-steps", "0")
+    before = update_once(run, advantages=mx.zeros((12,))).means["entropy"]
+    assert update_once(run, advantages=mx.zeros((12,))).means["entropy"] > before + 0.03
+
+
+def part_of(batch, rows):
+    """Some rows of a micro-batch, as padded as they were."""
+    arrays = {n: v[mx.array(rows)] for n, v in batch._asdict().items() if isinstance(v, mx.array)}
+    return batch._replace(**arrays)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in grpo.LOSSES if loss != "bnpo"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--kl-coef", "0.3", "--entropy-coef", "0.1", "--top-entropy", "0.4", "--mismatch", "sequence_truncate")],
+    ids=["plain", "everything"],
+)
+def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(tmp_path, loss, flags):
+    flags = (*flags, "--loss", loss, "--max-grad-norm", "1e9", *(("--clip-high", "5") if loss == "cispo" else ()))
+    run = make_run(tmp_path, *flags)
+    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
+    _, rows, rollout = sample(run)
+    advantages, order = mx.random.normal((12,), key=mx.random.key(1)), np.random.default_rng(2).permutation(12)
+    (whole,) = update.micro_batches(rows, rollout, 100_000)
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.kl_coef else None
+    found = []
+    for size in (1, 3, 8, 12):
+        batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
+        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    batches = update.micro_batches(rows, rollout, 150)
+    found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    for result, grads in found[1:]:
+        assert result.loss == pytest.approx(found[0][0].loss, abs=1e-6)
+        for name, gradient in grads.items():
+            np.testing.assert_allclose(np.array(gradient), np.array(found[0][1][name]), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [(), ("--mismatch", "token_truncate"), ("--top-entropy", "0.5"), SAMPLER])
+def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path, flags):
+    """
+    Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
+    policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
+    """
+    common = ("--lr", "0.02", "--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1")
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+
+    def begin(*flags):
+        run = make_run(tmp_path, *common, *flags)
+        _, rows, rollout = sample(run)
+        shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
+        return run, rows, rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
+
+    run, rows, rollout = begin("--epochs-per-rollout", "4", *flags)
+    batches = update.micro_batches(rows, rollout, 150)
+    result = update.update(run.learner, batches, rollout, advantages, None, 0.02)
     assert result.means["clip_frac"] > 0
+
+    def singly(old, *flags):
+        other, rows, rollout = begin(*flags)
+        logprobs, entropy = whole_step(other, update.micro_batches(rows, rollout, 150), rollout.mask.shape)
+        trusted = grpo.mismatch_weights(logprobs, rollout.logprobs, rollout.mask, run.config.mismatch)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.top_entropy)
+        weights, original = trusted * chosen, rollout.logprobs
+        rollout = rollout._replace(logprobs=logprobs if old == "first" else original)
+        batches = update.micro_batches(rows, rollout, 150)
+
+        def weighted(*args, **settings):
+            rows = next(b.rows for b in batches if b.mask is args[3])
+            return policy_loss(*args, **settings | {"weights": weights[rows, : args[3].shape[1]]})
+
+        policy_loss = grpo.policy_loss
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo, "policy_loss", weighted)
+            for _ in range(4):
+                update.update(other.learner, batches, rollout, advantages, None, 0.02)
+        return other.learner.trainable
+
+    def distance(trainable):
+        return max(mx.abs(run.learner.trainable[name] - array).max().item() for name, array in trainable.items())
+
+    assert distance(singly("original" if flags == SAMPLER else "first", *SAMPLER)) < 1e-5
+    assert distance(singly("first", "--old-logprobs", "step")) > 1e-3
+    if flags != SAMPLER:
+        assert distance(singly("original", *SAMPLER)) > 1e-3
 
 
 def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
@@ -156,14 +321,12 @@ def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_pat
     assert sum((m**2).sum().item() for m in moments) ** 0.5 == pytest.approx(0.1 * 0.01, rel=1e-3)  # 1 - beta_1 = 0.1
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_a_step_does_not_depend_on_how_its_rows_are_cut(tmp_path, loss):
-    weights, norms = [], []
+def test_weights_after_a_step_do_not_depend_on_how_its_rows_were_cut(tmp_path):
+    weights = []
     for budget in (1, 150, 100_000):
-        run = make_run(tmp_path, "--loss", loss)
-        norms.append(update_once(run, budget).grad_norm)
+        run = make_run(tmp_path)
+        update_once(run, budget)
         weights.append(run.learner.trainable)
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
     for name, array in weights[0].items():
         for other in weights[1:]:
             np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=2e-5)
@@ -278,16 +441,174 @@ def test_the_learning_rate_warms_up_and_decays():
     assert update.learning_rate(constant, 13) == 1.0
 
 
-def test_masters_of_a_gradient_too_small_for_float16_still_move(tmp_path, monkeypatch):
-    """Scaled by 2^15 the backward pass keeps what float16 alone would round to zero."""
-    monkeypatch.setenv("GWEN_DTYPE", "float16")
-    tiny = mx.full((12,), 1e-6) * mx.array([1.0, -1.0] * 6)
-    norms = {}
-    for name, scale in (("scaled", update.LossScale(2.0**15, dynamic=True)), ("plain", update.LossScale())):
-        run = make_run(tmp_path)
-        run.learner.loss_scale = scale
-        norms[name] = update_once(run, advantages=tiny).grad_norm
+def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_loss_scale(tmp_path, monkeypatch):
+    """Advantages of 1e-7: the float16 backward pass rounds them away, and scaled by 2^15 keeps what float32 has."""
+    tiny = mx.full((12,), 1e-7) * mx.array([1.0, -1.0] * 6)
     monkeypatch.setenv("GWEN_DTYPE", "float32")
     exact = update_once(make_run(tmp_path), advantages=tiny).grad_norm
-    assert norms["scaled"] == pytest.approx(exact, rel=0.05)
-    assert norms["plain"] < 0.5 * exact
+    monkeypatch.setenv("GWEN_DTYPE", "float16")
+    run = make_run(tmp_path)
+    assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
+    masters = dict(run.learner.trainable)
+    assert update_once(run, advantages=tiny).grad_norm == pytest.approx(exact, rel=0.05)
+    assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale()
+    with pytest.raises(ValueError, match=r"lora_b has no gradient in an update whose advantages are not 0"):
+        update_once(run, advantages=tiny)
+
+
+def test_the_loss_scale_backs_off_at_an_overflow_and_grows_again(tmp_path, monkeypatch):
+    """From 2^24, whose scaled gradients pass float16's 65504, down until the step fits; nothing moves before that."""
+    monkeypatch.setenv("GWEN_DTYPE", "float16")
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale(2.0**24, dynamic=True)
+    before, num_skipped = dict(run.learner.trainable), 0
+    while update_once(run).skipped:
+        num_skipped += 1
+        assert run.learner.loss_scale == update.LossScale(2.0 ** (24 - num_skipped), 0, True)
+        assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+    assert 1 <= num_skipped == run.learner.num_skipped < 15 and run.learner.failures == 0
+    assert not all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+    scale = run.learner.loss_scale.value
+    run.learner.loss_scale = run.learner.loss_scale._replace(good_steps=199)
+    update_once(run)
+    assert run.learner.loss_scale == update.LossScale(2 * scale, 0, True)
+
+
+# ---- what stops a run
+
+
+def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_nothing(tmp_path):
+    run = make_run(tmp_path)
+    bad = mx.full((12,), mx.inf)
+    before = dict(run.learner.trainable)
+    for _ in range(2):
+        assert update_once(run, advantages=bad).skipped == 1
+        update_once(run)
+        before = dict(run.learner.trainable)
+    assert [update_once(run, advantages=bad).skipped for _ in range(2)] == [1, 1]
+    run.learner.whole = True
+    with pytest.raises(ValueError, match=r"3 updates in a row had no finite loss; lower --lr, which is 0.004"):
+        update_once(run, advantages=bad)
+    assert run.learner.whole and run.learner.num_skipped == 4
+    assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+
+
+def test_overflows_that_a_smaller_loss_scale_mends_do_not_stop_a_run(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale(2.0**6, dynamic=True)
+    clip = optim.clip_grad_norm
+    monkeypatch.setattr(optim, "clip_grad_norm", lambda *a: (clip(*a)[0], mx.array(mx.inf)))
+    assert [update_once(run).skipped for _ in range(8)] == [1] * 8
+    assert run.learner.loss_scale.value == 1 and run.learner.failures == 2
+    with pytest.raises(ValueError, match="3 updates in a row had no finite gradient"):
+        update_once(run)
+
+
+@pytest.mark.parametrize("part", ["lora_a", "lora_b"])
+def test_a_tensor_that_gets_no_gradient_stops_the_run_by_its_name(tmp_path, monkeypatch, part):
+    """As when checkpointing drops gradients: B is missed at once, A when B is no longer 0."""
+    forward = lora.LoRALinear.__call__
+
+    def frozen(self, x):
+        if self is not run.model.layers[1].mlp.down_proj:
+            return forward(self, x)
+        held = self[part]
+        self[part] = mx.stop_gradient(held)
+        out = forward(self, x)
+        self[part] = held
+        return out
+
+    run = make_run(tmp_path)
+    before = dict(run.learner.trainable)
+    monkeypatch.setattr(lora.LoRALinear, "__call__", frozen)
+    if part == "lora_a":
+        update_once(run)
+        assert run.learner.unproved == {name for name in before if name.endswith("lora_a")}
+        before = dict(run.learner.trainable)
+    with pytest.raises(ValueError, match=rf"^layers.1.mlp.down_proj.{part} has no gradient"):
+        update_once(run)
+    assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+
+
+def test_a_master_that_its_update_does_not_change_stops_the_run_by_its_name(tmp_path):
+    run = make_run(tmp_path)
+    step = run.learner.optimizer.apply_gradients
+
+    def forgetful(grads, masters):
+        out = step(grads, masters)
+        out["layers"][2]["self_attn"]["o_proj"] = masters["layers"][2]["self_attn"]["o_proj"]
+        return out
+
+    run.learner.optimizer.apply_gradients = forgetful
+    with pytest.raises(ValueError, match=r"^layers.2.self_attn.o_proj.lora_b has a gradient, but .* did not change it"):
+        update_once(run)
+    assert not run.learner.whole
+
+
+def test_every_tensor_of_a_good_run_is_proved_in_its_first_two_updates(tmp_path):
+    for flags in ((), ("--lora-rank", "0")):
+        run = make_run(tmp_path, "--warmup-steps", "3", *flags)
+        update_once(run, advantages=mx.zeros((12,)))
+        assert run.learner.unproved == set(run.learner.trainable)
+        update_once(run)
+        assert all(name.endswith("lora_a") for name in run.learner.unproved)
+        update_once(run)
+        assert not run.learner.unproved
+
+
+def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
+    """A norm's weights are near 1, where float32 cannot tell 1e-10 apart."""
+    run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-10", "--warmup-steps", "0")
+    update_once(run)
+    assert "norm.weight" in run.learner.unproved
+
+
+# ---- no work for nothing
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), 1),
+        (("--kl-coef", "0.1"), 2),
+        (("--epochs-per-rollout", "3"), 3),
+        (("--old-logprobs", "sampler", "--mismatch", "off"), 1),
+        (("--mismatch", "sequence_mask"), 1),
+        (("--top-entropy", "0.2", "--kl-coef", "0.1", "--epochs-per-rollout", "2"), 4),
+    ],
+)
+def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_path, monkeypatch, flags, expected):
+    passes, hidden = [], gwen.Model.hidden
+
+    def counted(self, tokens, cache=None):
+        if cache is None:
+            passes.append(tokens.shape[0])
+        return hidden(self, tokens, cache)
+
+    run = make_run(tmp_path, *flags)
+    monkeypatch.setattr(gwen.Model, "hidden", counted)
+    update_once(run, budget=150)
+    assert run.learner.num_forwards == sum(passes) == expected * 12
+
+
+def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_count_as_before(tmp_path):
+    run = make_run(tmp_path, "--loss", "grpo")
+    _, rows, rollout = sample(run)
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+    whole, _ = gradient_of_update(run, update.micro_batches(rows, rollout, 150), rollout, advantages)
+    keep = mx.array([1.0, 0.0] * 6)
+    left = rollout._replace(mask=rollout.mask * keep[:, None])
+    run.learner.num_forwards = 0
+    result, half = gradient_of_update(run, update.micro_batches(rows, left, 150), left, advantages)
+    assert run.learner.num_forwards == 6
+    # a row that is left out is a row without advantage: the mean is still over all 12
+    expected, same = gradient_of_update(run, update.micro_batches(rows, rollout, 150), rollout, advantages * keep)
+    assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)
+    for name, gradient in half.items():
+        np.testing.assert_allclose(np.array(gradient), np.array(same[name]), atol=1e-6)
+    nothing = rollout._replace(mask=rollout.mask * 0)
+    assert update.micro_batches(rows, nothing, 150) == []
+    result = update.update(run.learner, [], nothing, advantages, None, 1e-3)
+    assert (result.loss, result.grad_norm, result.skipped) == (0, 0, 0)

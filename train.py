@@ -34,7 +34,6 @@ import checkpoint
 import evaluate
 import grpo
 import gwen
-import hub
 import judge
 import lora
 import sampler
@@ -233,7 +232,7 @@ class Run:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was
         needs_base = not config.lora_rank and (config.kl_coef or (self.task.rubric and not config.judge_model))
-        self.base = gwen.load_model(hub.find(config.model)) if needs_base else None
+        self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
             self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")

@@ -10,12 +10,19 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
+from mlx.utils import tree_flatten
 from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, WIDE, array, ours
 
 import grpo
+import gwen
+import hub
+import sampler
+import settings
+import update
 
 torch = pytest.importorskip("torch", reason="TRL is in the dependency group `trl`")
 trl = pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")
@@ -100,8 +107,8 @@ def test_loss_and_gradient_equal_trl_s(loss, level):
         settings = {"loss": loss, "level": level, "fraction": fraction} | bounds | kl | trust
         expected, gradient = theirs(case, **settings)
         value, grad = mx.value_and_grad(lambda new, c=case, s=settings: ours(c, new, **s))(array(case.new))
-        assert value.item() == pytest.approx(expected, abs=1e-5), settings
-        np.testing.assert_allclose(np.array(grad), gradient, atol=1e-5, err_msg=str(settings))
+        assert value.item() == pytest.approx(expected, abs=1e-6), settings
+        np.testing.assert_allclose(np.array(grad), gradient, atol=1e-6, err_msg=str(settings))
 
 
 @pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
@@ -109,3 +116,65 @@ def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
     loss, grad = theirs(FROZEN_CASE, **settings)
     assert loss == pytest.approx(expected, abs=1e-7)
     np.testing.assert_allclose(grad[1], gradient, atol=1e-7)
+
+
+@pytest.mark.parametrize("flags", [{"loss": "dapo"}, {"loss": "grpo", "level": "sequence"}, {"loss": "sapo"}], ids=str)
+def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
+    """
+    The same random Qwen3 in transformers and here, the same prompts and completions, all weights in training: TRL's own
+    log-probabilities at temperature 0.8, with padding on both sides as it has it, against ours with none on the left.
+    """
+    transformers = pytest.importorskip("transformers")
+    prompts = [[5, 17, 8, 120, 9], [44, 7, 31], [5, 17, 8, 120, 9], [44, 7, 31]]
+    case = oracle.make_case([6, 2, 4, 5], 6, seed=3)
+    completions = np.random.default_rng(1).integers(3, 320, case.mask.shape)
+
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    model.freeze()
+    model.unfreeze()
+    rollout = sampler.Rollout(
+        mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
+    )
+    batches = update.micro_batches(prompts, rollout, 20)
+    config = settings.Config(temp=0.8, lora_rank=0)
+
+    def loss_of(model):
+        total = 0.0
+        for b in batches:
+            logprobs, _ = update.completion_logprobs(model, b, config)
+            width = logprobs.shape[1]
+            share, _ = grpo.policy_loss(
+                logprobs,
+                array(case.old)[b.rows, :width],
+                array(case.advantages)[b.rows],
+                b.mask,
+                num_rows=4,
+                num_items=int(case.mask.sum()),
+                **flags,
+            )
+            total += share
+        return total
+
+    value, grads = nn.value_and_grad(model, loss_of)(model)
+    ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
+
+    torch_model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"], dtype=torch.float32).train()
+    self = trainer(case, **flags)
+    trl.trainer.utils.add_fused_lm_head(torch_model, temperature=0.8, outputs=("log_probs", "entropy"))
+    self._get_per_token_logps_and_entropies = lambda *args, **named: trl.GRPOTrainer._get_per_token_logps_and_entropies(
+        self, *args, **named
+    )
+    width = max(map(len, prompts))
+    given = inputs(case) | {
+        "prompt_ids": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+        "completion_ids": torch.tensor(completions),
+        "completion_mask": torch.tensor(case.mask).long(),
+    }
+    loss = trl.GRPOTrainer._compute_loss(self, torch_model, given)
+    loss.backward()
+    assert value.item() == pytest.approx(loss.item(), abs=1e-6)
+    theirs = {name: p.grad.numpy() for name, p in torch_model.named_parameters()}
+    assert ours.keys() <= theirs.keys() | {"lm_head.weight"}
+    for name, gradient in theirs.items():
+        np.testing.assert_allclose(np.array(ours[name]), gradient, atol=1e-6, err_msg=name)

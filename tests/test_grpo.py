@@ -344,6 +344,21 @@ def test_the_tokens_of_highest_entropy_are_those_from_the_quantile_on(fraction):
     assert kept.sum() >= 1
 
 
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("log_ratio", [-200.0, 100.0, 500.0])
+def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
+    for sign in (1.0, -1.0):
+
+        def value(new, sign=sign):
+            mask, advantages = mx.ones((1, 2)), array([sign])
+            return grpo.policy_loss(
+                new, array([[-1.0, -1.0]]), advantages, mask, loss=loss, clip_high=2.0, max_tokens=2
+            )[0]
+
+        loss_value, grad = mx.value_and_grad(value)(array([[log_ratio, -1.0]]))
+        assert math.isfinite(loss_value.item()) and mx.isfinite(grad).all().item()
+
+
 def test_mismatch_weights_by_pencil():
     """Row 1 has ratios e and e^-1, row 2 has e^2 and, outside the mask, nothing that may count."""
     old, sampled = array([[-1.0, -2.0], [-1.0, 5.0]]), array([[-2.0, -1.0], [-3.0, -np.inf]])

@@ -9,18 +9,20 @@ experts, sliding windows; a checkpoint that needs them is refused by name.
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
 
+import functools
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 import hub
-from kv_cache import KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer
+from kv_cache import Group, KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer, TreeCache, TreeLayer
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -61,6 +63,23 @@ def swiglu(gate_up: mx.array) -> mx.array:
     return (wide / (1 + exp(-mx.maximum(wide, -40)))).astype(up.dtype) * up
 
 
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """x / sqrt(mean(x**2) + eps) * weight over the last axis, in float32 inside. Source: arXiv:1910.07467."""
+    if on_gpu():
+        return mx.fast.rms_norm(x, weight, eps)
+    wide = x.astype(mx.float32)  # MLX's own expression for a CPU has twice the operations
+    out = (wide * mx.rsqrt((wide * wide).sum(-1, keepdims=True) * (1 / x.shape[-1]) + eps)).astype(x.dtype)
+    return out if weight is None else out * weight
+
+
+class Rotation(NamedTuple):
+    """Where the tokens of a forward pass stand; made once and used by every layer."""
+
+    offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
+    cos: mx.array | None  # (N, L, 1, D) float32, and None on a GPU, where a kernel makes them
+    sin: mx.array | None  # with the sign that its half of D takes
+
+
 class Rope:
     """
     Rotary positions of one model: plain, or YaRN when the configuration says so.
@@ -69,40 +88,72 @@ class Rope:
     """
 
     def __init__(self, config: hub.Config):
-        self.head_dim, self.theta, self.magnitude = config.head_dim, config.rope_theta, 1.0
-        self.periods: mx.array | None = None  # (D / 2,), only with YaRN
+        self.head_dim, self.magnitude = config.head_dim, 1.0
+        self.frequencies = config.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)  # (D / 2,) float64
         if config.rope_scaling is not None:
-            self._make_yarn(config.rope_scaling)
+            self._make_yarn(config.rope_theta, config.rope_scaling)
+        self.periods = mx.array((1 / self.frequencies).astype(np.float32))
 
-    def _make_yarn(self, scaling: dict[str, float]) -> None:
-        factor, trained = scaling["factor"], scaling["original_max_position_embeddings"]
-        dims, theta = self.head_dim, self.theta
+    def _make_yarn(self, theta: float, scaling: dict[str, float]) -> None:
+        factor, trained, dims = scaling["factor"], scaling["original_max_position_embeddings"], self.head_dim
 
         def dim_of(num_rotations: float) -> float:  # the pair that turns that often over the trained context
             return dims * math.log(trained / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low = max(math.floor(dim_of(scaling["beta_fast"])), 0)
         high = min(math.ceil(dim_of(scaling["beta_slow"])), dims - 1)
-        stretched = mx.clip((mx.arange(dims // 2) - low) / ((high - low) or 1e-3), 0, 1)  # 0: keep, 1: interpolate
-        frequency = theta ** (-mx.arange(0, dims, 2) / dims)
-        self.periods = 1 / (frequency * (1 - stretched) + frequency / factor * stretched)
+        stretched = np.clip((np.arange(dims // 2) - low) / ((high - low) or 1e-3), 0, 1)  # 0: keep, 1: interpolate
+        self.frequencies = self.frequencies * (1 - stretched) + self.frequencies / factor * stretched
         self.magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
-    def __call__(self, x: mx.array, offsets: mx.array) -> mx.array:
-        """Rotates (N, heads, L, D) from position `offsets[n]` on; offsets (N,) int32, negative ones are padding."""
-        if self.magnitude != 1.0:
-            x = x * self.magnitude
-        base = self.theta if self.periods is None else None
-        return mx.fast.rope(
-            x, self.head_dim, traditional=False, base=base, scale=1.0, offset=offsets, freqs=self.periods
-        )
+    def at(self, offsets: mx.array, length: int) -> Rotation:
+        """The rotation of `length` tokens a row that begin at `offsets`, (N,) int32."""
+        if on_gpu():
+            return Rotation(offsets, None, None)
+        positions = (offsets[:, None] + mx.arange(length)).astype(mx.float32)
+        angles = (positions[:, :, None] / self.periods)[:, :, None]  # (N, L, 1, D / 2)
+        cos, sin = mx.cos(angles) * self.magnitude, mx.sin(angles) * self.magnitude
+        return Rotation(offsets, mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1))
+
+    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
+        """Rotates (N, L, heads, D): pairs are i and i + D / 2."""
+        if rotation.cos is None or rotation.sin is None:
+            x = x if self.magnitude == 1.0 else x * self.magnitude
+            rotated = mx.fast.rope(
+                x.transpose(0, 2, 1, 3),
+                self.head_dim,
+                traditional=False,
+                base=None,
+                scale=1.0,
+                offset=rotation.offsets,
+                freqs=self.periods,
+            )
+            return rotated.transpose(0, 2, 1, 3)
+        low, high = mx.split(x, 2, axis=-1)
+        return (x * rotation.cos + mx.concatenate([high, low], axis=-1) * rotation.sin).astype(x.dtype)
 
 
-def norm_rope(x: mx.array, weight: mx.array | None, eps: float, rope: Rope, offsets: mx.array) -> mx.array:
-    """RMS-norm over D where the family has it, then rotary positions; (N, L, heads, D) -> (N, heads, L, D)."""
-    if weight is not None:
-        x = mx.fast.rms_norm(x, weight, eps)
-    return rope(x.transpose(0, 2, 1, 3), offsets)
+def norm_rope(
+    qkv: mx.array,
+    num_heads: int,
+    weights: tuple[mx.array, mx.array] | None,
+    eps: float,
+    rope: Rope,
+    rotation: Rotation,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
+
+    Queries and keys are rotated and, where the family has `weights` (D,) for them, RMS-normalized over D before.
+    """
+    num_kv_heads = (qkv.shape[2] - num_heads) // 2
+    turned, values = mx.split(qkv, [num_heads + num_kv_heads], axis=2)
+    if weights is not None:
+        counts, size = (num_heads, num_kv_heads), qkv.shape[-1]
+        weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(weights, counts, strict=True)])
+        turned = rms_norm(turned, None, eps) * weight
+    queries, keys = mx.split(rope(turned, rotation), [num_heads], axis=2)
+    return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
@@ -142,46 +193,67 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
 
-def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
-    One decode step of slots that share prompts, (N, H, 1, D) -> (N, H, 1, D), in float32.
+    Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D), with float32 scores.
 
-    Equal to attention over each slot's prompt and own columns together: both parts' weights are taken from a common
-    maximum and their sums added. All queries of a prompt read it in one matmul, (H / K * G, D) x (D, P) a kv head.
+    Equal to attention over each row's parts joined together: the weights of all parts are taken from a common maximum
+    and their sums added. All queries that read a row of a part do so in one matmul, (H / K * G * L, D) x (D, S).
     """
-    num_slots, num_heads, _, head_dim = queries.shape
-    num_prompts, num_kv_heads, _, _ = parts.prompt_keys.shape
-    num_queries = num_heads // num_kv_heads  # of one slot and kv head
+    num_rows, num_heads, length, head_dim = queries.shape
+    num_kv_heads = parts[0][0].shape[1]
+    num_queries = num_heads // num_kv_heads * length  # of one row and kv head
 
-    def gather(x: mx.array) -> mx.array:  # (N, K, Q, X) -> (B, K, G * Q, X)
-        if layout.slots is not None:
-            x = x[layout.slots.reshape(-1)]
+    def gather(x: mx.array, group: Group, num_blocks: int) -> mx.array:  # (N, K, Q, X) -> (R, K, G * Q, X)
+        if num_blocks == num_rows and group.members is None:
+            return x
+        if group.members is not None:
+            x = x[group.members.reshape(-1)]
         size = x.shape[-1]
-        x = x.reshape(num_prompts, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
-        return x.reshape(num_prompts, num_kv_heads, -1, size)
+        x = x.reshape(num_blocks, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
+        return x.reshape(num_blocks, num_kv_heads, -1, size)
 
-    def scatter(x: mx.array) -> mx.array:  # (B, K, G * Q, X) -> (N, K, Q, X)
-        size = x.shape[-1]
-        x = x.reshape(num_prompts, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
+    def scatter(x: mx.array, group: Group) -> mx.array:  # (R, K, G * Q, X) -> (N, K, Q, X)
+        num_blocks, _, _, size = x.shape
+        if num_blocks == num_rows and group.places is None:
+            return x
+        x = x.reshape(num_blocks, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
         x = x.reshape(-1, num_kv_heads, num_queries, size)
-        return x if layout.places is None else x[layout.places]
+        return x if group.places is None else x[group.places]
 
     dtype = queries.dtype
-    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_slots, num_kv_heads, num_queries, head_dim)
-    shared = gather(queries) @ parts.prompt_keys.astype(mx.float32).swapaxes(-1, -2)  # (B, K, G * Q, P)
-    own = queries @ parts.own_keys.astype(mx.float32).swapaxes(-1, -2)  # (N, K, Q, W)
-    if layout.prompt_mask is not None:
-        shared = shared + mx.where(layout.prompt_mask, 0.0, -1e30)
-    if layout.own_mask is not None:
-        own = own + mx.where(layout.own_mask, 0.0, -1e30)
-    peak = mx.maximum(scatter(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))  # (N, K, Q, 1)
-    shared, own = exp(shared - gather(peak)), exp(own - peak)
-    total = scatter(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
-    out = scatter(shared @ parts.prompt_values.astype(mx.float32)) + own @ parts.own_values.astype(mx.float32)
-    return (out / total).reshape(num_slots, num_heads, 1, head_dim).astype(dtype)
+    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, num_queries, head_dim)
+    scores = []
+    for (keys, _), group in zip(parts, layout, strict=True):
+        score = gather(queries, group, keys.shape[0]) @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
+        if isinstance(group.mask, str):
+            shape, num_keys = score.shape, keys.shape[2]
+            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+            score = (score.reshape(*shape[:2], -1, length, num_keys) + mx.where(mask, 0.0, -1e30)).reshape(shape)
+        elif group.mask is not None:
+            score = score + mx.where(group.mask, 0.0, -1e30)
+        scores.append(score)
+    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout, strict=True)]
+    peak = mx.stop_gradient(functools.reduce(mx.maximum, peaks))  # (N, K, Q, 1)
+    sums, outs = [], []
+    for score, (_, values), group in zip(scores, parts, layout, strict=True):
+        weights = exp(score - gather(peak, group, values.shape[0]))
+        sums.append(scatter(weights.sum(-1, keepdims=True), group))
+        outs.append(scatter(weights @ values.astype(mx.float32), group))
+    total, out = functools.reduce(mx.add, sums), functools.reduce(mx.add, outs)
+    return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
 # ---- the model
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = mx.ones((size,)), eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -193,29 +265,27 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, self.eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, self.eps)
+            self.q_norm = RMSNorm(self.head_dim, self.eps)
+            self.k_norm = RMSNorm(self.head_dim, self.eps)
 
     def __call__(
         self,
         x: mx.array,
         rope: Rope,
-        offsets: mx.array,
+        rotation: Rotation,
         mask: mx.array | str | Layout | None,
-        cache: LayerCache | SlotLayer | None,
+        cache: LayerCache | SlotLayer | TreeLayer | None,
     ) -> mx.array:
         num_rows, length, _ = x.shape
         qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
-        queries, keys, values = mx.split(qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
-        q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else (None, None)
-        queries = norm_rope(queries, q_weight, self.eps, rope, offsets)
-        keys = norm_rope(keys, k_weight, self.eps, rope, offsets)
-        values = values.transpose(0, 2, 1, 3)
+        weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
+        queries, keys, values = norm_rope(qkv, self.num_heads, weights, self.eps, rope, rotation)
         held = (keys, values) if cache is None else cache.update(keys, values)
-        if isinstance(mask, Layout):
-            assert isinstance(held, Parts), "a layout belongs to shared prompts"
-            out = slot_attention(queries, held, mask)
+        if isinstance(held, list):  # in parts, some of them shared by several rows
+            assert isinstance(mask, list), "the cache and the mask are not of one kind"
+            out = tree_attention(queries, held, mask)
         else:
+            assert not isinstance(mask, list), "the cache and the mask are not of one kind"
             out = attention(queries, held[0], held[1], mask)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 
@@ -235,18 +305,18 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(
         self,
         x: mx.array,
         rope: Rope,
-        offsets: mx.array,
+        rotation: Rotation,
         mask: mx.array | str | Layout | None,
-        cache: LayerCache | SlotLayer | None,
+        cache: LayerCache | SlotLayer | TreeLayer | None,
     ) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), rope, offsets, mask, cache)
+        x = x + self.self_attn(self.input_layernorm(x), rope, rotation, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -261,7 +331,7 @@ class Model(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config) for _ in range(config.num_hidden_layers)]
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._rope = Rope(config)
@@ -271,17 +341,18 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | None = None) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
         """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
         offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
         mask = "causal" if cache is None else cache.mask(length)
+        rotation = self._rope.at(offsets, length)
         for index, layer in enumerate(self.layers):
-            x = layer(x, self._rope, offsets, mask, None if cache is None else cache.layers[index])
+            x = layer(x, self._rope, rotation, mask, None if cache is None else cache.layers[index])
         return self.norm(x)
 
-    def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
         return self.hidden(tokens, cache) @ self.head_weight.T
 
@@ -431,6 +502,15 @@ def token_logprobs(
 # ---- load and save
 
 
+def laid_out(name: str, weight: mx.array) -> mx.array:
+    """
+    The same weight, in memory as its product reads it: on a CPU a projection's (out, in) lies column by column.
+
+    OpenBLAS packs what it multiplies by, and packs x @ W.T of a few rows a fifth slower from rows than from columns.
+    """
+    return weight if on_gpu() or not name.endswith("proj.weight") else mx.contiguous(weight.T).T
+
+
 def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
     """The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it."""
     directory, dtype = Path(directory), dtype or default_dtype()
@@ -457,7 +537,7 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
     if adapter is not None:
         weights = hub.merge_adapter(weights, adapter)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
-    model.load_weights(list(weights.items()))
+    model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
     for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
         mx.eval(part.parameters())
     return model
@@ -511,7 +591,7 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
     for (path, array), key in zip(sorted(weights), keys, strict=True):
         if array.ndim == 2:  # norm weights stay at 1
             array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
-        model.load_weights([(path, array.astype(dtype))], strict=False)
+        model.load_weights([(path, laid_out(path, array.astype(dtype)))], strict=False)
         mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
     return model
 

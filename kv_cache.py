@@ -4,9 +4,9 @@ The preallocated key and value cache of a batch of rows.
 Buffers hold more columns than are used and grow in chunks of 128, so that a decode step writes in place instead of
 copying the past. Rows of different lengths are aligned at their right end: a shorter row begins with `pad` columns
 that no query sees, every row writes to the same column, and a row's position is the column less its padding.
-What is left out: prefixes shared between rows, and rows that join a running batch.
+`SlotCache` adds prompts that several rows share and rows that join a running batch, `TreeCache` levels of shared runs.
 
-Axes: N rows, K kv heads, S capacity, L new positions, D head dim.
+Axes: N rows, K kv heads, S capacity, L new positions, D head dim; R rows of a part that G query rows each share.
 """
 
 from typing import NamedTuple
@@ -126,22 +126,29 @@ class KVCache:
         return taken
 
 
-class Parts(NamedTuple):
-    """Keys and values of a decode step in two parts: prompts, each held once, and the slots' own tokens."""
+class Group(NamedTuple):
+    """Which query rows read which rows of one part of a cache, N query rows over R rows of the part."""
 
-    prompt_keys: mx.array  # (B, K, P, D)
-    prompt_values: mx.array
-    own_keys: mx.array  # (N, K, W, D)
-    own_values: mx.array
+    members: mx.array | None  # (R, G) the query rows of each, filled up with 0; None: row r * G + g, all full
+    places: mx.array | None  # (N,) where in the flattened (R, G) each query row stands
+    mask: mx.array | str | None  # (R, 1, 1, S) boolean, "causal" with G = 1, or None
 
 
-class Layout(NamedTuple):
-    """Which slot reads which prompt, and what it sees of its own columns."""
+Layout = list[Group]  # of each part, in the order of `Parts`
+Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; together all that a query sees
 
-    slots: mx.array | None  # (B, G) the slots of each prompt, filled up with 0; None: slot b * G + g, all full
-    places: mx.array | None  # (N,) where in the flattened (B, G) each slot stands
-    prompt_mask: mx.array | None  # (B, 1, 1, P) boolean; None: prompts of equal length
-    own_mask: mx.array | None  # (N, 1, 1, W) boolean; None: all slots began together
+
+def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) -> Group:
+    """The group in which query row n reads row `rows[n]` of a part with `num_blocks` rows."""
+    members: list[list[int]] = [[] for _ in range(num_blocks)]
+    for query_row, row in enumerate(rows):
+        members[row].append(query_row)
+    most = max(map(len, members))
+    if [n for group in members for n in group + [0] * (most - len(group))] == list(range(len(rows))):
+        return Group(None, None, mask)
+    place = {n: row * most + g for row, group in enumerate(members) for g, n in enumerate(group)}
+    full = [group + [0] * (most - len(group)) for group in members]
+    return Group(mx.array(full), mx.array([place[n] for n in range(len(rows))]), mask)
 
 
 class SlotLayer:
@@ -177,7 +184,7 @@ class SlotLayer:
             assert held is not None
             buffer[to, :, :length] = held[source, :, :length]
 
-    def update(self, keys: mx.array, values: mx.array) -> "Parts | tuple[mx.array, mx.array]":
+    def update(self, keys: mx.array, values: mx.array) -> Parts | tuple[mx.array, mx.array]:
         """Writes one token a slot, (N, K, 1, D), into the ring."""
         assert keys.shape[2] == 1 and keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         all_keys, all_values = self.reserve(keys.shape[0])
@@ -191,7 +198,7 @@ class SlotLayer:
             return own
         window, length = slice(self.first, self.last), self.prompts.length
         assert self.prompts.keys is not None and self.prompts.values is not None
-        return Parts(self.prompts.keys[window, :, :length], self.prompts.values[window, :, :length], *own)
+        return [(self.prompts.keys[window, :, :length], self.prompts.values[window, :, :length]), own]
 
 
 class SlotCache:
@@ -235,15 +242,11 @@ class SlotCache:
         first, last = min(prompt_of), max(prompt_of) + 1
         for layer in self.layers:
             layer.first, layer.last = first, last
-        members: list[list[int]] = [[] for _ in range(last - first)]
-        for slot, prompt in enumerate(prompt_of):
-            members[prompt - first].append(slot)
-        most = max(map(len, members))
-        self.slots = self.places = None
-        if [slot for slots in members for slot in slots + [0] * (most - len(slots))] != list(range(len(prompt_of))):
-            place = {s: b * most + g for b, slots in enumerate(members) for g, s in enumerate(slots)}
-            self.slots = mx.array([slots + [0] * (most - len(slots)) for slots in members])
-            self.places = mx.array([place[slot] for slot in range(len(prompt_of))])
+        prompt_mask = None
+        if self.prompts.pad is not None:
+            pad = self.prompts.pad[first:last]
+            prompt_mask = (mx.arange(self.prompts.length) >= pad[:, None])[:, None, None]
+        self.readers = make_group([prompt - first for prompt in prompt_of], last - first, prompt_mask)
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each slot, (N,) int32."""
@@ -253,24 +256,22 @@ class SlotCache:
     def mask(self, num_new: int) -> Layout | mx.array | None:
         """What slots see in the next step: a layout where prompts are shared, else (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
-        prompt_mask = own_mask = None
-        if self.prompts.pad is not None:
-            prompt_mask = (mx.arange(self.prompts.length) >= self.prompts.pad[:, None])[:, None, None]
+        own_mask = None
         width = self.layers[0].width
         used = min(self.step + 1, width)
         if any(self.starts):
             written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
             own_mask = (written_at >= self.start[:, None])[:, None, None]
         if self.share:
-            window = slice(min(self.prompt_of), max(self.prompt_of) + 1)
-            return Layout(self.slots, self.places, None if prompt_mask is None else prompt_mask[window], own_mask)
-        if prompt_mask is None and own_mask is None:
+            return [self.readers, Group(None, None, own_mask)]
+        if self.prompts.pad is None and own_mask is None:
             return None
         num_slots = len(self.starts)
         seen = mx.ones((num_slots, 1, 1, used), mx.bool_) if own_mask is None else own_mask
         before = mx.ones((num_slots, 1, 1, self.prompts.length), mx.bool_)
-        if prompt_mask is not None:
-            before = prompt_mask[mx.array(self.prompt_of)]
+        if self.prompts.pad is not None:
+            pad = self.prompts.pad[mx.array(self.prompt_of)]
+            before = (mx.arange(self.prompts.length) >= pad[:, None])[:, None, None]
         return mx.concatenate([before, seen], axis=-1)
 
     def keep(self, slots: list[int]) -> None:
@@ -281,3 +282,96 @@ class SlotCache:
                 layer.keys, layer.values = layer.keys[index], layer.values[index]
         self.prompt_of = [self.prompt_of[slot] for slot in slots]
         self.assign(self.prompt_of, [self.starts[slot] for slot in slots])
+
+
+class TreeLayer:
+    """One layer of a `TreeCache`: keys and values of each level from the root on, (R, K, S, D)."""
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+
+    def update(self, keys: mx.array, values: mx.array) -> Parts:
+        """Adds the newest level, (N, K, L, D) each, and returns all levels that its queries see."""
+        self.parts.append((keys, values))
+        return self.parts
+
+
+class TreeCache:
+    """
+    The cache of a tree of token runs: a row is a child of a row of the level above, and sees all its ancestors.
+
+    An ancestor's keys and values are held once, however many rows descend from it. A level is computed in one forward
+    pass over its rows, padded on the right; nothing is written in place, so it can be differentiated, and a parent
+    may have several children, one after the other, as in
+
+        preamble = TreeCache(num_layers).child([len(ids)])
+        model.hidden(preamble_tokens, preamble)
+        questions = preamble.child(lengths, parents=[0, 0, 0])
+        model.hidden(question_tokens, questions)
+    """
+
+    def __init__(self, num_layers: int):
+        self.layers = [TreeLayer([]) for _ in range(num_layers)]
+        self.lengths: list[list[int]] = []  # of each level's rows, from the root on
+        self.parents: list[list[int]] = []  # of each level but the root: rows of the level above
+
+    def child(self, lengths: list[int], parents: list[int] | None = None) -> "TreeCache":
+        """
+        A cache with one level more, of rows with these lengths that continue the rows `parents` of the newest level.
+
+        What is needed of the levels above is taken as a view where its rows are consecutive.
+        """
+        held = TreeCache(0)
+        held.lengths, held.parents = [lengths], []
+        held.layers = [TreeLayer([]) for _ in self.layers]
+        rows = parents
+        for level in reversed(range(len(self.lengths))):
+            assert rows is not None and len(rows) == len(held.lengths[0]), "each row needs a parent"
+            used = sorted(set(rows))
+            assert used[0] >= 0 and used[-1] < len(self.lengths[level]), f"{used} of {len(self.lengths[level])} rows"
+            consecutive = used == list(range(used[0], used[-1] + 1))
+            index = slice(used[0], used[-1] + 1) if consecutive else mx.array(used)
+            for layer, source in zip(held.layers, self.layers, strict=True):
+                keys, values = source.parts[level]
+                layer.parts.insert(0, (keys[index], values[index]))
+            held.lengths.insert(0, [self.lengths[level][row] for row in used])
+            held.parents.insert(0, [used.index(row) for row in rows])
+            rows = [self.parents[level - 1][row] for row in used] if level else None
+        return held
+
+    def arrays(self) -> list[mx.array]:
+        """Every key and value, for `mx.eval`."""
+        return [array for layer in self.layers for part in layer.parts for array in part]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(array.nbytes for array in self.arrays())
+
+    def _ancestors(self) -> list[list[int]]:
+        """For each level above the newest, the row that each row of the newest descends from."""
+        rows = list(range(len(self.lengths[-1])))
+        found: list[list[int]] = []
+        for parents in reversed(self.parents):
+            rows = [parents[row] for row in rows]
+            found.insert(0, rows)
+        return found
+
+    def offsets(self, num_rows: int) -> mx.array:
+        """The position of the first token of each row of the newest level, (N,) int32."""
+        assert num_rows == len(self.lengths[-1]), f"{num_rows} rows for {len(self.lengths[-1])}"
+        before = [0] * num_rows
+        for lengths, rows in zip(self.lengths[:-1], self._ancestors(), strict=True):
+            before = [start + lengths[row] for start, row in zip(before, rows, strict=True)]
+        return mx.array(before, dtype=mx.int32)
+
+    def mask(self, num_new: int) -> Layout:
+        """Who reads which level, and what of it; the newest level is causal."""
+        assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
+        layout = []
+        for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
+            width, mask = self.layers[0].parts[level][0].shape[2], None
+            if min(lengths) < width:
+                mask = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
+            layout.append(make_group(rows, len(lengths), mask))
+        return [*layout, Group(None, None, "causal")]

@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import gwen
 import hub
-from kv_cache import KVCache
+from kv_cache import KVCache, TreeCache
 
 VOCAB = 151_936
 RNG = np.random.default_rng(0)
@@ -152,17 +153,109 @@ def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
     )
 
 
+def ragged(rows: list[list[int]]) -> mx.array:
+    return mx.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
+
+
+def tree_of_tokens() -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Three levels of ragged rows, and each level's parents: two roots, of which one row has no child."""
+    lengths = [[5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3]]
+    parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
+    return [[RNG.integers(0, 320, n).tolist() for n in level] for level in lengths], parents
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(checkpoints, name):
+    model = gwen.load_model(checkpoints[name], mx.float32)
+    levels, parents = tree_of_tokens()
+    cache = TreeCache(len(model.layers)).child([len(row) for row in levels[0]])
+    model.hidden(ragged(levels[0]), cache)
+    middle = cache.child([len(row) for row in levels[1]], parents[0])
+    model.hidden(ragged(levels[1]), middle)
+    for chosen in ([0, 1, 2, 3, 4], [1, 4], [0, 2], [3], [0, 3]):  # of the leaves, so that parts of a level are used
+        leaves = [levels[2][row] for row in chosen]
+        below = middle.child([len(row) for row in leaves], [parents[1][row] for row in chosen])
+        hidden = model.hidden(ragged(leaves), below)
+        for index, row in enumerate(chosen):
+            parent = parents[1][row]
+            path = levels[0][parents[0][parent]] + levels[1][parent] + levels[2][row]
+            expected = model.hidden(mx.array([path]))[:, -len(levels[2][row]) :]
+            assert relative_error(hidden[index : index + 1, : len(levels[2][row])], expected) < 1e-5
+    assert below.nbytes < middle.nbytes + cache.nbytes, "unused rows are left out"
+
+
+def test_the_gradient_through_a_shared_run_is_that_of_the_whole_sequences(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    prompts, completions = [[3, 1, 4, 1, 5], [9, 2]], [[2, 6], [5, 3, 5], [8], [9, 7, 9, 3]]
+    parents = [0, 0, 1, 1]
+
+    def shared(model):
+        cache = TreeCache(len(model.layers)).child([len(prompt) for prompt in prompts])
+        model.hidden(ragged(prompts), cache)
+        below = cache.child([len(row) for row in completions], parents)
+        hidden = model.hidden(ragged(completions), below)
+        return sum((hidden[n, : len(row)] ** 2 * mx.arange(1, 49)).sum() for n, row in enumerate(completions))
+
+    def whole(model):
+        total = mx.array(0.0)
+        for parent, row in zip(parents, completions, strict=True):
+            hidden = model.hidden(mx.array([prompts[parent] + row]))[0, -len(row) :]
+            total = total + (hidden**2 * mx.arange(1, 49)).sum()
+        return total
+
+    (ours, gradients), (expected, theirs) = (nn.value_and_grad(model, f)(model) for f in (shared, whole))
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (path, gradient), (_, other) in zip(tree_flatten(gradients), tree_flatten(theirs), strict=True):
+        assert relative_error(gradient, other) < 1e-4, path
+
+
 @pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])
 @pytest.mark.parametrize("length", [1, 9])
 def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
     config = hub.make_config(QWEN3)
-    x = normal(2, 3, length, 32)
-    ours = np.array(gwen.Rope(config)(x, mx.array(offsets)))
+    x, rope = normal(2, length, 3, 32), gwen.Rope(config)
+    ours = np.array(rope(x, rope.at(mx.array(offsets), length)))
     frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
     for row, offset in enumerate(offsets):
         for head in range(3):
-            expected = rotate_by_hand(np.array(x)[row, head], offset + np.arange(length), frequencies, 1.0)
-            np.testing.assert_allclose(ours[row, head], expected, atol=3e-5)
+            expected = rotate_by_hand(np.array(x)[row, :, head], offset + np.arange(length), frequencies, 1.0)
+            np.testing.assert_allclose(ours[row, :, head], expected, atol=3e-5)
+
+
+def test_rope_equals_that_of_mlx():
+    x, offsets, rope = normal(2, 5, 3, 32), mx.array([7, 3000]), gwen.Rope(hub.make_config(QWEN3))
+    arguments = dict(traditional=False, base=1e6, scale=1.0, offset=offsets)
+    theirs = mx.fast.rope(x.transpose(0, 2, 1, 3), 32, **arguments).transpose(0, 2, 1, 3)
+    assert relative_error(rope(x, rope.at(offsets, 5)), theirs) < 3e-4  # an angle of 3,000 has that rounding
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
+def test_rms_norm_equals_its_formula(dtype, tolerance):
+    x, weight = normal(3, 5, 48, scale=300).astype(dtype), normal(48).astype(dtype)  # squares pass float16's range
+    wide, scale = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, weight))
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * scale
+    ours = gwen.rms_norm(x, weight, 1e-6)
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(np.array(ours.astype(mx.float32)), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_rope_normalizes_and_rotates_queries_and_keys_and_leaves_values_alone(normed):
+    rope, offsets = gwen.Rope(hub.make_config(QWEN3)), mx.array([0, 40])
+    qkv, weights = normal(2, 4, 3 + 2 * 1, 32), (normal(32), normal(32))
+    rotation = rope.at(offsets, 4)
+    outs = gwen.norm_rope(qkv, 3, weights if normed else None, 1e-6, rope, rotation)
+    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
+    for row, offset in enumerate(offsets.tolist()):
+        for head in range(5):
+            expected = np.array(qkv)[row, :, head].astype(np.float64)
+            if head < 4:
+                if normed:
+                    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-6)
+                    expected = expected * np.array(weights[head // 3])
+                expected = rotate_by_hand(expected, offset + np.arange(4), frequencies, 1.0)
+            part, place = ((0, head), (1, head - 3), (2, head - 4))[min(head // 3 + head // 4, 2)]
+            np.testing.assert_allclose(np.array(outs[part])[row, place], expected, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +268,10 @@ def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
     frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
     rope = gwen.Rope(config)
     np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
-    x = normal(1, 1, 40, head_dim)
-    expected = rotate_by_hand(np.array(x)[0, 0], 7 + np.arange(40), frequencies, magnitude)
-    np.testing.assert_allclose(np.array(rope(x, mx.array([7])))[0, 0], expected, atol=5e-5)
+    x = normal(1, 40, 1, head_dim)
+    expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
+    ours = rope(x, rope.at(mx.array([7]), 40))
+    np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2-yarn", "qwen3-yarn"])

@@ -28,11 +28,12 @@ FLOORS = {
     "checkpoint": 3,
     "evaluate": 4,
     "settings": 4,
-    "train": 5,
+    "update": 5,
     "bench_rollout": 5,
-    "bench_grpo_loss": 5,
-    "bench_step": 5,
+    "train": 6,
+    "bench_grpo_loss": 6,
     "bench_rollout_vllm_mlx": 6,
+    "bench_step": 7,
 }
 MODULES = sorted(ROOT.glob("*.py"))
 PROGRAMS = [*MODULES, *sorted((ROOT / "demo").glob("*.py"))]

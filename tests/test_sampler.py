@@ -159,10 +159,10 @@ def test_each_distinct_prompt_is_prefilled_once(model, monkeypatch):
 
 def test_one_token_decode_of_equal_lengths_uses_no_mask(model, monkeypatch):
     layouts = []
-    original = gwen.slot_attention
-    monkeypatch.setattr(gwen, "slot_attention", lambda *args: layouts.append(args[2]) or original(*args))
+    original = gwen.tree_attention
+    monkeypatch.setattr(gwen, "tree_attention", lambda *args: layouts.append(args[2]) or original(*args))
     roll(model, prompts=[[1, 2, 4], [5, 6, 7]], max_tokens=3)
-    assert layouts and all(field is None for layout in layouts for field in layout)
+    assert layouts and all(field is None for layout in layouts for group in layout for field in group)
 
 
 def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):

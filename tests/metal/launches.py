@@ -28,8 +28,9 @@ KINDS = {
     "fill": "Arange Full RandomBits",
 }
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()}
-VIEWS = "Broadcast BroadcastAxes Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient".split()
-VIEWS += ["Transpose", "Unflatten"]
+VIEWS = (
+    "Broadcast BroadcastAxes Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose Unflatten"
+).split()
 FAST = "fast_"  # begins the names of the stand-ins
 
 

@@ -25,7 +25,7 @@ def as_float64(x: mx.array) -> np.ndarray:
     return np.asarray(x.astype(mx.float32)).astype(np.float64)
 
 
-def elementwise(source: str, inputs: list[mx.array], dtype: mx.Dtype, **options: Any) -> np.ndarray:
+def elementwise(source: str, inputs: list[mx.array], dtype: mx.Dtype, **options: Any) -> mx.array:
     """One output element for each element of the first input; the body's index is `i`."""
     kernel = mx.fast.metal_kernel(
         name="elementwise",
@@ -41,7 +41,7 @@ def elementwise(source: str, inputs: list[mx.array], dtype: mx.Dtype, **options:
         threadgroup=(64, 1, 1),
         **options,
     )
-    return np.asarray(out.astype(mx.float32)) if dtype == mx.bfloat16 else np.asarray(out)
+    return out
 
 
 # ---- whole kernels
@@ -265,7 +265,7 @@ def test_every_float16_is_read_and_rounded_as_numpy_does(emulated: None) -> None
             expected = x.astype(np.float16)
         rounded = elementwise("out[i] = half(x[i]);", [mx.array(x)], mx.float16)
         np.testing.assert_array_equal(rounded, expected)
-        as_bfloat = elementwise("out[i] = bfloat16_t(x[i]);", [mx.array(x)], mx.bfloat16)
+        as_bfloat = elementwise("out[i] = bfloat16_t(x[i]);", [mx.array(x)], mx.bfloat16).astype(mx.float32)
         np.testing.assert_array_equal(as_bfloat, np.asarray(mx.array(x).astype(mx.bfloat16).astype(mx.float32)))
 
 
@@ -416,6 +416,11 @@ def test_a_kernel_without_a_gradient_says_so_instead_of_giving_zeros(metal: str)
     assert twice(mx.ones(9)).item() == 2
     with pytest.raises(ValueError, match="Not implemented for CustomKernel"):
         mx.grad(twice)(mx.ones(9))
+
+
+def test_a_compiled_function_may_use_a_kernel(metal: str) -> None:
+    compiled = mx.compile(lambda x: elementwise("out[i] = x[i] + 1;", [x], mx.float32) * 2)
+    np.testing.assert_array_equal(np.asarray(compiled(mx.arange(9.0))), 2 * np.arange(1, 10))
 
 
 def test_a_wrong_number_of_arguments_is_mlx_s_own_error(metal: str) -> None:

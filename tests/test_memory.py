@@ -14,6 +14,25 @@ def test_the_machines_memory_is_what_the_kernel_reports():
     assert memory.of_device() == pytest.approx(kilobytes * 1024, rel=0.01)
 
 
+@pytest.mark.parametrize("key", ["max_recommended_working_set_size", "memory_size", "total_memory"])
+def test_the_memory_of_a_gpu_is_what_its_backend_calls_it(key, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: {key: 12 << 30, "device_name": "some"})
+    assert memory.of_device() == 12 << 30
+    held = mx.zeros((1 << 20,))
+    mx.eval(held)
+    assert memory.at_hand() == (12 << 30) - mx.get_active_memory() < memory.of_device()
+
+
+def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
+    if mx.default_device().type == mx.gpu:
+        pytest.skip("a GPU has its own figure")
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    assert memory.at_hand() == pytest.approx(min(free, memory.of_device() - mx.get_active_memory()), rel=0.1)
+    assert memory.at_hand() < memory.of_device()
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -25,11 +25,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-import yaml
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
+import dispatch
 import evaluate
 import grpo
 import gwen
@@ -63,7 +63,8 @@ def train(config: Config, run: "Run") -> None:
                 temperature=config.temp,
                 eos_ids=model.config.eos_ids,
                 pad_id=run.pad_id,
-                rollout_batch_size=config.rollout_batch_size,
+                rollout_batch_size=run.batch_size,
+                share_prefix=config.sharing,
                 key=(config.seed << 32) + step,
                 **config.support,
             )
@@ -341,6 +342,7 @@ class Run:
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))
         half = self.model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
+        self.batch_size = self._settle_rollouts()
         self.recent: deque[float] = deque(maxlen=10)
         self.last_state = self.state()
 
@@ -351,6 +353,25 @@ class Run:
         if config.judge_model not in ("", config.model):
             model, tokenizer = gwen.load(config.judge_model)
         return judge.Judge(model, tokenizer, self.task.rubric, config.judge_chunk_size)
+
+    def _settle_rollouts(self) -> sampler.BatchSize:
+        """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
+        config = self.config
+        if not config.rollout_batch_size or (config.share_prefix == "auto" and gwen.on_gpu()):
+            num_held_out = len(self.task.held_out[: config.eval_limit or None]) if config.eval_every else 0
+            chosen, why = dispatch.choose(
+                self.model,
+                [len(prompt) for prompt in self.prompt_ids],
+                max_tokens=config.max_tokens,
+                group_size=config.groups,
+                most_rows=max(config.batch * config.groups, num_held_out),
+                rows=config.rollout_batch_size,
+            )
+            print(why, flush=True)
+            config.rollout_batch_size = chosen.rows
+            if config.share_prefix == "auto":
+                config.share_prefix = "on" if chosen.share_prefix else "off"
+        return sampler.BatchSize(config.rollout_batch_size)
 
     def open(self) -> None:
         """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
@@ -376,6 +397,7 @@ class Run:
         extra = {
             "dtype": str(self.model.head_weight.dtype),
             "loss_scale": self.loss_scale._asdict(),
+            "rollout_batch_size": self.batch_size.rows,
             "judge_chunk_size": self.judge and self.judge.chunk_size,
         }
         return checkpoint.State(self.step, dict(self.trainable), dict(tree_flatten(self.optimizer.state)), extra)
@@ -391,6 +413,7 @@ class Run:
         self.step, self.trainable = state.step, state.trainable
         self.optimizer.state = tree_unflatten(list(state.optimizer.items()))
         self.loss_scale = LossScale(**state.extra["loss_scale"])
+        self.batch_size.rows = min(self.batch_size.rows, state.extra["rollout_batch_size"])
         if self.judge:
             self.judge.chunk_size = min(self.judge.chunk_size, state.extra["judge_chunk_size"] or self.judge.chunk_size)
         install(self.model, self.trainable)
@@ -406,7 +429,7 @@ class Run:
             self.tokenizer,
             self.task,
             max_tokens=config.max_tokens,
-            rollout_batch_size=config.rollout_batch_size,
+            rollout_batch_size=self.batch_size,
             grader=self.judge if self.task.metric == "score" else None,
             limit=config.eval_limit or None,
             thinking=config.thinking,
@@ -525,7 +548,7 @@ def main(argv: list[str] | None = None) -> None:
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
-            print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
+            print(settings.as_yaml(config), end="")
             return
         state = checkpoint.load(args.resume) if args.resume else None
         if state and state.step >= config.steps:

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
+import dispatch
 import gwen
 import sampler
 
@@ -73,17 +74,23 @@ def reference(model):
     return settings, whole
 
 
-@pytest.mark.parametrize("rollout_batch_size", [1, 5, 64])
+@pytest.mark.parametrize("rollout_batch_size", [1, 5, 64, "auto"])
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("refill", [True, False])
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_completions_do_not_depend_on_how_they_were_decoded(
-    model, reference, monkeypatch, rollout_batch_size, share_prefix, refill, chunk
+    model, reference, monkeypatch, tmp_path, rollout_batch_size, share_prefix, refill, chunk
 ):
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     settings, whole = reference
     if chunk:
         monkeypatch.setattr(sampler, "PREFILL_TOKENS", chunk)
+    if rollout_batch_size == "auto":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(dispatch, "ROW_COUNTS", (4, 16))
+        lengths = [len(prompt) for prompt in PROMPTS]
+        chosen, _ = dispatch.choose(model, lengths, max_tokens=40, group_size=14, most_rows=70)
+        rollout_batch_size = chosen.rows
     parts = roll(model, **settings, rollout_batch_size=rollout_batch_size, share_prefix=share_prefix, refill=refill)
     assert whole.finish_reasons == parts.finish_reasons
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))

@@ -8,8 +8,8 @@ Slots are what rows are decoded in: they read a prompt's cache in place or hold 
 in a ring, so that a slot can go from a row that ended to one that waits. A tree has levels of runs that rows share.
 What is left out: which row gets which slot.
 
-Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim; R rows
-of a part that G query rows each share.
+Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
+R rows of a part that G query rows each share.
 """
 
 from typing import NamedTuple

@@ -163,11 +163,12 @@ def measure(
         failed = False
         try:
             trials += time_work(model, kind, rows, modes)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not memory.is_out_of_memory(error):
                 raise
             failed = True
-        mx.clear_cache()  # and not in the handler, where the error's traceback would hold the arrays
+        mx.synchronize()  # wait: and not in the handler, where the error's traceback would hold the arrays
+        mx.clear_cache()
         if failed:
             break
     return sorted(trials)

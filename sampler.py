@@ -34,7 +34,6 @@ LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a 
 TILE = 512  # logits per tile of the two-stage draw: float32 sums stay exact to 1e-6 at Qwen's vocabulary
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 SHARE_FROM = 2048  # columns of prompts, all slots together; LOG.md has the measurements
-PREFILL_TOKENS = 2048  # in one forward pass, with padding; what a longer prompt needs beyond its cache stays that small
 
 
 class Stats(NamedTuple):
@@ -138,18 +137,24 @@ def choose_token(
     return *sample_token(logits, uniform), entropy_of(logits)
 
 
+def prefill_tokens() -> int:
+    """Positions that go through the model at once in a prefill, padding included, by measurement: see LOG.md."""
+    return 2048 if gwen.on_gpu() else 256
+
+
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
     The cache of a batch of prompts, aligned at their right end, and the logits after each, (len(prompts), V).
 
-    At most PREFILL_TOKENS go through the model at once, from left to right, so what is held beside the cache does not
-    grow with the prompts. Raises ValueError when the logits are not finite, which is how float16 overflow shows.
+    Columns go through the model from left to right, `prefill_tokens()` positions at once, so that what is held beside
+    the cache does not grow with the prompts. Raises ValueError when the logits are not finite, which is how float16
+    overflow shows.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
     tokens = mx.array([[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
     cache = KVCache(len(model.layers), length, mx.array(padding) if any(padding) else None)
-    num_columns = max(PREFILL_TOKENS // len(prompts), 1)
+    num_columns = max(prefill_tokens() // len(prompts), 1)
     for begin in range(0, length - num_columns, num_columns):
         model.hidden(tokens[:, begin : begin + num_columns], cache)
         mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
@@ -397,7 +402,7 @@ def rollout(
                     support=support,
                     progress=progress,
                 )
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not memory.is_out_of_memory(error):
                     raise
                 if min(size.rows, num_lost) == 1:
@@ -407,6 +412,7 @@ def rollout(
                     ) from error
                 failed = True
             if failed:  # not in the handler: the error's traceback holds every array of the attempt
+                mx.synchronize()  # wait: steps that are still queued hold their arrays too
                 mx.clear_cache()
                 size.halve(num_lost)
                 tqdm.write(f"{describe}: out of memory, going on with {size.rows} rows at once", file=sys.stderr)

@@ -1,6 +1,7 @@
 """What the machine has, and which errors say that memory ran out."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import memory
@@ -45,6 +46,12 @@ def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
 )
 def test_the_backends_words_for_no_memory_are_recognised(message):
     assert memory.is_out_of_memory(RuntimeError(message))
+
+
+def test_pythons_own_error_is_recognised():
+    with pytest.raises(MemoryError) as caught:
+        np.empty(2**50)
+    assert memory.is_out_of_memory(caught.value)
 
 
 def test_another_error_is_not_taken_for_it():

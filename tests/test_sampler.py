@@ -84,7 +84,7 @@ def test_completions_do_not_depend_on_how_they_were_decoded(
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     settings, whole = reference
     if chunk:
-        monkeypatch.setattr(sampler, "PREFILL_TOKENS", chunk)
+        monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
     if rollout_batch_size == "auto":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(dispatch, "ROW_COUNTS", (4, 16))
@@ -193,7 +193,7 @@ def test_a_prefill_in_parts_equals_one_at_once(model, monkeypatch, chunk, length
     sizes = []
     hidden = gwen.Model.hidden
     monkeypatch.setattr(gwen.Model, "hidden", lambda self, x, cache: sizes.append(x.size) or hidden(self, x, cache))
-    monkeypatch.setattr(sampler, "PREFILL_TOKENS", chunk)
+    monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
     parts, logits = sampler.prefill(model, prompts, 0)
     assert max(sizes) <= max(chunk, len(prompts)) and sum(sizes) == len(prompts) * max(lengths)
     np.testing.assert_allclose(np.array(logits), np.array(whole_logits), atol=2e-5)
@@ -210,7 +210,7 @@ def test_what_a_long_prompt_needs_beside_its_cache_does_not_grow_with_it(model, 
     prompt = [5 + i % 7 for i in range(2048)]
 
     def beside(chunk):
-        monkeypatch.setattr(sampler, "PREFILL_TOKENS", chunk)
+        monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         cache, _ = sampler.prefill(model, [prompt], 0)
@@ -238,13 +238,13 @@ def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
 NO_MEMORY = "[malloc_or_wait] Unable to allocate 99999999999 bytes."
 
 
-def fail_once(monkeypatch, owner, name, call):
-    """Lets the call of this number, counted from 1, fail as MLX does when memory runs out."""
+def fail_once(monkeypatch, owner, name, call, error=RuntimeError):
+    """Lets the call of this number, counted from 1, fail as MLX, or numpy, does when memory runs out."""
     original, calls = getattr(owner, name), itertools.count(1)
 
     def failing(*args, **settings):
         if next(calls) == call:
-            raise RuntimeError(NO_MEMORY)
+            raise error(NO_MEMORY)
         return original(*args, **settings)
 
     monkeypatch.setattr(owner, name, failing)
@@ -274,7 +274,10 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(
 
     monkeypatch.setattr(sampler.Record, "complete", note_finished)
     monkeypatch.setattr(sampler, "decode", note_run)
-    fail_once(monkeypatch, sampler.Record if place == "write" else sampler, place, call)
+    if place == "write":
+        fail_once(monkeypatch, sampler.Record, "write", call, MemoryError)
+    else:
+        fail_once(monkeypatch, sampler, place, call)
     rollout = roll(model, **settings, rollout_batch_size=20, share_prefix=share_prefix)
     assert "out of memory, going on with 10 rows at once" in capsys.readouterr().err
     assert rollout.stats.batch_size == 10 and runs[-1][0] == 10

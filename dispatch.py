@@ -256,15 +256,17 @@ def choose(
 
 
 def describe(chosen: Trial, trials: Sequence[Trial], kind: Kind, source: str) -> str:
-    """What was chosen and what else was tried, in one line."""
+    """In one line what was chosen, the other way to do that, and the better way at other row counts."""
 
     def words(trial: Trial) -> str:
         how = f" {'shared' if trial.share_prefix else 'copied'}" if kind.group_size > 1 else ""
         return f"{trial.rows}{how} {trial.tok_s:.0f} tok/s"
 
-    others = ", ".join(words(trial) for trial in trials if trial != chosen)
+    fastest = {trial.rows: trial for trial in sorted(trials, key=lambda trial: trial.tok_s)}
+    others = [t for t in trials if t != chosen and (t.rows == chosen.rows or t == fastest[t.rows])]
+    against = f" (against {', '.join(map(words, others))})" if others else ""
     work = f"{kind.prompt_tokens} + {kind.max_tokens} tokens in groups of {kind.group_size}"
-    return f"rollouts: rows at once {words(chosen)}{f' (against {others})' if others else ''} for {work}, {source}"
+    return f"rollouts: rows at once {words(chosen)}{against} for {work}, {source}"
 
 
 def parse_size(text: str) -> int | str:

@@ -187,8 +187,9 @@ def test_what_was_measured_once_is_remembered(model, timed, store):
     timed.speeds.update({4: 100, 8: 200, (16, True): 390, (16, False): 400})
     chosen, why = dispatch.choose(model, [30], **WORK)
     assert chosen == Trial(16, False, 400.0, 1600)
-    assert "rows at once 16 copied 400 tok/s (against 4 copied 100 tok/s" in why and "\n" not in why
-    assert f"measured now and kept in {store}" in why and "32 + 16 tokens in groups of 4" in why
+    tried = "16 copied 400 tok/s (against 4 shared 100 tok/s, 8 shared 200 tok/s, 16 shared 390 tok/s)"
+    assert f"rollouts: rows at once {tried} for 32 + 16 tokens in groups of 4, " in why and "\n" not in why
+    assert why.endswith(f"measured now and kept in {store}")
     num_timed = len(timed.calls)
     again, why = dispatch.choose(model, [30], **WORK)
     assert again == chosen and len(timed.calls) == num_timed and f"as measured before, in {store}" in why
@@ -230,9 +231,9 @@ def test_memory_that_never_sufficed_is_said(model, timed, store):
 
 
 DAMAGED = ["", "{", "[]", "null", '{"format": 1}', '{"format": 1, "kinds": [1]}', "\udcff\udcfe"]
-DAMAGED += ['{"format": 99, "kinds": {"KEY": [[64, true, 1.0, 1]]}}', '{"format": 1, "kinds": {"KEY": 7}}']
-ENTRIES = ["7", "[64]", '["64", true, 1.0, 1]', "[0, true, 1.0, 1]", "[64, 1, 1.0, 1]", "[64, true, 1.0, null]"]
-ENTRIES += [f"[64, true, {speed}, 1]" for speed in ("-1.0", "NaN", "Infinity", '"x"')]
+DAMAGED += ['{"format": 99, "kinds": {"KEY": [[16, true, 1.0, 1]]}}', '{"format": 1, "kinds": {"KEY": 7}}']
+ENTRIES = ["7", "[16]", '["16", true, 1.0, 1]', "[0, true, 1.0, 1]", "[16, 1, 1.0, 1]", "[16, true, 1.0, null]"]
+ENTRIES += [f"[16, true, {speed}, 1]" for speed in ("-1.0", "NaN", "Infinity", '"x"')]
 DAMAGED += ['{"format": 1, "kinds": {"KEY": [ENTRY]}}'.replace("ENTRY", entry) for entry in ENTRIES]
 
 
@@ -242,7 +243,8 @@ def test_a_damaged_file_is_measured_over(model, timed, store, text):
     key = dispatch.kind_of(model, [30], 12, 4).key
     store.write_bytes(text.replace("KEY", key).encode(errors="surrogateescape"))
     chosen, why = dispatch.choose(model, [30], **WORK)
-    assert chosen.rows == 16 and "measured now and kept" in why
+    assert chosen.tok_s == 16.0 and "measured now and kept" in why
+    assert [rows for rows, _ in timed.calls] == [4, 8, 16]
     assert dispatch.load(store)[key] and dispatch.choose(model, [30], **WORK)[1].count("measured before") == 1
 
 

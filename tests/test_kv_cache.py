@@ -188,3 +188,4 @@ def test_a_cache_that_was_advanced_stands_where_so_many_steps_would_have_put_it(
     for left, right in zip(*own, strict=True):
         assert left.shape[2] == (31 if share else 36)
         assert mx.array_equal(left, right)
+    assert mx.array_equal(own[1][0][:, :, -1:], new)

@@ -156,8 +156,8 @@ def measure(
             break
         if rows in _rows(trials):
             continue
-        modes = [s for s in (True, False) if kind.group_size > 1 or not s]
-        modes = [s for s in modes if all(2 * t.peak_bytes <= room for t in before[-2:] if t.share_prefix == s)]
+        needs = {trial.share_prefix: 2 * trial.peak_bytes for trial in before}  # the last of each mode
+        modes = [s for s in (True, False) if (kind.group_size > 1 or not s) and needs.get(s, 0) <= room]
         if not modes or time.perf_counter() - begin > MOST_SECONDS:
             break
         failed = False

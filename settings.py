@@ -17,6 +17,7 @@ from typing import Any
 import cpu_blas  # before mlx
 import yaml
 
+import dispatch
 import grpo
 import gwen
 import judge
@@ -45,7 +46,14 @@ class Config:
     reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
     batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
     groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
-    rollout_batch_size: int = _flag(0, "rows decoded at once; auto: all of a step, at most 64", low=1, auto=True)
+    rollout_batch_size: int = _flag(
+        0, "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64", low=1, auto=True
+    )
+    share_prefix: str = _flag(
+        "auto",
+        "hold a prompt's cache once for its group; auto: measured on a GPU, else by the length of the prompt",
+        choices=("auto", "on", "off"),
+    )
     max_tokens: int = _flag(256, "most tokens of a completion", low=1)
     temp: float = _flag(1.0, "sampling temperature", low=0)
     top_p: float = _flag(1.0, "nucleus; the update uses the same support", low=1e-06, high=1.0)
@@ -106,6 +114,11 @@ class Config:
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
 
+    @property
+    def sharing(self) -> bool | None:
+        """`share_prefix` as `sampler.rollout` takes it."""
+        return {"auto": None, "on": True, "off": False}[self.share_prefix]
+
 
 def make_task(config: Config) -> tasks.Task:
     """The task with the pieces that the settings override. ValueError names the flag that is wrong."""
@@ -160,15 +173,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             options["action"] = argparse.BooleanOptionalAction
         else:
             converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
-            options["type"] = _size if "auto" in field.metadata else converters.get(field.type)
+            options["type"] = dispatch.parse_size if "auto" in field.metadata else converters.get(field.type)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
     return parser.parse_args(argv)
-
-
-def _size(text: str) -> int | str:
-    """A whole number, or "auto"."""
-    return text if text == "auto" else int(text)
 
 
 def _weights(text: str) -> dict[str, float]:
@@ -262,7 +270,9 @@ def _checked(settings: dict[str, Any]) -> Config:
             if choices and one not in choices:
                 raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
     config = Config(**settings)
-    config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, 64)
+    if not gwen.on_gpu():  # there `auto` waits for the model, which is then measured
+        usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
+        config.rollout_batch_size = config.rollout_batch_size or usual
     config.train_token_budget = config.train_token_budget or (2048 if gwen.on_gpu() else 8192)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
@@ -313,12 +323,21 @@ def choose_run_dir(config: Config, asked: str | None) -> Path:
     return path
 
 
+def as_yaml(config: Config) -> str:
+    """Every setting; a size that is still to be measured is "auto"."""
+    automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
+    held = dataclasses.asdict(config)
+    return yaml.safe_dump(
+        {name: "auto" if name in automatic and not value else value for name, value in held.items()}, sort_keys=False
+    )
+
+
 def write(config: Config, run_dir: Path) -> None:
     """Makes the run directory, with `config.yaml` and `env.json`. ValueError when it cannot be written."""
     environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        telemetry.replace_text(run_dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        telemetry.replace_text(run_dir / "config.yaml", as_yaml(config))
         telemetry.replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(

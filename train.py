@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
-import yaml
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
+import dispatch
 import evaluate
 import grpo
 import gwen
@@ -68,7 +68,8 @@ def train(config: Config, run: "Run") -> None:
                     temperature=config.temp,
                     eos_ids=model.config.eos_ids,
                     pad_id=run.pad_id,
-                    rollout_batch_size=config.rollout_batch_size,
+                    rollout_batch_size=run.batch_size,
+                    share_prefix=config.sharing,
                     key=(config.seed << 32) + number + 1,
                     **config.support,
                 )
@@ -238,6 +239,7 @@ class Run:
             self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
         self.learner = update.Learner(self.model, config, self.base)
+        self.batch_size = self._settle_rollouts()
         self.recent: deque[float] = deque(maxlen=10)
         self.stopping = False  # Ctrl-C was pressed while a step made its changes
 
@@ -248,6 +250,25 @@ class Run:
         if config.judge_model not in ("", config.model):
             model, tokenizer = gwen.load(config.judge_model)
         return judge.Judge(model, tokenizer, self.task.rubric, config.judge_chunk_size)
+
+    def _settle_rollouts(self) -> sampler.BatchSize:
+        """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
+        config = self.config
+        if not config.rollout_batch_size or (config.share_prefix == "auto" and gwen.on_gpu()):
+            num_held_out = len(self.task.held_out[: config.eval_limit or None]) if config.eval_every else 0
+            chosen, why = dispatch.choose(
+                self.model,
+                [len(prompt) for prompt in self.prompt_ids],
+                max_tokens=config.max_tokens,
+                group_size=config.groups,
+                most_rows=max(config.batch * config.groups, num_held_out),
+                rows=config.rollout_batch_size,
+            )
+            print(why, flush=True)
+            config.rollout_batch_size = chosen.rows
+            if config.share_prefix == "auto":
+                config.share_prefix = "on" if chosen.share_prefix else "off"
+        return sampler.BatchSize(config.rollout_batch_size)
 
     def open(self) -> None:
         """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
@@ -278,6 +299,7 @@ class Run:
             "loss_scale": learner.loss_scale._asdict(),
             "failures": learner.failures,
             "num_skipped": learner.num_skipped,
+            "rollout_batch_size": self.batch_size.rows,
             "judge_chunk_size": self.judge and self.judge.chunk_size,
         }
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
@@ -295,6 +317,7 @@ class Run:
         learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
         learner.loss_scale = update.LossScale(**extra["loss_scale"])
         learner.failures, learner.num_skipped = extra["failures"], extra["num_skipped"]
+        self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.chunk_size = min(self.judge.chunk_size, extra["judge_chunk_size"] or self.judge.chunk_size)
         update.install(self.model, learner.trainable)
@@ -319,7 +342,7 @@ class Run:
             self.tokenizer,
             self.task,
             max_tokens=config.max_tokens,
-            rollout_batch_size=config.rollout_batch_size,
+            rollout_batch_size=self.batch_size,
             grader=self.judge if self.task.metric == "score" else None,
             limit=config.eval_limit or None,
             thinking=config.thinking,
@@ -470,7 +493,7 @@ def main(argv: list[str] | None = None) -> None:
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
-            print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
+            print(settings.as_yaml(config), end="")
             return
         state = checkpoint.load(args.resume) if args.resume else None
         if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):

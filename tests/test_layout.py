@@ -24,6 +24,7 @@ FLOORS = {
     "gwen": 1,
     "lora": 2,
     "sampler": 2,
+    "dispatch": 3,
     "judge": 3,
     "checkpoint": 3,
     "evaluate": 4,

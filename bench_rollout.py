@@ -7,9 +7,9 @@ mlx_lm records the log-probability of every drawn token, as ours does; its secon
 Before anything is timed, greedy completions must show that the engines compute the same.
 
 `prefill_ms` is the time to process prompts: ours as the rollout reports it, mlx_lm's as its `stats()` do, which bill
-a prompt's last token to decoding. `decode_ms` is the rest of the run. `peak_mb` is MLX's peak during a run, the weights
-of both engines included, which are in memory together. What is left out: text, prompts of unequal length, and, but for
-`--benchmark-judge`, judging.
+a prompt's last token to decoding. `decode_ms` is the rest of the run. `peak_mb` is the most that MLX held during a run
+beyond what it held before it, and the weights once: what the engine would need if it were alone. What is left out:
+text, prompts of unequal length, and, but for `--benchmark-judge`, judging.
 
 Where end tokens end rows, as they do in a trained model, every engine draws its own completions and lengths; with
 `--ignore-eos`, `--lengths` or a random model the work is the same to the token, and every length is asserted.
@@ -20,6 +20,7 @@ Axes: B prompts, G completions of each, N = B * G rows, prompt-major, P prompt p
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import math
 import sys
@@ -37,6 +38,7 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 import bench_judge
+import dispatch
 import gwen
 import hub
 import sampler
@@ -69,13 +71,14 @@ class Run(NamedTuple):
     logprobs: list[list[float]]  # of the same tokens; no rows from an engine that does not give them
     prefill_s: float
     decode_s: float
+    cache_bytes: int | None = None  # the largest cache, from an engine that says
 
 
 class Sample(NamedTuple):
     """One timed run."""
 
     run: Run
-    peak_bytes: int
+    peak_bytes: int  # beyond what was held before
 
     @property
     def seconds(self) -> float:
@@ -114,7 +117,8 @@ def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None, refill
         [row[:length].tolist() for row, length in zip(np.array(column), lengths, strict=True)]
         for column in (result.completion_ids, result.logprobs)
     )
-    return Run(completions, logprobs, result.stats.prefill_s, seconds - result.stats.prefill_s)
+    stats = result.stats
+    return Run(completions, logprobs, stats.prefill_s, seconds - stats.prefill_s, stats.cache_bytes)
 
 
 def run_mlx_lm(work: Work, *, peer: Any, whole_batches: bool) -> Run:
@@ -194,18 +198,22 @@ def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> d
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     for turn in tqdm(range(warmup + runs), desc="rounds", leave=False, disable=None):
         for name in list(engines) if turn % 2 == 0 else list(engines)[::-1]:
+            gc.collect()  # what the last engine left behind in cycles
             mx.clear_cache()
             mx.reset_peak_memory()
+            held = mx.get_active_memory()
             run = engines[name](work)
             lengths = [len(completion) for completion in run.completions]
             assert work.eos_ids or lengths == work.limits, f"{name} made {lengths} tokens, not {work.limits}"
             if turn >= warmup:
-                samples[name].append(Sample(run, mx.get_peak_memory()))
+                samples[name].append(Sample(run, mx.get_peak_memory() - held))
     return samples
 
 
-def summary(samples: list[Sample]) -> dict[str, float]:
-    """Milliseconds, tokens and megabytes of one engine over all its timed runs."""
+def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
+    """Milliseconds, tokens and megabytes of one engine over all its timed runs; all have the model's weights."""
+    weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    cache_bytes = [sample.run.cache_bytes for sample in samples if sample.run.cache_bytes is not None]
     times = np.array([sample.seconds for sample in samples]) * 1e3
     tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
     numbers = {
@@ -217,8 +225,10 @@ def summary(samples: list[Sample]) -> dict[str, float]:
         "prefill_ms": np.mean([sample.run.prefill_s for sample in samples]) * 1e3,
         "decode_ms": np.mean([sample.run.decode_s for sample in samples]) * 1e3,
         "tok_s": tokens / times.sum() * 1e3,
-        "peak_mb": max(sample.peak_bytes for sample in samples) / 1e6,
+        "peak_mb": (weight_bytes + max(sample.peak_bytes for sample in samples)) / 1e6,
     }
+    if cache_bytes:
+        numbers["cache_mb"] = max(cache_bytes) / 1e6
     return {"tokens": tokens} | {name: round(float(number), 3) for name, number in numbers.items()}
 
 
@@ -304,7 +314,7 @@ def print_roofline(model: gwen.Model, work: Work, samples: list[Sample], share_p
 
 def parse(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
     """The settings of a command line, checked and filled up. ValueError names the flag that is wrong."""
-    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser = telemetry.Parser(program, description)
     parser.add_argument("--batch", type=int, default=2, help="B, prompts")
     parser.add_argument("--groups", type=int, default=2, help="G, completions of each")
     parser.add_argument("--max-tokens", type=int, default=64, help="most tokens of a completion")
@@ -313,18 +323,30 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--runs", type=int, default=2, help="timed rounds")
     parser.add_argument("--model", help="as train.py's (default: train.py's on a GPU, else random:30m)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="P, tokens of a prompt, drawn at random")
-    parser.add_argument("--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)")
+    parser.add_argument(
+        "--rollout-batch-size",
+        type=dispatch.parse_size,
+        help="rows decoded at once; auto: what is fastest for ours, by measurement (default: all, at most 64)",
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--lengths", metavar="geometric:MEAN:CAP", help="draws each row's length; ignores end tokens")
     parser.add_argument("--no-refill", dest="refill", action="store_false", help="ours keeps the slots of ended rows")
-    parser.add_argument("--no-share", dest="share", action="store_false", help="ours copies prompts to their rows")
+    parser.add_argument(
+        "--no-share",
+        dest="share_prefix",
+        action="store_const",
+        const=False,
+        help="ours copies prompts to their rows (default: as the sampler chooses, or the measurement of auto)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and sampling")
     bench_judge.add_flags(parser)
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "groups": 1, "max_tokens": 1, "warmup": 0, "runs": 1, "prompt_tokens": 1, "seed": 0}
     if args.rollout_batch_size is None:
-        args.rollout_batch_size = min(args.batch * args.groups, 64)
-    lowest |= {"rollout_batch_size": 1, "judge_runs": 1, "judge_chunk_size": 1}
+        args.rollout_batch_size = min(args.batch * args.groups, dispatch.USUAL_ROWS)
+    if args.rollout_batch_size != "auto":
+        lowest["rollout_batch_size"] = 1
+    lowest |= {"judge_runs": 1, "judge_chunk_size": 1}
     for name, low in lowest.items():
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
@@ -375,12 +397,29 @@ def model_directory(name: str) -> Iterator[Path]:
         yield Path(directory)
 
 
+def settle_size(args: argparse.Namespace, model: gwen.Model) -> str:
+    """Replaces `--rollout-batch-size auto` by what a measurement of ours finds, on a CPU too; says what and why."""
+    if args.rollout_batch_size != "auto":
+        return ""
+    chosen, why = dispatch.choose(
+        model,
+        [args.prompt_tokens],
+        max_tokens=args.max_tokens,
+        group_size=args.groups,
+        most_rows=args.batch * args.groups,
+    )
+    args.rollout_batch_size = chosen.rows
+    if args.share_prefix is None:
+        args.share_prefix = chosen.share_prefix
+    return why
+
+
 def our_engine(args: argparse.Namespace, model: gwen.Model) -> Engine:
-    """Ours as the settings have it; without `--no-share` the sampler chooses."""
-    return functools.partial(run_ours, model=model, share_prefix=None if args.share else False, refill=args.refill)
+    """Ours as the settings have it."""
+    return functools.partial(run_ours, model=model, share_prefix=args.share_prefix, refill=args.refill)
 
 
-def print_settings(args: argparse.Namespace, model: gwen.Model) -> None:
+def print_settings(args: argparse.Namespace, model: gwen.Model, why: str) -> None:
     """The configuration, in the line that other people's scripts read, and what it does not hold."""
     print(
         f"Config: B={args.batch} G={args.groups} pairs={args.batch * args.groups} max_tokens={args.max_tokens} "
@@ -391,6 +430,8 @@ def print_settings(args: argparse.Namespace, model: gwen.Model) -> None:
         f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once, "
         f"lengths {args.lengths or 'all alike'}"
     )
+    if why:
+        print(why)
 
 
 def print_engine(name: str, width: int, entry: dict[str, float]) -> None:
@@ -399,6 +440,14 @@ def print_engine(name: str, width: int, entry: dict[str, float]) -> None:
         f"{name:<{width}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
         f"total_out_toks {entry['tokens']} | throughput {entry['tok_s']:.1f} tok/s"
     )
+
+
+def print_phases(entries: dict[str, dict[str, Any]]) -> None:
+    """Where each engine's time and memory went."""
+    for name, entry in entries.items():
+        cache = f", of it cache {entry['cache_mb']:.1f} MB" if "cache_mb" in entry else ""
+        times = f"prefill {entry['prefill_ms']:.1f} ms, decode {entry['decode_ms']:.1f} ms"
+        print(f"Phases: {name} {times}, peak {entry['peak_mb']:.1f} MB{cache}")
 
 
 def print_rounds(name: str, ours: list[Sample], theirs: list[Sample]) -> None:
@@ -438,6 +487,7 @@ def print_json(
 def compare(args: argparse.Namespace, directory: Path) -> None:
     """Checks, measures and reports ours and mlx_lm on the model of a directory."""
     model = gwen.load_model(directory)
+    why = settle_size(args, model)
     peer = load_peer(directory, model.head_weight.dtype)
     work = make_work(args, model.config)
     engines: dict[str, Engine] = {
@@ -446,14 +496,15 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         "mlx_lm_default": functools.partial(run_mlx_lm, peer=peer, whole_batches=False),
     }
     check_agreement(model, engines, work)
-    print_settings(args, model)
+    print_settings(args, model, why)
     samples = measure(engines, work, args.warmup, args.runs)
-    entries = {name: summary(samples[name]) for name in engines}
+    entries = {name: summary(samples[name], model) for name in engines}
     for name, entry in entries.items():
         print_engine(name, 8, entry)
+    print_phases(entries)
     print_unequal(entries)
     print_rounds("mlx_lm", samples["ours"], samples["mlx_lm"])
-    roofline_frac = print_roofline(model, work, samples["ours"], args.share)
+    roofline_frac = print_roofline(model, work, samples["ours"], args.share_prefix is not False)
     ratio = entries["mlx_lm"]["mean_ms"] / entries["ours"]["mean_ms"]
     print(f"Result: ours is {verdict(ratio)} than mlx_lm on this rollout workload.")
     judging = None

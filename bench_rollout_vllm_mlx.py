@@ -41,10 +41,12 @@ from bench_rollout import (
     parse,
     print_engine,
     print_json,
+    print_phases,
     print_roofline,
     print_rounds,
     print_settings,
     print_unequal,
+    settle_size,
     summary,
     verdict,
 )
@@ -115,6 +117,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
     model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
+    why = settle_size(args, model)
     peer = load_peer(directory, model.head_weight.dtype)
     work = make_work(args, model.config)
     vllm_mlx = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
@@ -124,18 +127,19 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         "on": functools.partial(vllm_mlx, prefix_cache=True),
     }
     check_agreement(model, engines, work)
-    print_settings(args, model)
+    print_settings(args, model, why)
     samples = measure(engines, work, args.warmup, args.runs)
-    entries: dict[str, Any] = {name: summary(samples[name]) for name in engines}
+    entries: dict[str, Any] = {name: summary(samples[name], model) for name in engines}
     off, on = entries.pop("off"), entries.pop("on")
     better = "on" if on["mean_ms"] < off["mean_ms"] else "off"
     entries["vllm_mlx"] = (on if better == "on" else off) | {"prefix_cache": better}
     for name, entry in entries.items():
         print_engine(name, 10, entry)
+    print_phases(entries)
     print_unequal(entries)
     print(f"Prefix cache of vllm_mlx: off {off['mean_ms']:.1f} ms, on {on['mean_ms']:.1f} ms")
     print_rounds("vllm_mlx", samples["ours"], samples[better])
-    roofline_frac = print_roofline(model, work, samples["ours"], args.share)
+    roofline_frac = print_roofline(model, work, samples["ours"], args.share_prefix is not False)
     ratio = entries["vllm_mlx"]["mean_ms"] / entries["ours"]["mean_ms"]
     print(f"Result vs vllm_mlx: ours is {verdict(ratio)} on this rollout workload.")
     judging = None

@@ -72,6 +72,12 @@ def _agrees_with_numpy(path: str) -> bool:
     return True
 
 
+def cache_directory() -> Path:
+    """Where the user's machine keeps what Gwen can make again. RuntimeError when there is no home directory."""
+    usual = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual.expanduser()) / "gwen"
+
+
 def _system_library() -> str:
     """The name of the system's OpenBLAS. OSError when there is none."""
     ctypes.CDLL("libopenblas.so.0")
@@ -86,7 +92,7 @@ def _packaged_library() -> str:
         raise OSError("the package scipy-openblas32 is not installed") from error
     folder = scipy_openblas32.get_lib_dir()
     key = hashlib.sha256((_SHIM_SOURCE + platform.machine() + folder).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gwen"
+    cache = cache_directory()
     shim = cache / f"blas-{key}.so"
     if shim.exists():
         return str(shim)

@@ -17,6 +17,7 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
+import dispatch
 import gwen
 import judge
 import sampler
@@ -66,7 +67,8 @@ def evaluate(
     task: tasks.Task,
     *,
     max_tokens: int,
-    rollout_batch_size: int,
+    rollout_batch_size: int | sampler.BatchSize | None,
+    share_prefix: bool | None = None,
     grader: judge.Grader | None = None,
     samples: int = 1,
     limit: int | None = None,
@@ -75,6 +77,7 @@ def evaluate(
     """
     The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
 
+    rollout_batch_size: None measures it on a GPU, and is the usual one without. share_prefix: see `sampler.rollout`.
     grader: scores where the task has no verifier; where there is neither, the task's rewards do. Accuracy and score
     are those of the first completion of each problem; `eval/mean_at_k` is the mean over all samples, `eval/pass_at_1`
     is unbiased.
@@ -101,9 +104,20 @@ def evaluate(
         assert rewards, f"task {task.name} is scored by a judge"
         for name, reward in rewards.items():
             tasks.reward_columns(name, reward, tasks.reward_arguments(problems))
+    if rollout_batch_size is None:
+        rollout_batch_size = dispatch.USUAL_ROWS
+        if gwen.on_gpu():
+            lengths = [len(prompt) for prompt in prompts]
+            num_rows = len(prompts) * samples
+            chosen, why = dispatch.choose(model, lengths, max_tokens=max_tokens, group_size=samples, most_rows=num_rows)
+            print(why, file=sys.stderr)
+            rollout_batch_size, share_prefix = chosen.rows, chosen.share_prefix
+    if isinstance(rollout_batch_size, int):
+        rollout_batch_size = sampler.BatchSize(rollout_batch_size)  # one for both, so that they remember together
     settings: dict[str, Any] = {
         "max_tokens": max_tokens,
         "rollout_batch_size": rollout_batch_size,
+        "share_prefix": share_prefix,
         "describe": "evaluate",
     }
     sampled, sampled_lengths = completions_of(
@@ -174,7 +188,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only the first N problems")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--rollout-batch-size", type=int, default=64, help="rows decoded at once")
+    parser.add_argument(
+        "--rollout-batch-size",
+        type=dispatch.parse_size,
+        default="auto",
+        help="rows decoded at once (default: auto, which is measured on a GPU and 64 without)",
+    )
     judge.add_flags(parser)  # for tasks that a judge scores
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--thinking", action="store_true")
@@ -182,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         for flag in ("limit", "samples", "max_tokens", "rollout_batch_size"):
-            if (value := getattr(args, flag)) is not None and value < 1:
+            if (value := getattr(args, flag)) not in (None, "auto") and value < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -207,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
             tokenizer,
             task,
             max_tokens=args.max_tokens,
-            rollout_batch_size=args.rollout_batch_size,
+            rollout_batch_size=None if args.rollout_batch_size == "auto" else args.rollout_batch_size,
             grader=grader,
             samples=args.samples,
             limit=args.limit,

@@ -2,45 +2,75 @@
 GRPO: the part of the trainer that is only arithmetic. Arrays in, arrays out: no model, tokenizer, clock or file is
 known here, so that every line can be checked by hand.
 
-Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completion positions.
+A step's loss is the sum over its micro-batches of `policy_loss`, in any cut, because what divides it counts the whole
+step; only bnpo divides by the tokens of its own micro-batch.
+
+Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completion positions, K rewards.
 """
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
-LOSSES = ("grpo", "dr_grpo", "dapo")
-SCALES = ("group", "batch", "none")
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 LEVELS = ("token", "sequence")
+SCALES = ("group", "batch", "none")
+BASELINES = ("group", "rloo", "reinforce")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
+CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SAPO_TEMPERATURES = (1.0, 1.05)  # of positive and of other advantages, arXiv:2511.20347
+LARGEST_LOG_RATIO = (
+    80.0  # e^80 is finite in float32; beyond 88 it is inf, whose gradient through a clip is 0 * inf = nan
+)
 
 
-class Stats(NamedTuple):
-    """Means over the counted tokens of a batch, () float32 each; none of them carries a gradient."""
-
-    kl: mx.array  # k3 estimate of KL(policy, reference); 0 without a reference
-    clip_frac: mx.array  # share of tokens whose gradient the clip removed
-    ratio: mx.array  # policy / old policy
+# ---- advantages
 
 
-def group_advantages(rewards: mx.array, scale: str = "group") -> mx.array:
+def group_advantages(rewards: mx.array, scale: str = "group", baseline: str = "group") -> mx.array:
     """
-    How much better each completion is than its group's mean, (B, G) -> (B, G).
+    How much better each completion is than the baseline, (B, G) -> (B, G).
 
-    scale: divide by the deviation within the "group" (GRPO) or over the "batch", or "none" (Dr. GRPO).
-    A group of equal rewards gives exactly 0: rewards are measured from the group's first member, because in float32
-    the mean of equal numbers is often one rounding off them, and rounding / (0 + 1e-4) is not small.
-    Source: DeepSeekMath, arXiv:2402.03300, eq. in 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221.
+    baseline: the mean of its "group"; of the others of its group ("rloo"); of the whole step ("reinforce").
+    scale: divide by the deviation within the "group" (GRPO) or over the "batch", or "none" (Dr. GRPO, RLOO).
+    A group of equal rewards gives exactly 0, unless the baseline is the step's: rewards are measured from a first
+    member, because in float32 the mean of equal numbers is often one rounding off them, and rounding / (0 + 1e-4) is
+    not small.
+    Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
+    arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262.
     """
     assert scale in SCALES, scale
+    assert baseline in BASELINES, baseline
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
-    centered = rewards - rewards[:, :1]
-    centered = centered - centered.mean(axis=1, keepdims=True)
+    size = rewards.shape[1]
+    if baseline == "reinforce":
+        assert scale != "group", "a group of equal rewards would be divided by a deviation of 0"
+        centered = rewards - rewards[0, 0]
+        centered = centered - centered.mean()
+    else:
+        centered = rewards - rewards[:, :1]
+        centered = centered - centered.mean(axis=1, keepdims=True)
     if scale == "group":
-        return centered / (mx.sqrt((centered**2).sum(axis=1, keepdims=True) / (rewards.shape[1] - 1)) + 1e-4)
-    if scale == "batch":
-        spread = rewards - rewards[0, 0]
-        return centered / (mx.sqrt(mx.var(spread, ddof=1)) + 1e-4)
-    return centered
+        centered = centered / (mx.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
+    elif scale == "batch":
+        centered = centered / (mx.sqrt(mx.var(rewards - rewards[0, 0], ddof=1)) + 1e-4)
+    # r - mean(others) = (r - mean(all)) * G / (G - 1)
+    return centered * (size / (size - 1)) if baseline == "rloo" else centered
+
+
+def decoupled_advantages(rewards: mx.array, weights: list[float]) -> mx.array:
+    """
+    Advantages of several rewards, each normalized within its group before their weighted sum is, over the batch.
+
+    (K, B, G) -> (B, G). The sum has mean 0 already, since each group has; so a group that is equal in every reward
+    stays at exactly 0.
+    Source: GDPO, arXiv:2601.05242.
+    """
+    total = sum((weight * group_advantages(one) for one, weight in zip(rewards, weights, strict=True)), mx.array(0.0))
+    return total / (mx.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)
+
+
+# ---- what a token weighs
 
 
 def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str) -> mx.array:
@@ -53,17 +83,104 @@ def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array,
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(mask.sum(-1, keepdims=True), 1)
-    return mx.exp(mx.minimum(log_ratio, 80.0))  # beyond 88 it is inf, whose gradient through the clip is 0 * inf = nan
+    return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
-def kl_k3(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
+def mismatch_weights(
+    old_logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, correction: str, cap: float = 3.0
+) -> mx.array:
     """
-    The estimate exp(d) - d - 1, d = ref - policy, of KL(policy, ref) per token: never negative, 0 where they agree.
+    trainer's policy / sampler's, as a weight of the policy term, (N, T) or (N, 1); without gradient.
 
-    Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4.
+    Both have the same weights but different arithmetic. correction: the ratio of each "token" or the product over the
+    "sequence", where it passes `cap` held there ("truncate") or 0 ("mask"); "off" is 1.
+    Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; masked: IcePop, arXiv:2510.18855.
     """
+    assert correction in CORRECTIONS, correction
+    if correction == "off":
+        return mx.ones_like(mask)
+    level, _, action = correction.partition("_")
+    log_ratio = mx.where(mask > 0, old_logprobs - sampled_logprobs, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdims=True)
+    ratio = mx.stop_gradient(mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO)))
+    return mx.minimum(ratio, cap) if action == "truncate" else mx.where(ratio > cap, 0.0, ratio)
+
+
+def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.array:
+    """
+    1 for the counted tokens whose entropy is among the highest `fraction`, (N, T), (N, T) -> (N, T).
+
+    The threshold is the quantile 1 - fraction, interpolated linearly between the two entropies around it, less 1e-5
+    nats: the entropies of equal completions differ by a rounding where they are padded differently, and must stay
+    together, or the choice would depend on how rows were cut.
+    Source: arXiv:2506.01939, eq. 4.
+    """
+    assert 0 <= fraction <= 1, fraction
+    num_tokens = round(float(mask.sum()))
+    if not num_tokens:
+        return mx.zeros_like(mask)
+    ascending = mx.sort(mx.where(mask > 0, entropy, mx.inf).reshape(-1))
+    place = (1 - fraction) * (num_tokens - 1)
+    below = ascending[int(place)].item()
+    above = ascending[min(int(place) + 1, num_tokens - 1)].item()
+    threshold = below + (above - below) * (place - int(place))
+    return ((entropy >= threshold - 1e-5) & (mask > 0)).astype(mask.dtype)
+
+
+# ---- the terms of a token's loss
+
+
+def clipped_term(
+    ratio: mx.array, advantages: mx.array, clip_low: float, clip_high: float, delta: float | None
+) -> mx.array:
+    """
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `delta` the first r is at most that (two-sided clipping).
+
+    Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10; delta: INTELLECT-2,
+    arXiv:2505.07291.
+    """
+    bounded = ratio if delta is None else mx.minimum(ratio, delta)
+    return -mx.minimum(bounded * advantages, mx.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
+
+
+def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
+    """-sg(min(r, cap)) A log pi: the weight is capped, and no token loses its gradient. Source: arXiv:2506.13585."""
+    return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs
+
+
+def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
+    """
+    -A sigmoid(t (r - 1)) 4 / t: a soft gate whose slope is 1 at r = 1 and fades on both sides.
+
+    t is larger for advantages that are not positive, whose gradient fades sooner. Source: arXiv:2511.20347.
+    """
+    temperature = mx.where(advantages > 0, *SAPO_TEMPERATURES)
+    return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+
+
+def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimator: str = "k3") -> mx.array:
+    """
+    An estimate of KL(policy, reference) per token, d = log reference - log policy.
+
+    k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1, never negative. k3_corrected: that times the importance ratio, through
+    which the gradient flows too, so that it is the gradient of the KL for tokens of the old policy.
+    All but k1 are 0 with their gradients where the two agree. k1 is unbiased as a number, but differentiated it is the
+    plain score, whose mean is 0: as a loss it holds nothing. The gradient of k2 is that of the KL on policy.
+    Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; correction:
+    DeepSeek-V3.2, arXiv:2512.02556; what the gradients are: arXiv:2506.09477.
+    """
+    assert estimator in KL_ESTIMATORS, estimator
     log_ratio = ref_logprobs - logprobs
-    return mx.exp(log_ratio) - log_ratio - 1
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    k3 = mx.exp(log_ratio) - log_ratio - 1
+    return k3 * ratio if estimator == "k3_corrected" else k3
+
+
+# ---- one number
 
 
 def aggregate(
@@ -72,28 +189,37 @@ def aggregate(
     loss: str,
     *,
     max_tokens: int | None = None,
+    num_rows: int | None = None,
     num_items: mx.array | int | None = None,
 ) -> mx.array:
     """
-    One number from the losses of the counted tokens, (N, T), (N, T) -> ().
+    One number from the losses of the counted tokens, (M, T), (M, T) -> (), a micro-batch's share of the step's loss.
 
-    grpo: the mean over rows of each row's mean. dr_grpo: the sum / (N * max_tokens), so that a long answer weighs no
-    less. dapo: the sum / num_items, the completion tokens of the whole step, so that every token weighs the same.
-    Source: arXiv:2402.03300; arXiv:2503.20783; arXiv:2503.14476.
+    grpo, sapo: the mean over rows of each row's mean. dr_grpo: the sum / (rows * max_tokens), so that a long answer
+    weighs no less. dapo, cispo: the sum / num_items, so that every token weighs the same. bnpo: the sum / the tokens of
+    the micro-batch, which weighs as its share of the rows.
+    num_rows, num_items: rows and counted tokens of the whole step; by default those that are here.
+    Source: arXiv:2402.03300; arXiv:2503.20783; arXiv:2503.14476; bnpo: TRL's `loss_type`.
     """
     assert loss in LOSSES, loss
-    total = (per_token * mask).sum()
-    if loss == "dapo":
-        return total / (mx.maximum(mask.sum(), 1) if num_items is None else num_items)
+    num_rows = mask.shape[0] if num_rows is None else num_rows
+    sums, counts = (per_token * mask).sum(-1), mask.sum(-1)
+    if loss in ("dapo", "cispo"):
+        return sums.sum() / mx.maximum(counts.sum() if num_items is None else mx.array(num_items), 1)
     if loss == "dr_grpo":
         assert max_tokens is not None, "dr_grpo divides by max_tokens"
-        return total / (mask.shape[0] * max_tokens)
-    return ((per_token * mask).sum(-1) / mx.maximum(mask.sum(-1), 1)).mean()
+        return sums.sum() / (num_rows * max_tokens)
+    if loss == "bnpo":
+        return sums.sum() / mx.maximum(counts.sum(), 1) * (mask.shape[0] / num_rows)
+    return (sums / mx.maximum(counts, 1)).sum() / num_rows
 
 
-def micro_batch_weight(loss: str, num_rows: int, num_rows_of_step: int) -> float:
-    """What a micro-batch's loss is multiplied with so that the step's gradient is the same however it is cut."""
-    return 1.0 if loss == "dapo" else num_rows / num_rows_of_step
+class Stats(NamedTuple):
+    """Means over the counted tokens of a batch, () float32 each; none of them carries a gradient."""
+
+    kl: mx.array  # the estimate of KL(policy, reference) that the loss contains; 0 without a reference
+    clip_frac: mx.array  # share of tokens whose gradient the clip removed, or for cispo whose weight it capped
+    ratio: mx.array  # policy / old policy
 
 
 def policy_loss(
@@ -108,33 +234,44 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     delta: float | None = None,
+    weights: mx.array | None = None,
     kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
     max_tokens: int | None = None,
+    num_rows: int | None = None,
     num_items: mx.array | int | None = None,
 ) -> tuple[mx.array, Stats]:
     """
-    The clipped policy-gradient loss: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef KL, aggregated.
+    The loss of a micro-batch: weights * policy term + kl_coef * KL of every token, aggregated.
 
-    logprobs (the only one with gradient), old_logprobs, ref_logprobs (N, T) float32 nats; advantages (N,);
-    mask (N, T), 1 = counted -> (), Stats. loss: see `aggregate`. level: see `importance_ratio`.
-    delta: an upper bound on r in the unclipped term too, for negative advantages (two-sided clipping).
-    num_items: completion tokens of the whole step, for dapo.
-    Source: PPO, arXiv:1707.06347, eq. 7; delta: INTELLECT-2, arXiv:2505.07291.
+    logprobs (the only one with gradient), old_logprobs, ref_logprobs (M, T) float32 nats; advantages (M,);
+    mask (M, T), 1 = counted; what lies outside it may be anything -> (), Stats.
+    loss: its term (`clipped_term`, `cispo_term`, `sapo_term`) and how it is averaged (`aggregate`). clip_high: for
+    cispo the cap on the ratio itself. level: see `importance_ratio`. weights (M, T) or (M, 1), without gradient: what
+    the policy term of a token counts for (`mismatch_weights`, `top_entropy_mask`). num_rows, num_items: of the step.
     """
-    advantages = mx.stop_gradient(advantages)[:, None]
-    old_logprobs = mx.stop_gradient(old_logprobs)
     # what lies outside the mask may be anything; exp of it must not become inf * 0 = nan
-    logprobs = mx.where(mask > 0, logprobs, old_logprobs)
+    logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
+    advantages = mx.stop_gradient(advantages)[:, None]
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)
-    clipped = mx.clip(ratio, 1 - clip_low, 1 + clip_high)
-    bounded = ratio if delta is None else mx.minimum(ratio, delta)
-    per_token = -mx.minimum(bounded * advantages, clipped * advantages)
-    per_token = mx.broadcast_to(per_token, logprobs.shape)
+    if loss == "cispo":
+        per_token = cispo_term(ratio, logprobs, advantages, clip_high)
+        removed = ratio > clip_high
+    elif loss == "sapo":
+        per_token = sapo_term(ratio, advantages)
+        removed = mx.zeros_like(ratio)
+    else:
+        per_token = clipped_term(ratio, advantages, clip_low, clip_high, delta)
+        removed = ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
+        if delta is not None:
+            removed = removed | ((ratio > max(delta, 1 + clip_high)) & (advantages < 0))
+    if weights is not None:
+        per_token = per_token * mx.stop_gradient(weights)
     kl = mx.zeros_like(logprobs)
     if ref_logprobs is not None:
-        kl = kl_k3(logprobs, mx.where(mask > 0, mx.stop_gradient(ref_logprobs), logprobs))
+        kl = kl_term(logprobs, mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0), ratio, kl_estimator)
         per_token = per_token + kl_coef * kl
-    removed = ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
     num_tokens = mx.maximum(mask.sum(), 1)
     means = (mx.stop_gradient((x * mask).sum() / num_tokens) for x in (kl, removed.astype(mx.float32), ratio))
-    return aggregate(per_token, mask, loss, max_tokens=max_tokens, num_items=num_items), Stats(*means)
+    total = aggregate(per_token, mask, loss, max_tokens=max_tokens, num_rows=num_rows, num_items=num_items)
+    return total, Stats(*means)

@@ -1,12 +1,15 @@
 """
-The preallocated key and value cache of a batch of rows.
+Preallocated keys and values: of a batch of rows, and of the slots of a decode batch.
 
 Buffers hold more columns than are used and grow in chunks of 128, so that a decode step writes in place instead of
 copying the past. Rows of different lengths are aligned at their right end: a shorter row begins with `pad` columns
 that no query sees, every row writes to the same column, and a row's position is the column less its padding.
-`SlotCache` adds prompts that several rows share and rows that join a running batch, `TreeCache` levels of shared runs.
+Slots are what rows are decoded in: they read a prompt's cache in place or hold a copy of it, and their own tokens are
+in a ring, so that a slot can go from a row that ended to one that waits. A tree has levels of runs that rows share.
+What is left out: which row gets which slot.
 
-Axes: N rows, K kv heads, S capacity, L new positions, D head dim; R rows of a part that G query rows each share.
+Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
+R rows of a part that G query rows each share.
 """
 
 from typing import NamedTuple
@@ -227,6 +230,11 @@ class SlotCache:
         """Bytes held by prompts and slots."""
         own = (buffer for layer in self.layers for buffer in (layer.keys, layer.values))
         return self.prompts.nbytes + sum(buffer.nbytes for buffer in own if buffer is not None)
+
+    def advance(self, num_steps: int) -> None:
+        """As if so many steps had been decoded, with zeros for their keys: for timing the middle of a completion."""
+        for layer in self.layers:
+            layer.step += num_steps
 
     def assign(self, prompt_of: list[int], starts: list[int]) -> None:
         """Says which prompt each slot continues and since which step; slots keep their columns."""

@@ -2,11 +2,11 @@
 Rollouts: prompts in, sampled completions with their log-probabilities out. `uv run sampler.py --prompt "Hi"` shows
 one.
 
-Every distinct prompt is prefilled once, its cache is broadcast to the rows that share it, and the rows are decoded
-together. The record is exact: the ids that were drawn, their float32 log-probabilities under the distribution that
-they were drawn from, and a mask that ends with the end token. Randomness comes from (key, row, position) alone, so a
-row's completion does not depend on which rows it was decoded with. What is left out: text; the caller renders prompts
-to ids.
+Every distinct prompt is prefilled once, its cache is shared by or copied to the rows that continue it, and the rows are
+decoded together. The record is exact: the ids that were drawn, their float32 log-probabilities under the distribution
+that they were drawn from, and a mask that ends with the end token. Randomness comes from (key, row, position) alone, so
+a row's completion does not depend on which rows it was decoded with, and a row that was lost when memory ran out is
+drawn again as it was. What is left out: text; the caller renders prompts to ids.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -25,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 import gwen
+import memory
 import tasks
 import telemetry
 from kv_cache import KVCache, SlotCache
@@ -32,16 +33,19 @@ from kv_cache import KVCache, SlotCache
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
 TILE = 512  # logits per tile of the two-stage draw: float32 sums stay exact to 1e-6 at Qwen's vocabulary
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
+SHARE_FROM = 2048  # columns of prompts, all slots together; LOG.md has the measurements
 
 
 class Stats(NamedTuple):
     """What a rollout cost; seconds of wall time, tokens that reached a completion."""
 
     prefill_s: float
-    decode_s: float
+    decode_s: float  # all the rest
     num_tokens: int
     num_prompt_tokens: int  # prefilled, each distinct prompt once
     cache_bytes: int  # the largest cache that was held
+    peak_bytes: int  # the most that MLX held, the weights included
+    batch_size: int  # rows at once in the end; fewer than asked for where memory ran out
 
 
 class Rollout(NamedTuple):
@@ -52,6 +56,23 @@ class Rollout(NamedTuple):
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
     finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens
     stats: Stats
+    entropy: mx.array | None = None  # (N, T) float32 nats of what each token was drawn from, 0 after the end
+
+
+class BatchSize:
+    """
+    The most rows that are decoded at once: halved, for good, when memory runs out.
+
+    One object serves all rollouts of a run, so that what one of them learned the next ones know.
+    """
+
+    def __init__(self, rows: int):
+        assert rows >= 1, rows
+        self.rows = rows
+
+    def halve(self, num_rows: int) -> None:
+        """Half of what was tried: of `num_rows` where there were not more."""
+        self.rows = max(min(self.rows, num_rows) // 2, 1)
 
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
@@ -87,36 +108,57 @@ def sample_token(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.arra
     return token.squeeze(-1).astype(mx.int32), logprob.squeeze(-1)
 
 
+def entropy_of(logits: mx.array) -> mx.array:
+    """Entropy of softmax(logits) in nats, (N, V) float32 -> (N,). A logit of -inf adds nothing."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    weights = gwen.exp(shifted)
+    total = gwen.tiled_sum(weights)
+    return mx.log(total) - gwen.tiled_sum(mx.where(weights > 0, weights * shifted, 0.0)) / total
+
+
 def choose_token(
     logits: mx.array, uniform: mx.array, temperature: float, support: dict[str, Any]
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, mx.array]:
     """
-    A token and its log-probability for each row of (N, V) logits, from the temperature's truncated distribution.
+    A token, its log-probability and the entropy for each row of (N, V) logits, from the temperature's truncated
+    distribution.
 
-    Temperature 0 takes the likeliest token, and reports its log-probability at temperature 1.
+    Temperature 0 takes the likeliest token, and reports the others at temperature 1. Who does not want the entropy does
+    not evaluate it, and then it is not computed.
     """
     logits = logits.astype(mx.float32)
     if temperature == 0:
         token = logits.argmax(-1)
         logprob = mx.take_along_axis(logits, token[:, None], axis=-1).squeeze(-1) - gwen.logsumexp(logits)
-        return token.astype(mx.int32), logprob
+        return token.astype(mx.int32), logprob, entropy_of(logits)
     logits = logits / temperature
     if support:
         logits = gwen.truncate_logits(logits, **support)
-    return sample_token(logits, uniform)
+    return *sample_token(logits, uniform), entropy_of(logits)
+
+
+def prefill_tokens() -> int:
+    """Positions that go through the model at once in a prefill, padding included, by measurement: see LOG.md."""
+    return 2048 if gwen.on_gpu() else 256
 
 
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
     The cache of a batch of prompts, aligned at their right end, and the logits after each, (len(prompts), V).
 
-    Raises ValueError when the logits are not finite, which is how float16 overflow shows.
+    Columns go through the model from left to right, `prefill_tokens()` positions at once, so that what is held beside
+    the cache does not grow with the prompts. Raises ValueError when the logits are not finite, which is how float16
+    overflow shows.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
     tokens = mx.array([[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
     cache = KVCache(len(model.layers), length, mx.array(padding) if any(padding) else None)
-    logits = model.hidden(tokens, cache)[:, -1] @ model.head_weight.T
+    num_columns = max(prefill_tokens() // len(prompts), 1)
+    for begin in range(0, length - num_columns, num_columns):
+        model.hidden(tokens[:, begin : begin + num_columns], cache)
+        mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
+    logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
     if not mx.isfinite(logits).all().item():
         raise ValueError(f"the model's first logits are not finite in {logits.dtype}; try GWEN_DTYPE=bfloat16")
@@ -132,29 +174,38 @@ class Job(NamedTuple):
 
 
 class Record:
-    """Where sampled tokens are written, on the host, by row and position."""
+    """Where what was sampled is written, on the host, by row and position, and which rows are complete."""
 
-    def __init__(self, num_rows: int, width: int, pad_id: int):
+    def __init__(self, num_rows: int, width: int, pad_id: int, entropy: bool = False):
         self.ids = np.full((num_rows, width), pad_id, np.int32)
         self.logprobs = np.zeros((num_rows, width), np.float32)
+        self.entropies = np.zeros((num_rows, width), np.float32) if entropy else None
+        self.done = np.zeros(num_rows, bool)
 
-    def write(
-        self, jobs: list[Job], starts: list[int], step: int, ids: list[mx.array], logprobs: list[mx.array]
-    ) -> None:
+    @property
+    def columns(self) -> list[np.ndarray]:
+        """What one token adds to."""
+        return [self.ids, self.logprobs] + ([] if self.entropies is None else [self.entropies])
+
+    def write(self, jobs: list[Job], starts: list[int], step: int, drawn: list[tuple[mx.array, ...]]) -> None:
         """Adds what the slots drew in the steps from `step` on; what lies past a row's limit is dropped."""
-        columns = np.stack([np.array(x) for x in ids], axis=1), np.stack([np.array(x) for x in logprobs], axis=1)
+        new = [np.stack([np.array(x) for x in column], axis=1) for column in zip(*drawn, strict=True)]  # wait
         for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
-            begin, end = step - start, min(step - start + len(ids), job.limit)
+            begin, end = step - start, min(step - start + len(drawn), job.limit)
             if begin < end:
-                for out, new in zip((self.ids, self.logprobs), columns, strict=True):
-                    out[job.row, begin:end] = new[slot, : end - begin]
+                for out, column in zip(self.columns, new, strict=True):
+                    out[job.row, begin:end] = column[slot, : end - begin]
+
+    def complete(self, jobs: list[Job]) -> None:
+        """These rows have ended and are written."""
+        self.done[[job.row for job in jobs]] = True
 
 
 def decode(
     model: gwen.Model,
     cache: SlotCache,
     prompt_logits: mx.array,
-    jobs: list[Job],
+    jobs: Sequence[Job],
     record: Record,
     *,
     num_slots: int,
@@ -190,20 +241,18 @@ def decode(
         return mx.array(places), mx.array(last), max(last)
 
     places, last, last_of_all = assign()
-    ids: list[mx.array] = []
-    logprobs: list[mx.array] = []
-    written = 0  # steps that are in the record
+    drawn: list[tuple[mx.array, ...]] = []  # of each step that is not in the record: ids, logprobs, perhaps entropies
+    num_columns, written = len(record.columns), 0  # steps that are in the record
     for step in itertools.count():
         uniform = table[mx.minimum(places + step, table.size - 1)]
-        token, logprob = choose_token(logits, uniform, temperature, support)
+        token, *others = choose_token(logits, uniform, temperature, support)
         token, ended_before = mx.where(ended, pad_id, token), ended
         ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= step)
-        ids.append(token)
-        logprobs.append(logprob)
+        drawn.append((token, *others)[:num_columns])
         if step == last_of_all and not waiting:
             break
         logits = model.hidden(token[:, None], cache)[:, -1] @ model.head_weight.T
-        mx.async_eval(token, logprob, ended, logits)
+        mx.async_eval(drawn[-1], ended, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
         idle = np.flatnonzero(np.array(ended_before)).tolist()  # wait
@@ -213,8 +262,9 @@ def decode(
         dropped = [] if waiting or not compact else idle
         if not handed and 4 * len(dropped) < len(running):
             continue
-        record.write(running, starts, written, ids, logprobs)
-        ids, logprobs, written = [], [], step + 1
+        record.write(running, starts, written, drawn)
+        record.complete([running[slot] for slot in handed + dropped])
+        drawn, written = [], step + 1
         progress.update(len(handed) + len(dropped))
         for slot in handed:
             running[slot], starts[slot] = waiting.popleft(), step + 1
@@ -228,8 +278,55 @@ def decode(
             logits, ended = logits[mx.array(kept)], ended[mx.array(kept)]
             cache.keep(kept)
         places, last, last_of_all = assign()
-    record.write(running, starts, written, ids, logprobs)
+    record.write(running, starts, written, drawn)
+    record.complete(running)
     progress.update(len(running))
+
+
+def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int) -> bool:
+    """
+    Whether holding prompts once is taken to be faster than a copy for each of the rows that continue them.
+
+    On a CPU it is where the copies have SHARE_FROM columns; with fewer, the two parts of the attention cost more than
+    they save. Where memory is scarce, or to be sure on a GPU, say so to `rollout`.
+    """
+    if num_rows == len(prompt_lengths):
+        return False  # nothing to share
+    if gwen.on_gpu():  # MLX's kernel there reads one buffer in 16 bits; sharing would hand it float32 copies
+        return False
+    return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
+
+
+def sample_batch(
+    model: gwen.Model,
+    rows_of: dict[tuple[int, ...], list[int]],
+    limits: list[int],
+    record: Record,
+    *,
+    batch_size: int,
+    share_prefix: bool | None,
+    refill: bool,
+    pad_id: int,
+    **how: Any,
+) -> tuple[float, int]:
+    """
+    Prefills prompts and samples the rows of each into the record.
+
+    The result is the seconds of the prefill and the bytes of the largest cache. Nothing that was allocated here
+    outlives the call, whether it returns or fails. how: the rest of what `decode` needs.
+    """
+    begin = time.perf_counter()
+    prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], pad_id)
+    prefill_s = time.perf_counter() - begin
+    jobs = [Job(row, place, limits[row]) for place, rows in enumerate(rows_of.values()) for row in rows]
+    lengths = [len(prompt) for prompt in rows_of]
+    share = shares_prefix(len(jobs), lengths, batch_size) if share_prefix is None else share_prefix
+    cache_bytes = 0
+    for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // batch_size)):
+        cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)
+        decode(model, cache, prompt_logits, part, record, num_slots=batch_size, compact=refill, pad_id=pad_id, **how)
+        cache_bytes = max(cache_bytes, cache.nbytes)
+    return prefill_s, cache_bytes
 
 
 def rollout(
@@ -241,25 +338,28 @@ def rollout(
     temperature: float,
     eos_ids: Sequence[int],
     pad_id: int,
-    rollout_batch_size: int,
+    rollout_batch_size: int | BatchSize,
     key: int,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
     share_prefix: bool | None = None,
     refill: bool = True,
+    entropy: bool = False,
     describe: str = "rollout",
 ) -> Rollout:
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
     prompts: token ids, of any lengths. max_tokens: one limit, or one a row. temperature: 0 is greedy.
-    eos_ids: every id that ends a completion. rollout_batch_size: the most rows that are decoded at once.
-    key: all randomness comes from (key, row, position). top_p, top_k, min_p: off at 1, 0, 0; when on, the
-    log-probabilities are those of the truncated distribution. share_prefix: whether a prompt's cache is held once for
-    its group or copied to each row. refill: whether slots of ended rows are handed on and dropped. Neither changes what
-    is drawn.
-    Raises ValueError for an empty prompt and for non-finite logits.
+    eos_ids: every id that ends a completion. rollout_batch_size: the most rows that are decoded at once; when memory
+    runs out it is halved, and the rows that were lost are drawn again. key: all randomness comes from (key, row,
+    position). top_p, top_k, min_p: off at 1, 0, 0; when on, the log-probabilities are those of the truncated
+    distribution. share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets
+    `shares_prefix` say. refill: whether slots of ended rows are handed on and dropped. None of them changes what is
+    drawn. entropy: whether that of each token's distribution is recorded too.
+    MLX's peak of memory is counted from here on.
+    Raises ValueError for an empty prompt, for non-finite logits, and when memory does not suffice for one row.
     """
     num_rows = len(prompts) * group_size
     if not prompts or not all(prompts):
@@ -269,60 +369,79 @@ def rollout(
     support = {name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value}
     if top_p == 1.0:
         support.pop("top_p")
-    eos = mx.array(list(eos_ids) or [-1])
+    size = rollout_batch_size if isinstance(rollout_batch_size, BatchSize) else BatchSize(rollout_batch_size)
 
     rows_of: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> its rows
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
-    distinct = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
-    # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
-    most_prompts = max((2 if refill else 1) * rollout_batch_size // group_size, 1)
+    waiting = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
 
-    record = Record(num_rows, max(limits), pad_id)
-    prefill_s = decode_s = 0.0
-    cache_bytes = 0
+    record = Record(num_rows, max(limits), pad_id, entropy)
+    begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
+    mx.reset_peak_memory()
     with tqdm(total=num_rows, desc=describe, unit="row", leave=False, disable=None) as progress:
-        for batch in _cut(distinct, -(-len(distinct) // most_prompts)):
-            begin = time.perf_counter()
-            prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in batch], pad_id)
-            prefill_s += time.perf_counter() - begin
-            begin = time.perf_counter()
-            jobs = [Job(row, place, limits[row]) for place, prompt in enumerate(batch) for row in rows_of[prompt]]
-            lengths = [len(prompt) for prompt in batch]
-            share = share_prefix
-            if share is None:  # MLX's GPU kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-                share = len(jobs) > len(batch) and not gwen.on_gpu()
-            for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // rollout_batch_size)):
-                cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)
-                decode(
+        while waiting:
+            # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
+            most_prompts = max((2 if refill else 1) * size.rows // group_size, 1)
+            prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]
+            lost = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
+            num_lost, failed = sum(map(len, lost.values())), False
+            try:
+                seconds, num_bytes = sample_batch(
                     model,
-                    cache,
-                    prompt_logits,
-                    list(part),
+                    lost,
+                    limits,
                     record,
-                    num_slots=rollout_batch_size,
-                    compact=refill,
-                    key=key,
-                    eos_ids=eos,
+                    batch_size=size.rows,
+                    share_prefix=share_prefix,
+                    refill=refill,
                     pad_id=pad_id,
+                    key=key,
+                    eos_ids=mx.array(list(eos_ids) or [-1]),
                     temperature=temperature,
                     support=support,
                     progress=progress,
                 )
-                cache_bytes = max(cache_bytes, cache.nbytes)
-            decode_s += time.perf_counter() - begin
-            del cache, prompt_cache, prompt_logits  # before the next batch's prefill needs the memory
+            except (RuntimeError, MemoryError) as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                if min(size.rows, num_lost) == 1:
+                    length = max(map(len, lost)) + max(limits)
+                    raise ValueError(
+                        f"memory does not suffice for one row of {length} tokens; lower --max-tokens"
+                    ) from error
+                failed = True
+            if failed:  # not in the handler: the error's traceback holds every array of the attempt
+                mx.synchronize()  # wait: steps that are still queued hold their arrays too
+                mx.clear_cache()
+                size.halve(num_lost)
+                tqdm.write(f"{describe}: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
+                waiting = [prompt for prompt in waiting if not record.done[rows_of[prompt]].all()]
+                continue
+            prefill_s, cache_bytes = prefill_s + seconds, max(cache_bytes, num_bytes)
+            waiting = waiting[len(prompts_now) :]
+    decode_s = time.perf_counter() - begin - prefill_s
     is_end: np.ndarray = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
     ended = np.asarray(is_end.any(-1))
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
     width = int(lengths_of.max())
     mask = np.arange(width) < lengths_of[:, None]
+    logprobs, *entropies = (mx.array(np.where(mask, x[:, :width], np.float32(0))) for x in record.columns[1:])
     return Rollout(
         mx.array(np.where(mask, record.ids[:, :width], pad_id)),
-        mx.array(np.where(mask, record.logprobs[:, :width], 0.0).astype(np.float32)),
+        logprobs,
         mx.array(mask.astype(np.float32)),
         ["stop" if ended[row] else "length" for row in range(num_rows)],
-        Stats(prefill_s, decode_s, int(lengths_of.sum()), sum(map(len, distinct)), cache_bytes),
+        Stats(
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            num_tokens=int(lengths_of.sum()),
+            num_prompt_tokens=sum(map(len, rows_of)),
+            cache_bytes=cache_bytes,
+            peak_bytes=mx.get_peak_memory(),
+            batch_size=size.rows,
+        ),
+        entropies[0] if entropy else None,
     )
 
 

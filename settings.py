@@ -17,6 +17,7 @@ from typing import Any
 import cpu_blas  # before mlx
 import yaml
 
+import dispatch
 import grpo
 import gwen
 import judge
@@ -46,7 +47,14 @@ class Config:
     reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
     batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
     groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
-    rollout_batch_size: int = _flag(0, "rows decoded at once; auto: all of a step, at most 64", low=1, auto=True)
+    rollout_batch_size: int = _flag(
+        0, "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64", low=1, auto=True
+    )
+    share_prefix: str = _flag(
+        "auto",
+        "hold a prompt's cache once for its group; auto: measured on a GPU, else by the length of the prompt",
+        choices=("auto", "on", "off"),
+    )
     max_tokens: int = _flag(256, "most tokens of a completion", low=1)
     temp: float = _flag(1.0, "sampling temperature", low=0)
     top_p: float = _flag(1.0, "nucleus; the update uses the same support", low=1e-06, high=1.0)
@@ -61,13 +69,33 @@ class Config:
     max_grad_norm: float = _flag(1.0, "the gradient is scaled down to this norm", low=1e-09)
     loss: str = _flag("dapo", "aggregation of the token losses", choices=grpo.LOSSES)
     level: str = _flag("token", "importance ratio per token or per sequence", choices=grpo.LEVELS)
+    advantage: str = _flag(
+        "group", "the baseline: mean of the group, of its others, of the step", choices=grpo.BASELINES
+    )
     scale_rewards: str = _flag("group", "what advantages are divided by", choices=grpo.SCALES)
+    combine_rewards: str = _flag(
+        "sum", "several rewards: summed then normalized, or normalized then summed", choices=("sum", "normalize")
+    )
     clip_low: float = _flag(0.2, "the ratio is clipped at 1 - this", low=0)
-    clip_high: float = _flag(0.2, "the ratio is clipped at 1 + this", low=0)
+    clip_high: float = _flag(0.2, "the ratio is clipped at 1 + this; for cispo its weight is capped at this", low=0)
+    delta: float = _flag(0.0, "most that a ratio counts for a negative advantage; 0 is no bound", low=0)
     kl_coef: float = _flag(0.0, "weight of the KL term against the model before training", low=0)
+    kl_estimator: str = _flag("k3", "how the KL term is estimated", choices=grpo.KL_ESTIMATORS)
+    entropy_coef: float = _flag(0.0, "weight of an entropy bonus", low=0)
+    top_entropy: float = _flag(1.0, "share of tokens, those of highest entropy, that are trained", low=0, high=1.0)
+    epochs_per_rollout: int = _flag(1, "optimizer steps on each rollout", low=1, high=2**10)
     old_logprobs: str = _flag(
         "step", "of the update's own forward pass, or of the sampler", choices=("step", "sampler")
     )
+    mismatch: str = _flag("off", "correction where trainer and sampler disagree", choices=grpo.CORRECTIONS)
+    mismatch_cap: float = _flag(3.0, "the largest ratio of trainer to sampler that is trusted", low=1.0)
+    truncated: str = _flag(
+        "keep",
+        "completions cut off at --max-tokens: trained, left out, or punished",
+        choices=("keep", "mask", "punish"),
+    )
+    dynamic_sampling: bool = _flag(False, "draw more prompts until --batch groups have rewards that differ")
+    dynamic_sampling_cap: int = _flag(4, "most batches of prompts that a step draws for that", low=2, high=2**10)
     train_token_budget: int = _flag(
         0, "most tokens in one micro-batch, with padding; auto: 2048 on a GPU, else 8192", low=1, auto=True
     )
@@ -99,6 +127,11 @@ class Config:
         """The settings of the judge."""
         return judge.Options(*(getattr(self, f"judge_{name}") for name in judge.Options._fields))
 
+    @property
+    def sharing(self) -> bool | None:
+        """`share_prefix` as `sampler.rollout` takes it."""
+        return {"auto": None, "on": True, "off": False}[self.share_prefix]
+
 
 def make_task(config: Config) -> tasks.Task:
     """The task with the pieces that the settings override. ValueError names the flag that is wrong."""
@@ -114,6 +147,11 @@ def make_task(config: Config) -> tasks.Task:
             raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
         rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
         task = task._replace(rewards=rewards, reward_weights=dict.fromkeys(rewards, 1.0) | rubric)
+    if config.truncated == "punish":
+        if "soft_overlong" in task.rewards:
+            raise ValueError("--truncated punish is the reward soft_overlong, which is given already; leave one out")
+        name, reward = tasks.load_reward(f"soft_overlong:{config.max_tokens}:{max(config.max_tokens // 5, 1)}")
+        task = task._replace(rewards=task.rewards | {name: reward}, reward_weights=task.reward_weights | {name: 1.0})
     known = [*task.rewards, *(["rubric"] if task.rubric else [])]
     if unknown := [name for name in config.reward_weights if name not in known]:
         raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
@@ -148,15 +186,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             options["action"] = argparse.BooleanOptionalAction
         else:
             converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
-            options["type"] = _size if "auto" in field.metadata else converters.get(field.type)
+            options["type"] = dispatch.parse_size if "auto" in field.metadata else converters.get(field.type)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
     return parser.parse_args(argv)
-
-
-def _size(text: str) -> int | str:
-    """A whole number, or "auto"."""
-    return text if text == "auto" else int(text)
 
 
 def _weights(text: str) -> dict[str, float]:
@@ -250,14 +283,39 @@ def _checked(settings: dict[str, Any]) -> Config:
             if choices and one not in choices:
                 raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
     config = Config(**settings)
-    config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, 64)
+    if not gwen.on_gpu():  # there `auto` waits for the model, which is then measured
+        usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
+        config.rollout_batch_size = config.rollout_batch_size or usual
     config.train_token_budget = config.train_token_budget or (2048 if gwen.on_gpu() else 8192)
     judge.check(config.judge)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
+    _check_objective(config)
     if config.lora_rank and not config.lora_targets:
         raise ValueError(f"--lora-targets is empty; name some of {', '.join(lora.TARGETS)}, or set --lora-rank 0")
     return config
+
+
+def _check_objective(config: Config) -> None:
+    """ValueError for settings of the update that contradict each other, or that would have no effect."""
+    if config.advantage == "reinforce" and config.scale_rewards == "group":
+        raise ValueError("--advantage reinforce measures from the whole step; set --scale-rewards batch or none")
+    if config.advantage == "reinforce" and config.dynamic_sampling:
+        raise ValueError("--dynamic-sampling has no use for --advantage reinforce, to which equal rewards are a signal")
+    if config.combine_rewards == "normalize" and (config.advantage, config.scale_rewards) != ("group", "group"):
+        raise ValueError(
+            "--combine-rewards normalize normalizes within groups; leave --advantage and --scale-rewards at group"
+        )
+    if config.loss == "cispo" and config.clip_high < 1:
+        raise ValueError(
+            f"--clip-high is {config.clip_high}; with --loss cispo it bounds the weight itself: at least 1, usually 5"
+        )
+    if config.delta and config.loss in ("cispo", "sapo"):
+        raise ValueError(f"--delta is {config.delta}; --loss {config.loss} does not clip, so leave it out")
+    if config.delta and config.delta <= 1 + config.clip_high:
+        raise ValueError(f"--delta is {config.delta}; it must be more than 1 + --clip-high, {1 + config.clip_high:g}")
+    if config.mismatch != "off" and config.old_logprobs == "sampler":
+        raise ValueError("--mismatch compares the trainer's old policy with the sampler's; set --old-logprobs step")
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -279,12 +337,21 @@ def choose_run_dir(config: Config, asked: str | None) -> Path:
     return path
 
 
+def as_yaml(config: Config) -> str:
+    """Every setting; a size that is still to be measured is "auto"."""
+    automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
+    held = dataclasses.asdict(config)
+    return yaml.safe_dump(
+        {name: "auto" if name in automatic and not value else value for name, value in held.items()}, sort_keys=False
+    )
+
+
 def write(config: Config, run_dir: Path) -> None:
     """Makes the run directory, with `config.yaml` and `env.json`. ValueError when it cannot be written."""
     environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        telemetry.replace_text(run_dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        telemetry.replace_text(run_dir / "config.yaml", as_yaml(config))
         telemetry.replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(

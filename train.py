@@ -14,97 +14,169 @@ Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion pos
 
 import contextlib
 import dataclasses
+import json
 import math
+import signal
 import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
-import yaml
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
+import dispatch
 import evaluate
 import grpo
 import gwen
-import hub
 import judge
 import lora
 import sampler
 import settings
 import tasks
 import telemetry
+import update
 from settings import Config
 
 
 def train(config: Config, run: "Run") -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
-    model, task, clock = run.model, run.task, telemetry.PhaseClock()
+    model, task, learner, clock = run.model, run.task, run.learner, telemetry.PhaseClock()
+    most_draws = config.dynamic_sampling_cap if config.dynamic_sampling else 1
+    run.evaluate_if_due()
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
-        step = run.step + 1
-        indices = tasks.epoch_indices(len(task.train), config.batch, step - 1, config.seed)
-        examples = [task.train[index] for index in indices]
-        prompts = [run.prompt_ids[index] for index in indices]
+        learner.num_forwards, draws, enough = 0, list[Draw](), False
+        while not enough:
+            number = run.num_draws + len(draws)
+            indices = tasks.epoch_indices(len(task.train), config.batch, number, config.seed)
+            examples = [task.train[index] for index in indices]
+            prompts = [run.prompt_ids[index] for index in indices]
 
-        with clock.phase("rollout") as done:
-            rollout = sampler.rollout(
-                model,
-                prompts,
-                group_size=config.groups,
-                max_tokens=config.max_tokens,
-                temperature=config.temp,
-                eos_ids=model.config.eos_ids,
-                pad_id=run.pad_id,
-                rollout_batch_size=config.rollout_batch_size,
-                key=(config.seed << 32) + step,
-                **config.support,
-            )
-            done(rollout.completion_ids)
+            with clock.phase("rollout") as done:
+                rollout = sampler.rollout(
+                    model,
+                    prompts,
+                    group_size=config.groups,
+                    max_tokens=config.max_tokens,
+                    temperature=config.temp,
+                    eos_ids=model.config.eos_ids,
+                    pad_id=run.pad_id,
+                    rollout_batch_size=run.batch_size,
+                    share_prefix=config.sharing,
+                    key=(config.seed << 32) + number + 1,
+                    **config.support,
+                )
+                done(rollout.completion_ids)
 
-        with clock.phase("judge") as done:
-            rewards = reward_completions(run, examples, rollout)
-            advantages = grpo.group_advantages(mx.array(rewards.filled, mx.float32), config.scale_rewards).reshape(-1)
-            done(advantages)
+            with clock.phase("judge") as done:
+                draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout)))
+                chosen, advantages = choose_groups(config, draws)
+                done(advantages)
+            enough = len(draws) == most_draws or bool(has_signal(advantages).all())
 
-        rows = [prompt for prompt in prompts for _ in range(config.groups)]
-        batches = micro_batches(rows, rollout, config.train_token_budget)
+        with clock.phase("update") as done:
+            rows, rollout = gather(config, draws, chosen)
+            batches = update.micro_batches(rows, rollout, config.train_token_budget)
+            done(batches)
 
         ref_logprobs = None
         if config.kl_coef:
             with clock.phase("ref") as done:
-                ref_logprobs = reference_logprobs(run, batches, rollout)
+                ref_logprobs = update.reference_logprobs(learner, batches, rollout)
                 done(ref_logprobs)
 
         with clock.phase("update") as done:
-            result = update(run, batches, rollout, advantages, ref_logprobs)
-            done(run.trainable, run.optimizer.state)
+            lr = update.learning_rate(config, run.step)
+            result = update.update(learner, batches, rollout, advantages.reshape(-1), ref_logprobs, lr)
+            done(learner.trainable, learner.optimizer.state)
 
-        run.step = step
+        learner.whole = False  # until the step is on record
+        run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
         # ---- everything below is reporting
-        run.report(clock.end_step(), examples, rollout, rewards, advantages, result)
-        if config.eval_every and (step % config.eval_every == 0 or step == config.steps):
-            run.evaluate()
-        if step % config.save_every == 0 or step == config.steps:
+        run.report(clock.end_step(), draws, rollout, chosen, advantages, result)
+        run.end_step()
+        run.evaluate_if_due()
+        if run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
-        run.last_state = run.state()
 
 
 class Rewards(NamedTuple):
-    """Rewards of one step, numpy float64."""
+    """Rewards of one rollout, numpy float64."""
 
     total: np.ndarray  # (B, G); nan where the judge was unreadable
     filled: np.ndarray  # (B, G); there the group's mean, and 0 in a group without any
+    parts: np.ndarray  # (K, B, G), each reward before weighting, filled in the same way
+    weights: list[float]  # K
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
     judgement: judge.Judgement | None
     completions: list[str]
+
+
+class Draw(NamedTuple):
+    """One batch of prompts with their completions, and what these earned."""
+
+    examples: list[tasks.Example]  # B
+    prompts: list[list[int]]  # B
+    rollout: sampler.Rollout
+    rewards: Rewards
+
+
+def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> mx.array:
+    """Advantages of the chosen groups, numbered through all draws, (B, G) float32."""
+    if config.combine_rewards == "normalize":
+        parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
+        return grpo.decoupled_advantages(mx.array(parts, mx.float32), draws[0].rewards.weights)
+    rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
+    return grpo.group_advantages(mx.array(rewards, mx.float32), config.scale_rewards, config.advantage)
+
+
+def has_signal(advantages: mx.array) -> np.ndarray:
+    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards are not all equal."""
+    return np.array(mx.abs(advantages).max(axis=1) > 0)
+
+
+def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], mx.array]:
+    """
+    The B groups that are trained, numbered through all draws, ascending, and their advantages, (B, G).
+
+    They are the first that have a signal; where there are too few, the first without one fill up the batch.
+    """
+    everything = list(range(len(draws) * config.batch))
+    advantages = advantages_of(config, draws, everything)
+    if len(draws) == 1:
+        return everything, advantages
+    chosen = sorted(np.argsort(~has_signal(advantages), kind="stable")[: config.batch].tolist())
+    return chosen, advantages_of(config, draws, chosen)
+
+
+def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:
+    """
+    Prompts of every row, and one rollout of the chosen groups, whose mask is empty where a row is not trained.
+
+    --truncated mask leaves out the rows that ran into --max-tokens.
+    """
+    rows = [group * config.groups + member for group in chosen for member in range(config.groups)]
+    prompts = [prompt for draw in draws for prompt in draw.prompts for _ in range(config.groups)]
+    reasons = [reason for draw in draws for reason in draw.rollout.finish_reasons]
+    width = max(draw.rollout.mask.shape[1] for draw in draws)
+
+    def merged(arrays: list[mx.array]) -> mx.array:  # what is padded lies outside the mask
+        return mx.concatenate([mx.pad(a, [(0, 0), (0, width - a.shape[1])]) for a in arrays])[mx.array(rows)]
+
+    fields = ("completion_ids", "logprobs", "mask")
+    ids, logprobs, mask = (merged([getattr(draw.rollout, name) for draw in draws]) for name in fields)
+    reasons = [reasons[row] for row in rows]
+    if config.truncated == "mask":
+        mask = mask * mx.array([[reason != "length"] for reason in reasons])
+    rollout = draws[-1].rollout._replace(completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons)
+    return [prompts[row] for row in rows], rollout
 
 
 def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampler.Rollout) -> Rewards:
@@ -129,199 +201,31 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     if run.judge is not None:
         judgement = run.judge.score([tasks.prompt_text(prompt) for prompt in prompts], completions)
         components["rubric"] = judgement.rewards
-    total = sum(task.reward_weights[name] * values for name, values in components.items())
-    total = np.asarray(total, dtype=np.float64).reshape(config.batch, config.groups)
+    weights = [task.reward_weights[name] for name in components]
+    parts = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
+    # no BLAS, whose roundings may depend on the place: what is equal must stay equal
+    total = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
     readable = np.isfinite(total)
-    mean = np.where(readable, total, 0).sum(1, keepdims=True) / np.maximum(readable.sum(1, keepdims=True), 1)
-    return Rewards(total, np.where(readable, total, mean), components, judgement, completions)
+    filled = np.stack([fill(part, readable) for part in parts])
+    return Rewards(total, fill(total, readable), filled, weights, components, judgement, completions)
 
 
-class MicroBatch(NamedTuple):
-    """Rows that go through the model together, padded on the right; row i is row `rows[i]` of the step."""
-
-    rows: mx.array  # (M,)
-    tokens: mx.array  # (M, L) prompt and completion without the last token, which predicts nothing
-    positions: mx.array  # (M, T) where in L each completion token is predicted
-    completion_ids: mx.array  # (M, T)
-    mask: mx.array  # (M, T)
-    sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
-    num_tokens: int  # of the M * L positions that are not padding
-
-
-def micro_batches(prompts: list[list[int]], rollout: sampler.Rollout, token_budget: int) -> list[MicroBatch]:
-    """Rows ordered by length and cut where M * L would pass the budget; one row always fits."""
-    ids, mask, logprobs = (np.array(x) for x in (rollout.completion_ids, rollout.mask, rollout.logprobs))
-    num_tokens = mask.sum(-1).astype(int)
-    lengths = num_tokens + [len(prompt) for prompt in prompts]
-    groups: list[list[int]] = [[]]
-    for row in np.argsort(lengths, kind="stable"):  # ascending: the row that joins is the longest
-        if groups[-1] and (len(groups[-1]) + 1) * (lengths[row] - 1) > token_budget:
-            groups.append([])
-        groups[-1].append(int(row))
-    batches = []
-    for rows in groups:
-        length, most = max(lengths[rows]) - 1, max(num_tokens[rows])
-        tokens, positions = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), most), np.int32)
-        for index, row in enumerate(rows):
-            whole = [*prompts[row], *ids[row, : num_tokens[row]]]
-            tokens[index, : len(whole) - 1] = whole[:-1]
-            # completion token t stands at len(prompt) + t and is predicted one position earlier
-            positions[index] = np.minimum(len(prompts[row]) - 1 + np.arange(most), length - 1)
-        batches.append(
-            MicroBatch(
-                rows=mx.array(rows),
-                tokens=mx.array(tokens),
-                positions=mx.array(positions),
-                completion_ids=mx.array(ids[rows, :most]),
-                mask=mx.array(mask[rows, :most]),
-                sampled_logprobs=mx.array(logprobs[rows, :most]),
-                num_tokens=int((lengths[rows] - 1).sum()),
-            )
-        )
-    return batches
-
-
-def completion_logprobs(model: gwen.Model, batch: MicroBatch, config: Config) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
-    hidden = mx.take_along_axis(model.hidden(batch.tokens), batch.positions[:, :, None], axis=1)  # (M, T, C)
-    return gwen.token_logprobs(
-        hidden,
-        model.head_weight,
-        batch.completion_ids,
-        temperature=config.temp,
-        head="frozen" if config.lora_rank else "trained",
-        support=config.support,
-    )
-
-
-def reference_logprobs(run: "Run", batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
-    """Log-probabilities under the model that training began with, (N, T), without gradient."""
-    model = run.base or run.model
-    out = mx.zeros(rollout.logprobs.shape)
-    with lora.disabled(model):
-        for batch in batches:
-            logprobs, _ = completion_logprobs(model, batch, run.config)
-            out[batch.rows, : logprobs.shape[1]] = mx.stop_gradient(logprobs)
-            mx.eval(out)
-    return out
-
-
-class UpdateResult(NamedTuple):
-    """What one optimizer step did; Python numbers, means over the step's completion tokens."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool  # the gradient was not finite, so nothing changed
-    pad_frac: float  # of the positions that went through the model
-    means: dict[str, float]
-
-
-def update(
-    run: "Run", batches: list[MicroBatch], rollout: sampler.Rollout, advantages: mx.array, ref_logprobs: mx.array | None
-) -> UpdateResult:
-    """One AdamW step on the gradient of the whole step's loss, accumulated over its micro-batches."""
-    config, model = run.config, run.model
-    num_rows, num_items = rollout.mask.shape[0], int(rollout.stats.num_tokens)
-
-    def objective(model: gwen.Model, batch: MicroBatch) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-        logprobs, entropy = completion_logprobs(model, batch, config)
-        old_logprobs = mx.stop_gradient(logprobs) if config.old_logprobs == "step" else batch.sampled_logprobs
-        loss, stats = grpo.policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages[batch.rows],
-            batch.mask,
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.rows, : logprobs.shape[1]],
-            loss=config.loss,
-            level=config.level,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef,
-            max_tokens=config.max_tokens,
-            num_items=num_items,
-        )
-        loss = loss * grpo.micro_batch_weight(config.loss, len(batch.rows), num_rows)
-        gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
-        num_tokens = batch.mask.sum()
-        sums = {
-            "kl": stats.kl * num_tokens,
-            "clip_frac": stats.clip_frac * num_tokens,
-            "entropy": (entropy * batch.mask).sum(),
-            "gap": gap.sum(),
-            "gap_max": gap.max(),
-        }
-        return loss * run.loss_scale.value, loss, sums
-
-    grads: Any = None
-    total_loss, totals = 0.0, dict.fromkeys(("kl", "clip_frac", "entropy", "gap", "gap_max"), 0.0)
-    for batch in tqdm(batches, desc="update", leave=False, disable=None):
-        (_, loss, sums), part = nn.value_and_grad(model, objective)(model, batch)
-        part = tree_unflatten([(n, g.astype(mx.float32) / run.loss_scale.value) for n, g in tree_flatten(part)])
-        grads = part if grads is None else tree_map(mx.add, grads, part)
-        mx.eval(grads, loss, sums)  # wait: the next micro-batch may use this one's memory
-        total_loss += loss.item()
-        for name, value in sums.items():
-            totals[name] = max(totals[name], value.item()) if name == "gap_max" else totals[name] + value.item()
-    grads, norm = optim.clip_grad_norm(grads, config.max_grad_norm)
-    grad_norm, lr = norm.item(), learning_rate(config, run.step)
-    skipped = not (math.isfinite(grad_norm) and math.isfinite(total_loss))
-    if not skipped:
-        run.optimizer.learning_rate = lr
-        run.trainable = dict(
-            tree_flatten(run.optimizer.apply_gradients(grads, tree_unflatten(list(run.trainable.items()))))
-        )
-        install(model, run.trainable)
-    run.loss_scale = run.loss_scale.after(skipped)
-    most = totals.pop("gap_max")
-    means = {name: value / num_items for name, value in totals.items()} | {"gap_max": most}
-    num_positions = sum(batch.tokens.size for batch in batches)
-    pad_frac = 1 - sum(batch.num_tokens for batch in batches) / num_positions
-    return UpdateResult(total_loss, grad_norm, lr, skipped, pad_frac, means)
-
-
-def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
-    """Puts the float32 masters into the model, rounded to the dtype in which the model holds each."""
-    dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
-    model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up, then constant or half a cosine down to a tenth; `step` counts from 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
-    return config.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
-
-
-class LossScale(NamedTuple):
-    """Keeps small gradients of float16 activations above zero: doubled after 200 good steps, halved by an overflow."""
-
-    value: float = 1.0
-    good_steps: int = 0
-    dynamic: bool = False
-
-    def after(self, overflow: bool) -> "LossScale":
-        if not self.dynamic:
-            return self
-        if overflow:
-            return self._replace(value=max(self.value / 2, 1.0), good_steps=0)
-        if self.good_steps + 1 == 200:
-            return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
-        return self._replace(good_steps=self.good_steps + 1)
+def fill(values: np.ndarray, readable: np.ndarray) -> np.ndarray:
+    """(B, G) with the mean of the group's readable values where one is not, and 0 in a group without any."""
+    mean = np.where(readable, values, 0).sum(1, keepdims=True) / np.maximum(readable.sum(1, keepdims=True), 1)
+    return np.where(readable, values, mean)
 
 
 # ---- a run: everything that lasts from step to step, and what it writes
 
 
 class Run:
-    """The model in training, its optimizer, task and judge, and the run directory that records them."""
+    """The model and what it learns with, its task and judge, and the run directory that records them."""
 
     def __init__(self, config: Config, run_dir: Path):
         self.config, self.dir = config, run_dir
         self.step = 0
+        self.num_draws = 0  # batches of prompts that the steps so far have drawn
         self.task = settings.make_task(config)
         self.model, self.tokenizer = gwen.load(config.model)
         self.pad_id = next((i for i in (self.tokenizer.pad_token_id, *self.model.config.eos_ids) if i is not None), 0)
@@ -330,20 +234,15 @@ class Run:
         # a model whose own weights are trained needs a second one to stay what it was
         judges_itself = self.task.rubric and config.judge_model in ("", config.model) and not config.judge_url
         needs_base = not config.lora_rank and (config.kl_coef or judges_itself)
-        self.base = gwen.load_model(hub.find(config.model)) if needs_base else None
+        self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
             self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
-        self.trainable = {
-            name: array.astype(mx.float32) for name, array in tree_flatten(self.model.trainable_parameters())
-        }
-        self.optimizer = optim.AdamW(config.lr, weight_decay=config.weight_decay, bias_correction=True)
-        self.optimizer.init(tree_unflatten(list(self.trainable.items())))
-        half = self.model.head_weight.dtype == mx.float16
-        self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
+        self.learner = update.Learner(self.model, config, self.base)
+        self.batch_size = self._settle_rollouts()
         self.recent: deque[float] = deque(maxlen=10)
-        self.last_state = self.state()
+        self.stopping = False  # Ctrl-C was pressed while a step made its changes
 
     def _make_judge(self) -> judge.Judge | judge.RemoteJudge:
         config = self.config
@@ -355,6 +254,25 @@ class Run:
             return self.base or self.model, self.tokenizer
 
         return judge.make(config.judge, self.task.rubric, load)
+
+    def _settle_rollouts(self) -> sampler.BatchSize:
+        """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
+        config = self.config
+        if not config.rollout_batch_size or (config.share_prefix == "auto" and gwen.on_gpu()):
+            num_held_out = len(self.task.held_out[: config.eval_limit or None]) if config.eval_every else 0
+            chosen, why = dispatch.choose(
+                self.model,
+                [len(prompt) for prompt in self.prompt_ids],
+                max_tokens=config.max_tokens,
+                group_size=config.groups,
+                most_rows=max(config.batch * config.groups, num_held_out),
+                rows=config.rollout_batch_size,
+            )
+            print(why, flush=True)
+            config.rollout_batch_size = chosen.rows
+            if config.share_prefix == "auto":
+                config.share_prefix = "on" if chosen.share_prefix else "off"
+        return sampler.BatchSize(config.rollout_batch_size)
 
     def open(self) -> None:
         """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
@@ -378,41 +296,59 @@ class Run:
         )
 
     def state(self) -> checkpoint.State:
-        """The run between two steps. Arrays are never changed in place, so holding them is enough."""
+        """The run between two steps."""
+        learner = self.learner
+        assert learner.whole, f"step {self.step + 1} is half done"
         extra = {
             "dtype": str(self.model.head_weight.dtype),
-            "loss_scale": self.loss_scale._asdict(),
+            "num_draws": self.num_draws,
+            "loss_scale": learner.loss_scale._asdict(),
+            "failures": learner.failures,
+            "num_skipped": learner.num_skipped,
+            "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
         }
-        return checkpoint.State(self.step, dict(self.trainable), dict(tree_flatten(self.optimizer.state)), extra)
+        return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
     def restore(self, state: checkpoint.State) -> None:
-        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.trainable))
+        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.learner.trainable))
         if shapes != ours:
             raise ValueError(f"--resume {self.dir}: the checkpoint's tensors are not those of this configuration")
         if (dtype := str(self.model.head_weight.dtype)) != state.extra["dtype"]:
             raise ValueError(
                 f"--resume {self.dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
             )
-        self.step, self.trainable = state.step, state.trainable
-        self.optimizer.state = tree_unflatten(list(state.optimizer.items()))
-        self.loss_scale = LossScale(**state.extra["loss_scale"])
+        learner, extra = self.learner, state.extra
+        self.step, self.num_draws, learner.trainable = state.step, extra["num_draws"], state.trainable
+        learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
+        learner.loss_scale = update.LossScale(**extra["loss_scale"])
+        learner.failures, learner.num_skipped = extra["failures"], extra["num_skipped"]
+        self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
-            self.judge.restore(state.extra["judge"])
-        install(self.model, self.trainable)
+            self.judge.restore(extra["judge"])
+        update.install(self.model, learner.trainable)
 
-    def save(self, state: checkpoint.State | None = None) -> None:
-        checkpoint.save(self.dir, state or self.state())
+    def save(self) -> None:
+        checkpoint.save(self.dir, self.state())
         checkpoint.save_adapter(self.model, self.dir / "adapter")
 
-    def evaluate(self) -> None:
+    def end_step(self) -> None:
+        """From here on the run may be saved again; a Ctrl-C that came meanwhile takes effect."""
+        self.learner.whole = True
+        if self.stopping:
+            raise KeyboardInterrupt
+
+    def evaluate_if_due(self) -> None:
+        """Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record."""
         config = self.config
+        if not evaluation_is_due(config, self.step, self.dir):
+            return
         record, _ = evaluate.evaluate(
             self.model,
             self.tokenizer,
             self.task,
             max_tokens=config.max_tokens,
-            rollout_batch_size=config.rollout_batch_size,
+            rollout_batch_size=self.batch_size,
             grader=self.judge if self.task.metric == "score" else None,
             limit=config.eval_limit or None,
             thinking=config.thinking,
@@ -431,82 +367,106 @@ class Run:
     def report(
         self,
         seconds: dict[str, float],
-        examples: list[tasks.Example],
+        draws: list[Draw],
         rollout: sampler.Rollout,
-        rewards: Rewards,
+        chosen: list[int],
         advantages: mx.array,
-        result: UpdateResult,
+        result: update.UpdateResult,
     ) -> None:
-        """Writes the step's metrics and completions and prints its line."""
-        num_tokens, num_rows = rollout.stats.num_tokens, rollout.mask.shape[0]
+        """Writes the step's metrics and completions, of everything that was drawn, and prints its line."""
+        stats = [draw.rollout.stats for draw in draws]
+        num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
+        num_trained = round(float(rollout.mask.sum()))
         train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "ref", "update"))
         self.recent.append(seconds["step"])
-        judged = rewards.judgement
+        rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
+        judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
+        judge_s = sum(one.stats.seconds for one in judged)
+        num_signal = int(
+            has_signal(advantages_of(self.config, draws, list(range(len(draws) * self.config.batch)))).sum()
+        )
         metrics: dict[str, Any] = {
             "step": self.step,
             "loss": result.loss,
-            "reward/mean": evaluate.mean(rewards.total),
-            "reward/std": float(rewards.filled.std(axis=1, ddof=1).mean()),
-            "reward/zero_std_frac": float((np.ptp(rewards.filled, axis=1) == 0).mean()),
-            **{f"reward/{name}": evaluate.mean(values) for name, values in rewards.components.items()},
+            "reward/mean": evaluate.mean(np.concatenate(rewards)),
+            "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()),
+            "reward/zero_std_frac": float((np.ptp(np.concatenate(filled), axis=1) == 0).mean()),
+            **{
+                f"reward/{name}": evaluate.mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
+                for name in draws[0].rewards.components
+            },
+            "sampling/draws": len(draws),
+            "sampling/signal_groups": num_signal,
+            "sampling/unused_frac": 1 - advantages.size / num_rows,
             "rollout/s": seconds["rollout"],
             "rollout/tok_s": num_tokens / seconds["rollout"],
-            "prefill/s": rollout.stats.prefill_s,
-            "decode/s": rollout.stats.decode_s,
+            "prefill/s": sum(one.prefill_s for one in stats),
+            "decode/s": sum(one.decode_s for one in stats),
             "judge/s": seconds["judge"],
-            "judge/crit_eval_s": judged.stats.num_evaluations / judged.stats.seconds if judged else 0.0,
-            "judge/unparsed": judged.unparsed if judged else 0,
-            "judge/mass": evaluate.mean(np.array([judged.stats.mass])) if judged else None,
-            "judge/cached": judged.stats.num_cached if judged else 0,
+            "judge/crit_eval_s": sum(one.stats.num_evaluations for one in judged) / judge_s if judged else 0.0,
+            "judge/unparsed": sum(one.unparsed for one in judged),
+            "judge/mass": evaluate.mean(np.array([one.stats.mass for one in judged])),
+            "judge/cached": sum(one.stats.num_cached for one in judged),
             "ref/s": seconds.get("ref", 0.0),
             "update/s": seconds["update"],
-            "update/tok_s": num_tokens / seconds["update"],
+            "update/tok_s": num_trained / seconds["update"],
             "train/s": train_s,
-            "train/tok_s": num_tokens / train_s,
+            "train/tok_s": num_trained / train_s,
             "other/s": seconds["other"],
             "step/s": seconds["step"],
             "step_avg_last10/s": sum(self.recent) / len(self.recent),
             "kl": result.means["kl"],
             "entropy": result.means["entropy"],
             "clip_frac": result.means["clip_frac"],
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-            "loss_scale": self.loss_scale.value,
+            "grad_norm": result.grad_norm,
+            "loss_scale": self.learner.loss_scale.value,
             "lr": result.lr,
-            "skipped": int(result.skipped),
+            "skipped": result.skipped,
+            "skipped_total": self.learner.num_skipped,
             "completion/mean_tokens": num_tokens / num_rows,
-            "completion/truncated_frac": rollout.finish_reasons.count("length") / num_rows,
+            "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
             "mismatch/logprob_abs_mean": result.means["gap"],
             "mismatch/logprob_abs_max": result.means["gap_max"],
+            "mismatch/ratio_mean": result.means["trust"],
+            "mismatch/ratio_max": result.means["trust_max"],
+            "mismatch/over_cap_frac": result.means["over_cap"],
             "pad_frac": result.pad_frac,
-            "forwards_per_completion": 2 if self.config.kl_coef else 1,
+            "forwards_per_completion": self.learner.num_forwards / advantages.size,
             "mem/peak_gb": mx.get_peak_memory() / 1e9,
-            "mem/cache_gb": rollout.stats.cache_bytes / 1e9,
+            "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
         }
-        if not math.isfinite(result.loss):
-            metrics["loss"] = None
+        metrics = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
         self.metrics.write(metrics)
+        trained = dict(zip(chosen, np.array(advantages).tolist(), strict=True))
+        for number, draw in enumerate(draws):
+            for row, record in enumerate(self.completions(draw)):
+                group, member = divmod(row, self.config.groups)
+                values = trained.get(number * self.config.batch + group)
+                self.rollouts.write(record | {"advantage": None if values is None else values[member]})
+        self.remember_scores()
+        print(telemetry.console_line(metrics, self.config.steps), flush=True)
+        if result.skipped:
+            print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
+
+    def completions(self, draw: Draw) -> Iterator[dict[str, Any]]:
+        """What is recorded of each completion; the advantage is not known here."""
+        rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
         ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
-        values, total = np.array(advantages).tolist(), rewards.total.reshape(-1)
+        total = rewards.total.reshape(-1)
         for row, completion in enumerate(rewards.completions):
-            scores = (
-                None if judged is None else [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
-            )
-            record = {
+            scores = None
+            if judged is not None:
+                scores = [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
+            yield {
                 "step": self.step,
-                "prompt": examples[row // self.config.groups]["prompt"],
+                "prompt": draw.examples[row // self.config.groups]["prompt"],
                 "completion": completion,
                 "ids": ids[row][: lengths[row]],
                 "reward": None if np.isnan(total[row]) else float(total[row]),
                 "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
                 "judge_scores": scores,
-                "advantage": values[row],
                 "finish_reason": rollout.finish_reasons[row],
             }
-            self.rollouts.write(record)
-        self.remember_scores()
-        print(telemetry.console_line(metrics, self.config.steps), flush=True)
-        if result.skipped:
-            print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
 
     def summary(self) -> None:
         """Compares the first and the last evaluation, which know nothing of the training reward."""
@@ -519,6 +479,14 @@ class Run:
         for key, label in named.items():
             if key in first:
                 print(f"{label}: {_three(first[key])} before, {_three(last[key])} after {last['step']} steps")
+
+
+def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
+    """Whether a step is one to be evaluated after, and the run's record does not have it."""
+    if not config.eval_every or (step % config.eval_every and step != config.steps):
+        return False
+    lines = (run_dir / "eval.jsonl").read_text().splitlines()
+    return not any(json.loads(line)["step"] == step for line in lines)
 
 
 def _three(value: float | None) -> str:
@@ -540,23 +508,23 @@ def main(argv: list[str] | None = None) -> None:
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
-            print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), end="")
+            print(settings.as_yaml(config), end="")
             return
         state = checkpoint.load(args.resume) if args.resume else None
-        if state and state.step >= config.steps:
+        if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
         run_dir = Path(args.resume) if args.resume else settings.choose_run_dir(config, args.run_dir)
         run = Run(config, run_dir)
         if state:
             run.restore(state)
-            run.last_state = state
+            del state  # it would hold the old masters as long as the run lasts
         settings.write(config, run_dir)  # only now that everything is loaded: a mistake leaves no directory behind
         run.open()
-        print(f"run: {run_dir}, {sum(a.size for a in run.trainable.values()):,} trainable parameters", flush=True)
+        print(
+            f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
+        )
         with _stoppable(run):
-            if config.eval_every and run.step == 0 and not run.evals.read():
-                run.evaluate()
             train(config, run)
         run.summary()
         print(f"adapter: {run_dir / 'adapter'}")
@@ -566,21 +534,43 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _stoppable(run: Run) -> Any:
-    """Ctrl-C, or a reward that fails, saves the run as it was after its last whole step and says how to go on."""
+    """
+    Ctrl-C, or a reward that fails, saves the run as it was after its last whole step and says how to go on.
+
+    No copy of that state is kept, which would take as much memory as the state. While a step makes its changes, Ctrl-C
+    waits for its end; a second one does not, and leaves the newest checkpoint.
+    """
     go_on = f"go on with: uv run train.py --resume {run.dir}"
+
+    def on_ctrl_c(*_: Any) -> None:
+        if run.learner.whole or run.stopping:
+            raise KeyboardInterrupt
+        run.stopping = True
+        print("\nthe step is being finished; Ctrl-C again gives it up", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         yield
     except (KeyboardInterrupt, ValueError) as error:
-        run.restore(run.last_state)
-        run.save()
-        if isinstance(error, ValueError):
-            raise ValueError(f"{error}; saved after step {run.step}, {go_on}") from error
-        print(f"\nstopped after step {run.step}; {go_on}", file=sys.stderr)
+        what = f"{error}; " if isinstance(error, ValueError) else ""
+        if run.learner.whole:
+            run.save()
+            said = f"{what}saved after step {run.step}, {go_on}" if what else f"stopped after step {run.step}; {go_on}"
+        else:
+            said = f"{what}step {run.step + 1} is lost; {_newest(run)}, {go_on}"
+        if what:
+            raise ValueError(said) from error
+        print(f"\n{said}", file=sys.stderr)
         sys.exit(130)
     except OSError as error:  # the disk is full, or gone
-        last = [path.name for path in checkpoint.saved(run.dir)][-1:]
-        kept = f"{last[0]} is whole, make room and {go_on}" if last else f"nothing was saved in {run.dir}, make room"
-        raise OSError(f"{error}; {kept}") from error
+        raise OSError(f"{error}; {_newest(run)}, make room and {go_on}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _newest(run: Run) -> str:
+    last = [path.name for path in checkpoint.saved(run.dir)][-1:]
+    return f"{last[0]} is whole" if last else f"nothing was saved in {run.dir}"
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def test_the_last_line_of_the_report_is_json_with_every_number(report):
     record = json.loads(report[-1])
     assert record.keys() == {"config", "engines", "ratio", "roofline_frac", "device", "versions"}
     assert list(record["engines"]) == ["ours", "mlx_lm", "mlx_lm_default"]
-    for entry in record["engines"].values():
-        assert entry.keys() == NUMBERS
+    for name, entry in record["engines"].items():
+        assert entry.keys() == NUMBERS | ({"cache_mb"} if name == "ours" else set())
         assert entry["mean_ms"] == pytest.approx(entry["prefill_ms"] + entry["decode_ms"], abs=0.01)
         assert entry["tok_s"] == pytest.approx(24 / (2 * entry["mean_ms"] / 1e3), rel=1e-3)
         assert 0 < entry["min_ms"] <= entry["median_ms"] <= entry["max_ms"] and entry["peak_mb"] > 0
@@ -85,6 +85,30 @@ def test_the_last_line_of_the_report_is_json_with_every_number(report):
     assert record["roofline_frac"] > 0
     assert record["config"]["model"] == "random:2m" and record["config"]["pairs"] == 4
     assert {"mlx", "mlx-lm"} <= record["versions"].keys()
+
+
+def test_time_and_memory_are_reported_by_phase_for_every_engine(report):
+    engines = json.loads(report[-1])["engines"]
+    for name, entry in engines.items():
+        times = f"prefill {entry['prefill_ms']:.1f} ms, decode {entry['decode_ms']:.1f} ms"
+        numbers = f"{times}, peak {entry['peak_mb']:.1f} MB"
+        assert any(line.startswith(f"Phases: {name} {numbers}") for line in report)
+    weights_mb = 8.2  # random:2m in float32
+    assert all(weights_mb < entry["peak_mb"] < 10 * weights_mb for entry in engines.values())
+    assert engines["ours"]["cache_mb"] < engines["ours"]["peak_mb"] - weights_mb
+
+
+def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
+    held = mx.zeros((3_000_000,))
+    mx.eval(held)
+
+    def engine(work):
+        mx.eval(mx.zeros((5_000_000,)))
+        return Run([[1] * limit for limit in work.limits], [], 1.0, 1.0)
+
+    samples = bench_rollout.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
+    weights = sum(array.nbytes for _, array in bench_rollout.tree_flatten(model.parameters()))
+    assert bench_rollout.summary(samples, model)["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
 
 
 def test_the_ratio_is_called_faster_from_one_on():
@@ -209,7 +233,7 @@ def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkp
         check(engines={"ours": ours, "other": lambda work: Run([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
 
 
-def test_engines_take_turns_and_warm_up_rounds_are_not_counted():
+def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
     order = []
 
     def fake(name):
@@ -222,7 +246,7 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted():
     samples = bench_rollout.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.seconds for sample in samples["a"]] == [5.0, 6.0]
-    entry = bench_rollout.summary(samples["a"])
+    entry = bench_rollout.summary(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
     with pytest.raises(AssertionError, match="lazy made"):
         bench_rollout.measure({"lazy": lambda work: Run([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
@@ -259,6 +283,8 @@ def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
         (["--runs", "0"], "--runs is 0"),
         (["--prompt-tokens", "0"], "--prompt-tokens is 0"),
         (["--rollout-batch-size", "0"], "--rollout-batch-size is 0"),
+        (["--rollout-batch-size", "all"], "--rollout-batch-size: 'all' is neither a whole number nor auto"),
+        (["--batches", "2"], "--batches is no flag of bench_rollout.py; did you mean --batch?"),
         (["--temp", "nan"], "--temp is nan"),
         (["--lengths", "geometric:64"], "--lengths geometric:64"),
         (["--lengths", "normal:64:256"], "--lengths normal:64:256"),
@@ -296,5 +322,6 @@ def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_off_and_on(
     assert re.fullmatch(result, lines[-2])
     record = json.loads(lines[-1])
     assert record["engines"]["vllm_mlx"].keys() == NUMBERS | {"prefix_cache"}
+    assert sum(line.startswith("Phases: ") for line in lines) == 2
     assert record["engines"]["vllm_mlx"]["tokens"] == record["engines"]["ours"]["tokens"]
     assert record["versions"]["vllm-mlx"]

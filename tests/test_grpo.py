@@ -1,148 +1,284 @@
-"""The objective against formulas written out in float64, its gradients against finite differences, and invariants."""
+"""
+The objective against the oracle (the papers once more, in float64), its gradients against finite differences, pencil
+cases, frozen cases, and invariants.
+"""
+
+import itertools
+import math
 
 import mlx.core as mx
 import numpy as np
+import oracle
 import pytest
 
 import grpo
 
+CASE = oracle.make_case([5, 3, 1, 4, 2, 5], 5)
+WIDE = oracle.make_case([4, 2, 3], 4, seed=1, spread=1.0)  # ratios from 0.1 to 6: every clip and cap is at work
+NEW, OLD, REF, ADVANTAGES, MASK = CASE.new, CASE.old, CASE.ref, CASE.advantages, CASE.mask
+NUM_ROWS = len(MASK)
 RNG = np.random.default_rng(0)
-NUM_ROWS, LENGTH = 6, 5
-OLD = RNG.normal(-1.5, 0.5, (NUM_ROWS, LENGTH))
-NEW = OLD + RNG.normal(0, 0.3, (NUM_ROWS, LENGTH))
-REF = OLD + RNG.normal(0, 0.3, (NUM_ROWS, LENGTH))
-ADVANTAGES = RNG.normal(0, 1, NUM_ROWS)
-MASK = (np.arange(LENGTH) < np.array([5, 3, 1, 4, 2, 5])[:, None]).astype(float)
 
 
-def loss_by_hand(new, *, loss, level, kl_coef, clip_low, clip_high, delta=None, old=OLD, ref=REF):
-    """The formulas of the papers, row by row and token by token, in float64."""
-    row_losses, lengths = [], []
-    for i in range(NUM_ROWS):
-        tokens = [t for t in range(LENGTH) if MASK[i, t]]
-        log_ratios = [new[i, t] - old[i, t] for t in tokens]
-        if level == "sequence":
-            log_ratios = [np.mean(log_ratios)] * len(tokens)
-        losses = []
-        for t, log_ratio in zip(tokens, log_ratios, strict=True):
-            r, a = np.exp(log_ratio), ADVANTAGES[i]
-            first = (r if delta is None else min(r, delta)) * a
-            second = min(max(r, 1 - clip_low), 1 + clip_high) * a
-            d = ref[i, t] - new[i, t]
-            losses.append(-min(first, second) + kl_coef * (np.exp(d) - d - 1))
-        row_losses.append(sum(losses))
-        lengths.append(len(tokens))
-    if loss == "grpo":
-        return np.mean([total / length for total, length in zip(row_losses, lengths, strict=True)])
-    if loss == "dr_grpo":
-        return sum(row_losses) / (NUM_ROWS * 7)
-    return sum(row_losses) / sum(lengths)
+def array(x):
+    return mx.array(x, mx.float32)
 
 
-def ours(new, *, loss, level, kl_coef, clip_low, clip_high, delta=None):
+def ours(case, new, *, rows=None, correction="off", cap=3.0, fraction=1.0, estimator="k3", kl_coef=0.0, **settings):
+    """Our loss of the case, or the share of some of its rows."""
+    rows = np.arange(len(case.mask)) if rows is None else np.array(rows)
+    old, mask, sampled = array(case.old[rows]), array(case.mask[rows]), array(case.sampled[rows])
+    weights = grpo.mismatch_weights(old, sampled, mask, correction, cap)
+    if fraction < 1:
+        weights = weights * grpo.top_entropy_mask(array(case.entropy), array(case.mask), fraction)[mx.array(rows)]
     value, _ = grpo.policy_loss(
         new,
-        mx.array(OLD, mx.float32),
-        mx.array(ADVANTAGES, mx.float32),
-        mx.array(MASK, mx.float32),
-        ref_logprobs=mx.array(REF, mx.float32) if kl_coef else None,
-        loss=loss,
-        level=level,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        delta=delta,
+        old,
+        array(case.advantages[rows]),
+        mask,
+        ref_logprobs=array(case.ref[rows]) if kl_coef else None,
         kl_coef=kl_coef,
-        max_tokens=7,
-        num_items=int(MASK.sum()),
+        kl_estimator=estimator,
+        weights=weights,
+        max_tokens=case.max_tokens,
+        num_rows=len(case.mask),
+        num_items=int(case.mask.sum()),
+        **settings,
     )
     return value
 
 
+KLS = [{}, *({"kl_coef": 0.3, "estimator": name} for name in grpo.KL_ESTIMATORS)]
+TRUSTS = [{}, *({"correction": name, "cap": 1.2} for name in grpo.CORRECTIONS[1:])]
+CLIPS = [{}, {"clip_low": 0.1, "clip_high": 0.28}, {"delta": 1.4}, {"clip_low": 0.05, "clip_high": 0.05, "delta": 2.0}]
+BOUNDS = {"cispo": [{"clip_high": 5.0}, {"clip_high": 1.1}], "sapo": [{}]}  # what bounds the ratio; the others: CLIPS
+
+
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 @pytest.mark.parametrize("level", grpo.LEVELS)
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-@pytest.mark.parametrize(("clip_low", "clip_high", "delta"), [(0.2, 0.2, None), (0.1, 0.28, None), (0.2, 0.2, 1.4)])
-def test_loss_and_gradient_equal_the_formula(loss, level, kl_coef, clip_low, clip_high, delta):
-    settings = dict(loss=loss, level=level, kl_coef=kl_coef, clip_low=clip_low, clip_high=clip_high, delta=delta)
-    value, grad = mx.value_and_grad(lambda new: ours(new, **settings))(mx.array(NEW, mx.float32))
-    assert value.item() == pytest.approx(loss_by_hand(NEW, **settings), abs=1e-5)
-    step, expected = 1e-6, np.zeros_like(NEW)
-    for index in np.ndindex(*NEW.shape):
-        up, down = NEW.copy(), NEW.copy()
-        up[index] += step
-        down[index] -= step
-        expected[index] = (loss_by_hand(up, **settings) - loss_by_hand(down, **settings)) / (2 * step)
-    np.testing.assert_allclose(np.array(grad), expected, atol=1e-5)
+@pytest.mark.parametrize("case", [CASE, WIDE], ids=["near", "wide"])
+def test_loss_and_gradient_equal_the_oracle(loss, level, case):
+    """Every bound on the ratio with every KL, every mismatch correction and entropy masking: 200 settings a loss."""
+    for bounds, kl, trust, fraction in itertools.product(BOUNDS.get(loss, CLIPS), KLS, TRUSTS, (1.0, 0.4)):
+        settings = {"loss": loss, "level": level, "fraction": fraction} | bounds | kl | trust
+        value, grad = mx.value_and_grad(lambda new, s=settings: ours(case, new, **s))(array(case.new))
+        assert value.item() == pytest.approx(oracle.loss(case, **settings), abs=1e-6), settings
+        np.testing.assert_allclose(np.array(grad), oracle.gradient(case, **settings), atol=1e-6, err_msg=str(settings))
 
 
-def test_advantages_are_the_reward_less_the_mean_over_the_sample_deviation():
+def test_two_tokens_by_pencil():
+    """Ratios 1.5 and 0.5 with advantage 2: min(3, 2.4) and min(1, 1.6), so the losses are -2.4 and -1."""
+    old, mask = mx.zeros((1, 2)), mx.ones((1, 2))
+    new = array(np.log([[1.5, 0.5]]))
+
+    def value(**settings):
+        return grpo.policy_loss(new, old, array([2.0]), mask, max_tokens=8, **settings)[0].item()
+
+    for loss, expected in (("grpo", -1.7), ("bnpo", -1.7), ("dapo", -1.7), ("dr_grpo", -3.4 / 8)):
+        assert value(loss=loss) == pytest.approx(expected, abs=1e-6)
+    # the geometric mean of the ratios is sqrt(0.75) = 0.8660
+    assert value(level="sequence") == pytest.approx(-2 * 0.8660254, abs=1e-6)
+    # min(1.5, 1.2) = 1.2: -(1.2 ln 1.5 + 0.5 ln 0.5) * 2 / 2
+    assert value(loss="cispo", clip_high=1.2) == pytest.approx(-(1.2 * 0.4054651 - 0.5 * 0.6931472), abs=1e-6)
+    # 4 sigmoid(0.5) = 2.4898373, 4 sigmoid(-0.5) = 1.5101627
+    assert value(loss="sapo") == pytest.approx(-(2.4898373 + 1.5101627), abs=1e-6)
+    # reference at 0: d = -ln r; k1 = ln r, k2 = ln^2 r / 2, k3 = 1 / r - 1 + ln r
+    for estimator, expected in (("k1", -0.1438410), ("k2", 0.1612137), ("k3", 0.1894923), ("k3_corrected", 0.1308120)):
+        kl = value(ref_logprobs=old, kl_coef=1.0, kl_estimator=estimator) + 1.7
+        assert kl == pytest.approx(expected, abs=1e-6), estimator
+
+
+def test_a_negative_advantage_is_bounded_by_delta_alone_from_above():
+    """Ratio 7, advantage -1: the plain clip lets the loss grow to 7, delta stops it at 4, and the gradient with it."""
+
+    def loss(new, **settings):
+        return grpo.policy_loss(new, mx.zeros((1, 1)), array([-1.0]), mx.ones((1, 1)), **settings)[0]
+
+    new = array([[math.log(7)]])
+    assert loss(new).item() == pytest.approx(7, abs=1e-5) and mx.grad(loss)(new).item() == pytest.approx(7, abs=1e-5)
+    value, grad = mx.value_and_grad(lambda x: loss(x, delta=4.0))(new)
+    assert value.item() == pytest.approx(4) and grad.item() == 0
+
+
+# What TRL 1.16 gives for one step of three rows, in float64 (`test_trl.py` compares with TRL itself): the loss, and its
+# gradient with respect to the log-probabilities of the second row.
+FROZEN_CASE = oracle.Case(
+    new=np.array([[-1.2, -0.4, -2.5], [-0.7, -1.9, -0.1], [-3.0, -0.8, -1.1]]),
+    old=np.array([[-1.0, -0.9, -2.4], [-1.3, -1.6, -0.2], [-2.2, -0.8, -1.4]]),
+    ref=np.array([[-1.1, -0.6, -2.9], [-0.9, -1.5, -0.3], [-2.6, -1.0, -1.0]]),
+    sampled=np.array([[-1.1, -0.8, -2.6], [-1.4, -1.2, -0.2], [-2.1, -0.9, -1.5]]),
+    entropy=np.array([[0.9, 0.2, 1.7], [1.1, 2.0, 0.1], [2.4, 0.7, 1.2]]),
+    advantages=np.array([1.1, -0.6, -0.5]),
+    mask=np.array([[1.0, 1, 1], [1, 1, 0], [1, 1, 1]]),
+    max_tokens=6,
+)
+FROZEN = [
+    ({"loss": "grpo"}, 0.0798790373, [0.18221188, 0.0, 0.0]),
+    ({"loss": "bnpo", "clip_low": 0.1, "clip_high": 0.28}, -0.0057155380, [0.13665891, 0.0, 0.0]),
+    ({"loss": "dr_grpo", "level": "sequence"}, -0.0479764095, [0.0387278081, 0.0387278081, 0.0]),
+    ({"loss": "dapo"}, -0.0084655380, [0.13665891, 0.0, 0.0]),
+    (
+        {"loss": "dapo", "delta": 1.5, "kl_coef": 0.3, "estimator": "k3"},
+        -0.0206055654,
+        [0.0067975968, -0.0184434262, 0.0],
+    ),
+    ({"loss": "dapo", "kl_coef": 0.3, "estimator": "k3_corrected"}, 0.0015795463, [0.150324801, -0.0111122733, 0.0]),
+    (
+        {"loss": "cispo", "clip_high": 1.5, "correction": "token_truncate", "cap": 1.2},
+        0.2053437752,
+        [0.1243317283, 0.0372438978, 0.0],
+    ),
+    ({"loss": "sapo", "correction": "sequence_mask", "cap": 1.3}, -0.2883878956, [0.1126620812, 0.0538774423, 0.0]),
+    (
+        {"loss": "grpo", "level": "sequence", "clip_low": 0.0003, "clip_high": 0.0004},
+        0.0321701819,
+        [0.1161834243, 0.1161834243, 0.0],
+    ),
+    ({"loss": "dapo", "fraction": 0.7}, 0.2066099405, [0.13665891, 0.0, 0.0]),
+    (
+        {"loss": "sapo", "level": "sequence", "kl_coef": 0.1, "estimator": "k3"},
+        -0.0492548516,
+        [0.118369904, 0.1071516716, 0.0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
+def test_frozen_cases(settings, expected, gradient):
+    value, grad = mx.value_and_grad(lambda new: ours(FROZEN_CASE, new, **settings))(array(FROZEN_CASE.new))
+    assert value.item() == pytest.approx(expected, abs=1e-5)
+    np.testing.assert_allclose(np.array(grad)[1], gradient, atol=1e-5)
+    assert oracle.loss(FROZEN_CASE, **settings) == pytest.approx(expected, abs=1e-7)
+    np.testing.assert_allclose(oracle.gradient(FROZEN_CASE, **settings)[1], gradient, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale"),
+    [*itertools.product(("group", "rloo"), grpo.SCALES), ("reinforce", "batch"), ("reinforce", "none")],
+)
+def test_advantages_equal_the_oracle(baseline, scale):
     rewards = RNG.normal(2, 3, (4, 8))
-    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
-    np.testing.assert_allclose(np.array(grpo.group_advantages(mx.array(rewards))), expected, atol=1e-5)
-    batch = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(np.array(grpo.group_advantages(mx.array(rewards), "batch")), batch, atol=1e-5)
-    none = rewards - rewards.mean(1, keepdims=True)
-    np.testing.assert_allclose(np.array(grpo.group_advantages(mx.array(rewards), "none")), none, atol=1e-5)
+    ours = grpo.group_advantages(array(rewards), scale, baseline)
+    np.testing.assert_allclose(np.array(ours), oracle.advantages(rewards, scale, baseline), atol=1e-5)
 
 
+def test_rewards_normalized_one_by_one_equal_the_oracle():
+    rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
+    ours = grpo.decoupled_advantages(array(rewards), [1.0, 0.5])
+    np.testing.assert_allclose(np.array(ours), oracle.decoupled(rewards, [1.0, 0.5]), atol=1e-5)
+
+
+def test_rewards_normalized_one_by_one_count_alike_whatever_their_size():
+    rewards = RNG.normal(0, 1, (2, 4, 8))
+    large = np.stack([rewards[0], 1000 * rewards[1]])
+    ours, theirs = (np.array(grpo.decoupled_advantages(array(r), [1.0, 1.0])) for r in (rewards, large))
+    np.testing.assert_allclose(ours, theirs, atol=1e-3)
+    summed = [np.array(grpo.group_advantages(array(r.sum(0)))) for r in (rewards, large)]
+    assert np.abs(summed[0] - summed[1]).max() > 0.5
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 123.456])
+def test_a_group_that_is_equal_in_every_reward_has_exactly_zero_advantage(reward):
+    rewards = mx.concatenate([mx.full((2, 1, 7), reward), mx.random.normal((2, 3, 7), key=mx.random.key(1))], axis=1)
+    assert (grpo.decoupled_advantages(rewards, [1.0, 0.3])[0] == 0).all().item()
+
+
+@pytest.mark.parametrize("baseline", ["group", "rloo"])
 @pytest.mark.parametrize("scale", grpo.SCALES)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 1e6, 123.456, 0.0])
-def test_a_group_of_equal_rewards_has_exactly_zero_advantage(scale, reward):
+def test_a_group_of_equal_rewards_has_exactly_zero_advantage(baseline, scale, reward):
     for size in (2, 3, 7, 8, 11):
         rewards = mx.concatenate([mx.full((1, size), reward), mx.random.normal((1, size), key=mx.random.key(1))])
-        assert (grpo.group_advantages(rewards, scale)[0] == 0).all().item()
+        assert (grpo.group_advantages(rewards, scale, baseline)[0] == 0).all().item()
+
+
+@pytest.mark.parametrize("loss", [loss for loss in grpo.LOSSES if loss != "bnpo"])
+@pytest.mark.parametrize("level", grpo.LEVELS)
+@pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 5], [3], [2, 5]])
+def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(loss, level, cuts):
+    settings = dict(loss=loss, level=level, kl_coef=0.2, correction="token_truncate", cap=1.2, fraction=0.4)
+
+    def gradient(parts):
+        total, loss = np.zeros_like(NEW), 0.0
+        for rows in parts:
+            value, grad = mx.value_and_grad(lambda new, r=rows: ours(CASE, new, rows=r, **settings))(array(NEW[rows]))
+            total[rows] += np.array(grad)
+            loss += value.item()
+        return total, loss
+
+    cut, whole = gradient(np.split(RNG.permutation(NUM_ROWS), cuts)), gradient([np.arange(NUM_ROWS)])
+    np.testing.assert_allclose(cut[0], whole[0], atol=1e-6)
+    assert cut[1] == pytest.approx(whole[1], abs=1e-6)
+
+
+def test_bnpo_divides_by_the_tokens_of_its_own_micro_batch():
+    """Rows of 5 and 1 tokens, loss -1 each: together 6 tokens weigh alike, apart each row weighs a half."""
+    mask, ones = array([[1] * 5, [1, 0, 0, 0, 0]]), mx.ones((2, 5))
+    per_token = array([[-1] * 5, [-7] * 5])
+    assert grpo.aggregate(per_token, mask, "bnpo").item() == pytest.approx(-(5 + 7) / 6)
+    apart = [grpo.aggregate(per_token[i : i + 1], mask[i : i + 1], "bnpo", num_rows=2).item() for i in range(2)]
+    assert sum(apart) == pytest.approx(-(1 + 7) / 2)
+    assert grpo.aggregate(ones, ones, "bnpo").item() == 1
 
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-@pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 5], [3], [2, 5]])
-def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(loss, cuts):
-    def gradient(parts):
-        total = np.zeros_like(NEW)
-        for rows in parts:
-
-            def part(new, rows=rows):
-                value, _ = grpo.policy_loss(
-                    new,
-                    mx.array(OLD[rows], mx.float32),
-                    mx.array(ADVANTAGES[rows], mx.float32),
-                    mx.array(MASK[rows], mx.float32),
-                    loss=loss,
-                    max_tokens=7,
-                    num_items=int(MASK.sum()),
-                )
-                return value * grpo.micro_batch_weight(loss, len(rows), NUM_ROWS)
-
-            total[rows] += np.array(mx.grad(part)(mx.array(NEW[rows], mx.float32)))
-        return total
-
-    order = RNG.permutation(NUM_ROWS)
-    np.testing.assert_allclose(gradient(np.split(order, cuts)), gradient([np.arange(NUM_ROWS)]), atol=1e-6)
-
-
-def test_a_masked_token_has_no_influence_and_no_gradient():
-    settings = dict(loss="dapo", level="token", kl_coef=0.1, clip_low=0.2, clip_high=0.2)
-    wild = np.where(MASK > 0, NEW, RNG.choice([-np.inf, 1e30, -1e30], NEW.shape))
-    value, grad = mx.value_and_grad(lambda new: ours(new, **settings))(mx.array(wild, mx.float32))
-    clean = mx.grad(lambda new: ours(new, **settings))(mx.array(NEW, mx.float32))
-    assert value.item() == pytest.approx(loss_by_hand(NEW, **settings), abs=1e-5)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
+def test_what_lies_outside_the_mask_has_no_influence_and_no_gradient(loss, garbage):
+    settings = dict(loss=loss, kl_coef=0.1, correction="sequence_mask", clip_high=2.0, fraction=0.5)
+    wild = CASE._replace(
+        **{n: np.where(MASK > 0, getattr(CASE, n), garbage) for n in ("old", "ref", "sampled", "entropy")}
+    )
+    new = array(np.where(MASK > 0, NEW, garbage))
+    value, grad = mx.value_and_grad(lambda new: ours(wild, new, **settings))(new)
+    expected, clean = mx.value_and_grad(lambda new: ours(CASE, new, **settings))(array(NEW))
+    assert value.item() == expected.item()
     assert (np.array(grad)[MASK == 0] == 0).all()
     np.testing.assert_array_equal(np.array(grad), np.array(clean))
 
 
-def test_the_kl_term_has_no_gradient_where_policy_and_reference_agree():
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_corrected"])
+def test_the_kl_term_has_no_gradient_where_policy_and_reference_agree(estimator):
     def kl_only(new):
-        return grpo.kl_k3(new, mx.array(NEW, mx.float32)).sum()
+        return grpo.kl_term(new, array(NEW), mx.exp(new - array(OLD)), estimator).sum()
 
-    value, grad = mx.value_and_grad(kl_only)(mx.array(NEW, mx.float32))
+    value, grad = mx.value_and_grad(kl_only)(array(NEW))
     assert value.item() == 0
     assert (grad == 0).all().item()
 
 
-def test_on_policy_the_gradient_is_the_plain_policy_gradient():
+def test_what_the_kl_estimators_estimate_and_which_have_its_gradient():
+    """
+    Over all 5 outcomes of a softmax policy, each with its probability: k1 and k3 are the KL itself, and only k2 and the
+    corrected k3 have its gradient on policy.
+    """
+    logits, reference = RNG.normal(0, 1, 5), RNG.normal(0, 1, 5)
+    softmax = lambda x: np.exp(x) / np.exp(x).sum()  # noqa: E731
+    p, q = softmax(logits), softmax(reference)
+    kl = (p * np.log(p / q)).sum()
+    exact = p * (np.log(p / q) - kl)  # d KL / d logits
+    old, ref = array(np.log(p)), array(np.log(q))
+
+    def expected(logits, estimator):
+        logprobs = logits - mx.logsumexp(logits)
+        return (array(p) * grpo.kl_term(logprobs, ref, mx.exp(logprobs - old), estimator)).sum()
+
+    found = {e: mx.value_and_grad(lambda x, e=e: expected(x, e))(array(logits)) for e in grpo.KL_ESTIMATORS}
+    for name in ("k1", "k3", "k3_corrected"):
+        assert found[name][0].item() == pytest.approx(kl, abs=1e-6)
+    for name in ("k2", "k3_corrected"):
+        np.testing.assert_allclose(np.array(found[name][1]), exact, atol=1e-6)
+    np.testing.assert_allclose(np.array(found["k1"][1]), 0, atol=1e-6)
+    assert np.abs(np.array(found["k3"][1]) - exact).max() > 0.01
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_on_policy_the_gradient_is_the_plain_policy_gradient(loss):
     """With ratio 1 the gradient is -A per token: a default that clips everything away would make it 0."""
-    settings = dict(loss="dapo", level="token", kl_coef=0.0, clip_low=0.2, clip_high=0.2)
-    grad = mx.grad(lambda new: ours(new, **settings))(mx.array(OLD, mx.float32))
-    np.testing.assert_allclose(np.array(grad), -ADVANTAGES[:, None] * MASK / MASK.sum(), atol=1e-6)
+    bounds = {"clip_high": 1.0} if loss == "cispo" else {}
+    grad = mx.grad(lambda new: ours(CASE, new, loss=loss, **bounds))(array(OLD))
+    each = {"dr_grpo": NUM_ROWS * CASE.max_tokens} | dict.fromkeys(("grpo", "sapo"), NUM_ROWS * MASK.sum(1)[:, None])
+    expected = -ADVANTAGES[:, None] * MASK / each.get(loss, MASK.sum())
+    np.testing.assert_allclose(np.array(grad), expected, atol=1e-6)
 
 
 def test_the_default_clip_range_is_a_fifth_either_way():
@@ -167,10 +303,8 @@ def test_old_logprobs_and_advantages_carry_no_gradient():
 
 
 def test_stats_are_token_means():
-    new, old, mask = (mx.array(x, mx.float32) for x in (NEW, OLD, MASK))
-    _, stats = grpo.policy_loss(
-        new, old, mx.array(ADVANTAGES, mx.float32), mask, ref_logprobs=mx.array(REF, mx.float32), kl_coef=0.1
-    )
+    new, old, mask, ref = (array(x) for x in (NEW, OLD, MASK, REF))
+    _, stats = grpo.policy_loss(new, old, array(ADVANTAGES), mask, ref_logprobs=ref, kl_coef=0.1)
     ratio = np.exp(NEW - OLD)
     positive = ADVANTAGES[:, None] > 0
     removed = np.where(positive, ratio > 1.2, ratio < 0.8)
@@ -179,14 +313,64 @@ def test_stats_are_token_means():
         assert got.item() == pytest.approx((expected * MASK).sum() / MASK.sum(), abs=1e-5)
 
 
+@pytest.mark.parametrize("bounds", [{}, {"delta": 1.5}, {"clip_low": 0.05, "clip_high": 0.3}])
+def test_clip_frac_is_the_share_of_tokens_without_a_gradient(bounds):
+    def loss(new):
+        return grpo.policy_loss(new, array(WIDE.old), array(WIDE.advantages), array(WIDE.mask), loss="dapo", **bounds)
+
+    grad, stats = mx.grad(lambda new: loss(new)[0])(array(WIDE.new)), loss(array(WIDE.new))[1]
+    dead = ((np.array(grad) == 0) & (WIDE.mask > 0)).sum()
+    assert dead > 0
+    assert stats.clip_frac.item() == pytest.approx(dead / WIDE.mask.sum(), abs=1e-6)
+
+
 def test_an_empty_mask_gives_zero():
     for loss in grpo.LOSSES:
+        empty = mx.zeros((NUM_ROWS, 5))
         value, _ = grpo.policy_loss(
-            mx.array(NEW, mx.float32),
-            mx.array(OLD, mx.float32),
-            mx.array(ADVANTAGES, mx.float32),
-            mx.zeros((NUM_ROWS, LENGTH)),
-            loss=loss,
-            max_tokens=7,
+            array(NEW), array(OLD), array(ADVANTAGES), empty, loss=loss, max_tokens=7, num_items=0
         )
         assert value.item() == 0
+    assert grpo.top_entropy_mask(array(CASE.entropy), empty, 0.2).sum().item() == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.2, 0.37, 0.5, 0.999, 1.0])
+def test_the_tokens_of_highest_entropy_are_those_from_the_quantile_on(fraction):
+    entropy, mask = RNG.gamma(2, 1, (7, 11)), (RNG.random((7, 11)) < 0.6).astype(float)
+    kept = np.array(grpo.top_entropy_mask(array(entropy), array(mask), fraction))
+    counted = np.float32(entropy)[mask > 0]
+    threshold = np.quantile(counted.astype(float), 1 - fraction)
+    np.testing.assert_array_equal(kept, (np.float32(entropy) >= threshold) & (mask > 0))
+    assert kept.sum() >= 1
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("log_ratio", [-200.0, 100.0, 500.0])
+def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
+    for sign in (1.0, -1.0):
+
+        def value(new, sign=sign):
+            mask, advantages = mx.ones((1, 2)), array([sign])
+            return grpo.policy_loss(
+                new, array([[-1.0, -1.0]]), advantages, mask, loss=loss, clip_high=2.0, max_tokens=2
+            )[0]
+
+        loss_value, grad = mx.value_and_grad(value)(array([[log_ratio, -1.0]]))
+        assert math.isfinite(loss_value.item()) and mx.isfinite(grad).all().item()
+
+
+def test_mismatch_weights_by_pencil():
+    """Row 1 has ratios e and e^-1, row 2 has e^2 and, outside the mask, nothing that may count."""
+    old, sampled = array([[-1.0, -2.0], [-1.0, 5.0]]), array([[-2.0, -1.0], [-3.0, -np.inf]])
+    mask = array([[1, 1], [1, 0]])
+    e = math.e
+    for correction, cap, expected in (
+        ("off", 2.0, [[1, 1], [1, 1]]),
+        ("token_truncate", 3.0, [[e, 1 / e], [3, 1]]),
+        ("token_mask", 3.0, [[e, 1 / e], [0, 1]]),
+        ("sequence_truncate", 3.0, [[1], [3]]),
+        ("sequence_mask", 3.0, [[1], [0]]),
+        ("sequence_mask", 8.0, [[1], [e * e]]),
+    ):
+        weights = grpo.mismatch_weights(old, sampled, mask, correction, cap)
+        np.testing.assert_allclose(np.array(weights), expected, rtol=1e-6, err_msg=correction)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kv_cache import CHUNK, KVCache, LayerCache, TreeCache, round_up
+from kv_cache import CHUNK, KVCache, LayerCache, SlotCache, TreeCache, round_up
 
 RNG = np.random.default_rng(0)
 
@@ -196,3 +196,23 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
                 ]
                 expected = mx.concatenate(own, axis=1)
                 assert mx.array_equal(buffer[row, :, 10 - lengths[row] : 10], expected)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_cache_that_was_advanced_stands_where_so_many_steps_would_have_put_it(share):
+    prompts = filled(num_rows=2, num_layers=1)
+    stepped, advanced = (SlotCache(prompts, [5, 5], 40, share) for _ in range(2))
+    advanced.advance(30)
+    stepped.assign([0, 1], [0, 0])
+    for _ in range(30):
+        stepped.layers[0].update(mx.zeros((2, 2, 1, 4)), mx.zeros((2, 2, 1, 4)))
+    advanced.assign([0, 1], [0, 0])
+    assert advanced.step == stepped.step == 30
+    assert advanced.offsets(2).tolist() == stepped.offsets(2).tolist() == [35, 35]
+    new = entries(2, 1)
+    held = [cache.layers[0].update(new, -new) for cache in (stepped, advanced)]
+    own = [parts[1] if share else parts for parts in held]
+    for left, right in zip(*own, strict=True):
+        assert left.shape[2] == (31 if share else 36)
+        assert mx.array_equal(left, right)
+    assert mx.array_equal(own[1][0][:, :, -1:], new)

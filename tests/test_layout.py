@@ -28,16 +28,18 @@ FLOORS = {
     "sampler": 2,
     "calibration": 2,
     "grader": 2,
+    "dispatch": 3,
     "judge": 3,
     "checkpoint": 3,
     "evaluate": 4,
     "settings": 4,
     "bench_judge": 4,
-    "train": 5,
+    "update": 5,
     "bench_rollout": 5,
-    "bench_grpo_loss": 5,
-    "bench_step": 5,
+    "train": 6,
+    "bench_grpo_loss": 6,
     "bench_rollout_vllm_mlx": 6,
+    "bench_step": 7,
 }
 MODULES = sorted(ROOT.glob("*.py"))
 PROGRAMS = [*MODULES, *sorted((ROOT / "demo").glob("*.py"))]

@@ -1,6 +1,7 @@
 """What the machine has, and which errors say that memory ran out."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import memory
@@ -12,6 +13,25 @@ def test_the_machines_memory_is_what_the_kernel_reports():
     with open("/proc/meminfo") as file:
         kilobytes = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
     assert memory.of_device() == pytest.approx(kilobytes * 1024, rel=0.01)
+
+
+@pytest.mark.parametrize("key", ["max_recommended_working_set_size", "memory_size", "total_memory"])
+def test_the_memory_of_a_gpu_is_what_its_backend_calls_it(key, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: {key: 12 << 30, "device_name": "some"})
+    assert memory.of_device() == 12 << 30
+    held = mx.zeros((1 << 20,))
+    mx.eval(held)
+    assert memory.at_hand() == (12 << 30) - mx.get_active_memory() < memory.of_device()
+
+
+def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
+    if mx.default_device().type == mx.gpu:
+        pytest.skip("a GPU has its own figure")
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    assert memory.at_hand() == pytest.approx(min(free, memory.of_device() - mx.get_active_memory()), rel=0.1)
+    assert memory.at_hand() < memory.of_device()
 
 
 @pytest.mark.parametrize(
@@ -26,6 +46,12 @@ def test_the_machines_memory_is_what_the_kernel_reports():
 )
 def test_the_backends_words_for_no_memory_are_recognised(message):
     assert memory.is_out_of_memory(RuntimeError(message))
+
+
+def test_pythons_own_error_is_recognised():
+    with pytest.raises(MemoryError) as caught:
+        np.empty(2**50)
+    assert memory.is_out_of_memory(caught.value)
 
 
 def test_another_error_is_not_taken_for_it():

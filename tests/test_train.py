@@ -1,6 +1,7 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
@@ -9,10 +10,13 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
+import oracle
 import pytest
 import yaml
 from mlx.utils import tree_flatten
+from small_run import SMALL, make_config, make_run, sample, update_once
 
 import checkpoint
 import evaluate
@@ -25,44 +29,9 @@ import settings
 import tasks
 import telemetry
 import train
+import update
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
-
-
-def make_config(*flags):
-    args = settings.parse([*SMALL, *flags])
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    for name in ("config", "resume", "run_dir", "print_config"):
-        given.pop(name, None)
-    return settings.resolve(given, args.config, args.resume)[0]
-
-
-def make_run(tmp_path, *flags):
-    run = train.Run(make_config(*flags), tmp_path)
-    run.open()
-    return run
-
-
-def sample(run, key=1, **settings):
-    """Examples, prompts of every row, and completions of them."""
-    config = run.config
-    indices = tasks.epoch_indices(len(run.task.train), config.batch, 0, 0)
-    prompts = [run.prompt_ids[index] for index in indices]
-    rollout = sampler.rollout(
-        run.model,
-        prompts,
-        group_size=config.groups,
-        max_tokens=config.max_tokens,
-        temperature=config.temp,
-        eos_ids=run.model.config.eos_ids,
-        pad_id=run.pad_id,
-        rollout_batch_size=64,
-        key=key,
-        **config.support,
-    )
-    rows = [prompt for prompt in prompts for _ in range(config.groups)]
-    return [run.task.train[index] for index in indices], rows, rollout
 
 
 def command(*flags, **settings):
@@ -89,67 +58,11 @@ def records(path):
     ]
 
 
-# ---- what the loss sees
-
-
-@pytest.mark.parametrize(
-    "flags", [(), ("--temp", "0.7"), ("--top-p", "0.8"), ("--top-k", "4", "--temp", "1.3"), ("--min-p", "0.05")]
-)
-@pytest.mark.parametrize("budget", [1, 150, 100_000])
-def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags, budget):
-    """Temperature, support, positions, padding and prompt are all in these numbers: any mistake in one shows."""
-    run = make_run(tmp_path, *flags)
-    _, rows, rollout = sample(run)
-    seen = []
-    for batch in train.micro_batches(rows, rollout, budget):
-        logprobs, _ = train.completion_logprobs(run.model, batch, run.config)
-        gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
-        assert gap.max().item() < 1e-4
-        seen += batch.rows.tolist()
-    assert sorted(seen) == list(range(12))
-
-
-def test_the_loss_sees_each_completion_after_its_own_prompt(tmp_path):
-    run = make_run(tmp_path)
-    _, rows, rollout = sample(run)
-    (whole,) = train.micro_batches(rows, rollout, 100_000)
-    (other,) = train.micro_batches(rows[4:] + rows[:4], rollout, 100_000)
-    ours, _ = train.completion_logprobs(run.model, whole, run.config)
-    theirs, _ = train.completion_logprobs(run.model, other, run.config)
-    ours, theirs = ours[mx.argsort(whole.rows)], theirs[mx.argsort(other.rows)]
-    assert (mx.abs(ours - theirs)[:, 1:].max(axis=1) > 1e-3).all().item()
-
-
-def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
-    run = make_run(tmp_path, "--max-tokens", "7")
-    _, rows, rollout = sample(run)
-    assert {"stop", "length"} == set(rollout.finish_reasons)
-    for batch in train.micro_batches(rows, rollout, 100_000):
-        for row, ids, mask in zip(
-            batch.rows.tolist(), np.array(batch.completion_ids), np.array(batch.mask), strict=True
-        ):
-            last = int(ids[int(mask.sum()) - 1])
-            assert (last in run.model.config.eos_ids) == (rollout.finish_reasons[row] == "stop")
-
-
-def test_what_the_model_reads_is_the_prompt_and_the_ids_that_were_drawn(tmp_path):
-    run = make_run(tmp_path)
-    _, rows, rollout = sample(run)
-    for batch in train.micro_batches(rows, rollout, 150):
-        for index, row in enumerate(batch.rows.tolist()):
-            length = int(batch.mask[index].sum().item())
-            drawn = rollout.completion_ids[row].tolist()[:length]
-            whole = rows[row] + drawn
-            assert batch.tokens[index].tolist()[: len(whole) - 1] == whole[:-1]
-            assert batch.completion_ids[index].tolist()[:length] == drawn
-            assert batch.positions[index].tolist()[:length] == list(range(len(rows[row]) - 1, len(whole) - 1))
-
-
 def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_other_ids(tmp_path, monkeypatch):
     rollouts, batches = [], []
-    roll, update = sampler.rollout, train.update
+    roll, update_whole = sampler.rollout, update.update
     monkeypatch.setattr(sampler, "rollout", lambda *a, **k: rollouts.append(roll(*a, **k)) or rollouts[-1])
-    monkeypatch.setattr(train, "update", lambda *a: batches.extend(a[1]) or update(*a))
+    monkeypatch.setattr(update, "update", lambda *a: batches.extend(a[1]) or update_whole(*a))
     run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
     ids, lengths = np.array(rollouts[0].completion_ids), np.array(rollouts[0].mask).sum(-1).astype(int)
@@ -174,69 +87,6 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
             assert run.tokenizer.decode(run.judge.prompts.tails[0]).endswith("<think>\n\n</think>\n\n")
 
 
-# ---- what an update changes
-
-
-def loss_by_hand(run, batches, num_tokens, advantages, ref_logprobs):
-    """The loss of a step from `grpo` alone, as the settings name it; the old policy is the one that was recorded."""
-    config, total = run.config, 0.0
-    for batch in batches:
-        logprobs, _ = train.completion_logprobs(run.model, batch, config)
-        loss, _ = grpo.policy_loss(
-            logprobs,
-            batch.sampled_logprobs,
-            advantages[batch.rows],
-            batch.mask,
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.rows, : logprobs.shape[1]],
-            loss=config.loss,
-            level=config.level,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef,
-            max_tokens=config.max_tokens,
-            num_items=num_tokens,
-        )
-        total += loss.item() * grpo.micro_batch_weight(config.loss, len(batch.rows), len(advantages))
-    return total
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (),
-        ("--level", "sequence"),
-        ("--clip-low", "0.05", "--clip-high", "0.4"),
-        ("--loss", "dr_grpo"),
-        ("--loss", "grpo", "--level", "sequence", "--kl-coef", "0.5"),
-    ],
-)
-def test_the_update_minimizes_the_objective_that_the_settings_name(tmp_path, flags):
-    """With an old policy that is not the new one, as here, each of these settings changes the loss."""
-    run = make_run(tmp_path, "--old-logprobs", "sampler", *flags)
-    _, rows, rollout = sample(run)
-    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
-    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
-    advantages = mx.random.normal((12,), key=mx.random.key(1))
-    batches = train.micro_batches(rows, rollout, 150)
-    ref_logprobs = rollout.logprobs - 0.5 if run.config.kl_coef else None
-    expected = loss_by_hand(run, batches, rollout.stats.num_tokens, advantages, ref_logprobs)
-    result = train.update(run, batches, rollout, advantages, ref_logprobs)
-    assert result.loss == pytest.approx(expected, abs=1e-5)
-    assert result.means["clip_frac"] > 0
-
-
-def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
-    """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
-    results = []
-    for kl_coef in ("0", "1e-9"):
-        run = make_run(tmp_path, "--kl-coef", kl_coef, "--lr", "0.02", "--warmup-steps", "0")
-        update_once(run)
-        results.append(update_once(run))
-    assert results[1].means["kl"] > 0.01
-    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-4)
-    assert results[1].means["clip_frac"] == 0
-
-
 def test_the_defaults_are_those_of_the_table():
     config, _ = settings.resolve({"model": "demo"}, None, None)
     named = ("batch", "groups", "temp", "kl_coef", "clip_low", "clip_high", "loss", "scale_rewards", "old_logprobs")
@@ -244,97 +94,8 @@ def test_the_defaults_are_those_of_the_table():
     assert (config.level, config.lora_rank, config.judge_chunk_size, config.support) == ("token", 16, 24, {})
 
 
-def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
-    run = make_run(tmp_path, "--lr", "0.003", "--warmup-steps", "0")
-    _, rows, rollout = sample(run)
-    advantages = mx.random.normal((12,), key=mx.random.key(3))
-    batches = train.micro_batches(rows, rollout, 150)
-
-    def gain():
-        total = 0.0
-        for batch in batches:
-            logprobs, _ = train.completion_logprobs(run.model, batch, run.config)
-            total += (logprobs * batch.mask * advantages[batch.rows][:, None]).sum().item()
-        return total
-
-    before = gain()
-    train.update(run, batches, rollout, advantages, None)
-    assert gain() > before + 1
-
-
-def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_path):
-    run = make_run(tmp_path, "--max-grad-norm", "0.01")
-    assert update_once(run).grad_norm > 0.05
-    moments = [a for name, a in tree_flatten(run.optimizer.state) if name.endswith(".m")]
-    assert sum((m**2).sum().item() for m in moments) ** 0.5 == pytest.approx(0.1 * 0.01, rel=1e-3)  # 1 - beta_1 = 0.1
-
-
-def update_once(run, budget=100_000, advantages=None, **settings):
-    _, rows, rollout = sample(run)
-    if advantages is None:
-        rewards = mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3))
-        advantages = grpo.group_advantages(rewards).reshape(-1)
-    batches = train.micro_batches(rows, rollout, budget)
-    ref = train.reference_logprobs(run, batches, rollout) if run.config.kl_coef else None
-    return train.update(run, batches, rollout, advantages, ref)
-
-
-@pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_a_step_does_not_depend_on_how_its_rows_are_cut(tmp_path, loss):
-    weights, norms = [], []
-    for budget in (1, 150, 100_000):
-        run = make_run(tmp_path, "--loss", loss)
-        norms.append(update_once(run, budget).grad_norm)
-        weights.append(run.trainable)
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
-    for name, array in weights[0].items():
-        for other in weights[1:]:
-            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=1e-4)  # a step is 8e-4
-
-
-def test_every_adapter_moves_and_the_base_does_not(tmp_path):
-    run = make_run(tmp_path)
-    before = dict(tree_flatten(run.model.parameters()))
-    for _ in range(2):  # B is zero at first, so A moves from the second step on
-        update_once(run)
-    for name, array in tree_flatten(run.model.parameters()):
-        assert mx.array_equal(array, before[name]).item() == (".lora_" not in name), name
-
-
-def test_equal_rewards_change_nothing(tmp_path):
-    run = make_run(tmp_path)
-    before = dict(run.trainable)
-    result = update_once(run, advantages=mx.zeros((12,)))
-    assert result.grad_norm == 0
-    assert all(mx.array_equal(array, before[name]).item() for name, array in run.trainable.items())
-
-
-@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-p", "0.8"), ("--top-k", "4")])
-def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path, flags):
-    """The reference is read at the policy's temperature and on its support, or they would not agree."""
-    norms = []
-    for kl_coef in ("0", "5"):
-        run = make_run(tmp_path, "--kl-coef", kl_coef, *flags)
-        result = update_once(run)
-        norms.append(result.grad_norm)
-        assert result.means["kl"] == pytest.approx(0, abs=1e-6)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(tmp_path):
-    run = make_run(tmp_path, "--kl-coef", "0.1", "--lr", "0.01")
-    update_once(run)
-    _, rows, rollout = sample(run)
-    batches = train.micro_batches(rows, rollout, 100_000)
-    ref = train.reference_logprobs(run, batches, rollout)
-    base = train.Run(run.config, tmp_path)
-    expected = train.reference_logprobs(base, batches, rollout)
-    np.testing.assert_allclose(np.array(ref), np.array(expected), atol=1e-5)
-    assert (mx.abs(ref - rollout.logprobs) * rollout.mask).max().item() > 1e-3
-
-
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "reference_logprobs", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr(update, "reference_logprobs", lambda *_: pytest.fail("a reference pass"))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
     assert run.base is None
@@ -367,8 +128,8 @@ def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("scale", grpo.SCALES)
 def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_path, monkeypatch, scale):
-    seen, update = [], train.update
-    monkeypatch.setattr(train, "update", lambda *a: seen.append(a[3]) or update(*a))
+    seen, update_whole = [], update.update
+    monkeypatch.setattr(update, "update", lambda *a: seen.append(a[3]) or update_whole(*a))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--scale-rewards", scale)
     train.train(run.config, run)
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
@@ -379,13 +140,113 @@ def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_pat
     np.testing.assert_allclose([line["advantage"] for line in lines], expected, atol=1e-5)
 
 
-def test_every_step_and_every_seed_draws_with_a_key_of_its_own(tmp_path, monkeypatch):
+CORRECT_ONLY = ("--reward-weights", "rubric=0")  # right or wrong: many groups are equal
+
+
+def test_every_draw_of_every_step_and_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
     keys, roll = [], sampler.rollout
     monkeypatch.setattr(sampler, "rollout", lambda *a, **k: keys.append(k["key"]) or roll(*a, **k))
     for seed in ("0", "1"):
-        run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--seed", seed)
+        flags = ("--steps", "3", "--eval-every", "0", "--seed", seed, "--dynamic-sampling", *CORRECT_ONLY)
+        run = make_run(tmp_path, *flags)
         train.train(run.config, run)
-    assert len(set(keys)) == 6 and evaluate.KEY not in keys
+    assert len(set(keys)) == len(keys) > 8 and evaluate.KEY not in keys
+
+
+def with_rewards(monkeypatch, equal):
+    """Every reward becomes a number of its own, but in the groups, counted through all draws, that `equal` names."""
+    groups, reward = itertools.count(), train.reward_completions
+
+    def rewarded(*args):
+        rewards = reward(*args)
+        for row, number in zip(rewards.filled, groups, strict=False):
+            row[:] = 0.5 if equal(number) else np.arange(len(row)) + number
+        return rewards._replace(total=rewards.filled)
+
+    monkeypatch.setattr(train, "reward_completions", rewarded)
+
+
+@pytest.mark.parametrize(
+    ("equal", "draws", "signal", "chosen"),
+    [
+        (lambda number: False, 1, 3, [0, 1, 2]),
+        (lambda number: number in (0, 2, 4), 2, 3, [1, 3, 5]),
+        (lambda number: number in (0, 1, 2, 3), 3, 5, [4, 5, 6]),
+        (lambda number: number != 5, 4, 1, [0, 1, 5]),  # the cap: two groups without a signal fill up
+        (lambda number: True, 4, 0, [0, 1, 2]),
+    ],
+    ids=["all", "half", "few", "one", "none"],
+)
+def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
+    tmp_path, monkeypatch, equal, draws, signal, chosen
+):
+    with_rewards(monkeypatch, equal)
+    trained, update_whole = [], update.update
+    monkeypatch.setattr(update, "update", lambda *a: trained.append(a[1:4]) or update_whole(*a))
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--dynamic-sampling")
+    train.train(run.config, run)
+    (metrics,), lines = records(tmp_path / "metrics.jsonl"), records(tmp_path / "rollouts.jsonl")
+    assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
+    assert metrics["sampling/unused_frac"] == pytest.approx(1 - 1 / draws)
+    assert len(lines) == 12 * draws and run.num_draws == draws
+    assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
+    ((batches, rollout, advantages),) = trained
+    rows = [row for group in chosen for row in range(4 * group, 4 * group + 4)]
+    for place, row in enumerate(rows):
+        length = int(rollout.mask[place].sum().item())
+        assert rollout.completion_ids[place].tolist()[:length] == lines[row]["ids"]
+        assert advantages[place].item() == pytest.approx(lines[row]["advantage"], abs=1e-6)
+        batch = next(b for b in batches if place in b.rows.tolist())
+        tokens = batch.tokens[batch.rows.tolist().index(place)].tolist()
+        prompt = run.prompt_ids[[str(e["prompt"]) for e in run.task.train].index(str(lines[row]["prompt"]))]
+        whole = prompt + lines[row]["ids"]
+        assert tokens[: len(whole) - 1] == whole[:-1]
+    assert metrics["mismatch/logprob_abs_max"] < 1e-4
+    assert metrics["forwards_per_completion"] == 1
+    assert (metrics["grad_norm"] > 0) == (signal > 0)
+
+
+def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
+    """How many prompts were drawn is part of the state: a resumed run draws the next ones."""
+    flags = [*SMALL, "--eval-every", "0", "--dynamic-sampling", "--lr-schedule", "constant", *CORRECT_ONLY]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
+    train.main([*flags, "--steps", "3", "--run-dir", str(cut)])
+    assert checkpoint.load(cut).extra["num_draws"] > 3
+    train.main(["--resume", str(cut), "--steps", "6"])
+    metrics = records(whole / "metrics.jsonl")
+    assert sum(m["sampling/draws"] for m in metrics) == checkpoint.load(whole).extra["num_draws"] > 6
+    for log in ("rollouts", "metrics"):
+        ours, theirs = records(whole / f"{log}.jsonl"), records(cut / f"{log}.jsonl")
+        assert ours == theirs
+    prompts = [str(line["prompt"]) for line in records(whole / "rollouts.jsonl")][::4]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
+    for how in ("keep", "mask", "punish"):
+        flags = ("--steps", "1", "--eval-every", "0", "--max-tokens", "7", "--truncated", how)
+        (tmp_path / how).mkdir()
+        run = make_run(tmp_path / how, *flags)
+        train.train(run.config, run)
+        (metrics,), lines = records(tmp_path / how / "metrics.jsonl"), records(tmp_path / how / "rollouts.jsonl")
+        cut = [line for line in lines if line["finish_reason"] == "length"]
+        assert 0 < len(cut) < 12 and metrics["completion/truncated_frac"] == len(cut) / 12
+        assert metrics["forwards_per_completion"] == ((12 - len(cut)) / 12 if how == "mask" else 1)
+        if how == "punish":
+            assert all(line["rewards"]["soft_overlong"] == -1 for line in cut)
+            short = [line for line in lines if len(line["ids"]) <= 6]
+            assert short and all(line["rewards"]["soft_overlong"] == 0 for line in short)
+
+
+def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--combine-rewards", "normalize")
+    train.train(run.config, run)
+    lines = records(tmp_path / "rollouts.jsonl")
+    rewards = np.array([[line["rewards"][name] for line in lines] for name in ("correct", "rubric")]).reshape(2, 3, 4)
+    expected = oracle.decoupled(rewards, [run.task.reward_weights[name] for name in ("correct", "rubric")])
+    np.testing.assert_allclose([line["advantage"] for line in lines], expected.reshape(-1), atol=1e-4)
+    assert np.abs(expected - oracle.advantages(np.array([line["reward"] for line in lines]).reshape(3, 4))).max() > 0.1
 
 
 def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
@@ -400,7 +261,7 @@ def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--kl-coef", "0.1")
     train.train(run.config, run)
     assert {"rollout", "judge", "ref", "update"} <= set(waited) and all(waited.values())
-    made = [*run.trainable.values(), *(array for _, array in tree_flatten(run.optimizer.state))]
+    made = [*run.learner.trainable.values(), *(array for _, array in tree_flatten(run.learner.optimizer.state))]
     assert {id(array) for array in made} <= {id(array) for array in waited["update"]}
 
 
@@ -423,86 +284,6 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     assert (advantages[2] == 0).all()
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_halves_the_loss_scale(tmp_path):
-    run = make_run(tmp_path)
-    run.loss_scale = train.LossScale(1024.0, dynamic=True)
-    before = dict(run.trainable)
-    result = update_once(run, advantages=mx.full((12,), mx.inf))
-    assert result.skipped
-    assert run.loss_scale.value == 512
-    assert all(mx.array_equal(array, before[name]).item() for name, array in run.trainable.items())
-
-
-def test_the_loss_scale_does_not_change_the_step_and_grows_after_good_ones(tmp_path):
-    norms = []
-    for value in (1.0, 4096.0):
-        run = make_run(tmp_path)
-        run.loss_scale = train.LossScale(value, dynamic=True, good_steps=199)
-        norms.append(update_once(run).grad_norm)
-        assert run.loss_scale == train.LossScale(value * 2, 0, True)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-
-
-def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("GWEN_DTYPE", "float16")
-    run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-6", "--warmup-steps", "0", "--kl-coef", "0.1")
-    assert run.base is not None and run.judge.model is run.base
-    assert run.loss_scale.dynamic
-    assert {array.dtype for array in run.trainable.values()} == {mx.float32}
-    masters = dict(run.trainable)
-    result = update_once(run)
-    assert result.grad_norm > 0 and not result.skipped
-    moved = [name for name, array in run.trainable.items() if not mx.array_equal(array, masters[name])]
-    assert set(moved) == set(masters)
-    weights = dict(tree_flatten(run.model.parameters()))
-    assert {array.dtype for array in weights.values()} == {mx.float16}
-    for name, array in run.trainable.items():  # a step of 1e-6 is lost in most float16 weights, never in the master
-        np.testing.assert_array_equal(np.array(weights[name]), np.array(array.astype(mx.float16)))
-
-
-@pytest.mark.parametrize(("warmup_steps", "lr"), [(0, 0.001), (4, 0.00025)])
-def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, warmup_steps, lr):
-    """Without bias correction it would be 3.2 times too large."""
-    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", f"{warmup_steps}", "--max-grad-norm", "1e9")
-    before = dict(run.trainable)
-    assert update_once(run).lr == lr
-    steps = [mx.abs(run.trainable[n] - before[n]).max().item() for n in before if n.endswith("lora_b")]
-    assert max(steps) == pytest.approx(lr, rel=0.02)
-
-
-def test_with_rank_0_the_head_gets_its_gradient_too(tmp_path):
-    """The head is the embedding: through the prompts alone only the rows of their tokens would move."""
-    run = make_run(tmp_path, "--lora-rank", "0", "--warmup-steps", "0")
-    before = run.trainable["embed_tokens.weight"]
-    update_once(run)
-    assert (mx.abs(run.trainable["embed_tokens.weight"] - before).max(axis=1) > 0).all().item()
-
-
-def test_the_learning_rate_warms_up_and_decays():
-    config = make_config("--lr", "1.0", "--warmup-steps", "4", "--steps", "14")
-    rates = [train.learning_rate(config, step) for step in range(14)]
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert 0.1 < rates[-1] < 0.2
-    constant = make_config("--lr", "1.0", "--lr-schedule", "constant", "--warmup-steps", "4", "--steps", "14")
-    assert train.learning_rate(constant, 13) == 1.0
-
-
-def test_masters_of_a_gradient_too_small_for_float16_still_move(tmp_path, monkeypatch):
-    """Scaled by 2^15 the backward pass keeps what float16 alone would round to zero."""
-    monkeypatch.setenv("GWEN_DTYPE", "float16")
-    tiny = mx.full((12,), 1e-6) * mx.array([1.0, -1.0] * 6)
-    norms = {}
-    for name, scale in (("scaled", train.LossScale(2.0**15, dynamic=True)), ("plain", train.LossScale())):
-        run = make_run(tmp_path)
-        run.loss_scale = scale
-        norms[name] = update_once(run, advantages=tiny).grad_norm
-    monkeypatch.setenv("GWEN_DTYPE", "float32")
-    exact = update_once(make_run(tmp_path), advantages=tiny).grad_norm
-    assert norms["scaled"] == pytest.approx(exact, rel=0.05)
-    assert norms["plain"] < 0.5 * exact
-
-
 # ---- a run
 
 
@@ -522,7 +303,16 @@ def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
 
 
 def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
-    flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "demo", "--judge-retries", "0", "--lora-rank", "0")
+    flags = (
+        "--judge-url",
+        "http://127.0.0.1:9/v1",
+        "--judge-model",
+        "demo",
+        "--judge-retries",
+        "0",
+        "--lora-rank",
+        "0",
+    )
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
     assert (run.judge.server.model, run.judge.server.retries) == ("demo", 0)
@@ -535,7 +325,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
     run.step, run.judge.chunk_size = 7, 6
-    run.loss_scale = train.LossScale(64.0, good_steps=3, dynamic=True)
+    run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.save()
     other = make_run(tmp_path)
     other.restore(checkpoint.load(tmp_path))
@@ -548,24 +338,88 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
 
 
-def test_an_interrupt_within_a_step_saves_the_state_before_it(tmp_path, monkeypatch):
-    states, update = [], train.update
+def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1):
+    """The run directory and what was said, when Ctrl-C comes before or after the `which`-th call of a function."""
+    calls, original = [], getattr(*name)
 
-    def interrupted(run, *args):
-        states.append(run.state())
-        result = update(run, *args)
-        if run.step == 2:
-            raise KeyboardInterrupt
+    def pressing(*args, **settings):
+        calls.append(1)
+        if where == "before" and len(calls) == which:
+            signal.raise_signal(signal.SIGINT)
+        result = original(*args, **settings)
+        if where == "after" and len(calls) == which:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(train, "update", interrupted)
+    monkeypatch.setattr(*name, pressing)
+    flags = ["--steps", "5", "--eval-every", "2", "--save-every", "2", "--epochs-per-rollout", "2"]
     with pytest.raises(SystemExit) as exit_:
-        train.main([*SMALL, "--steps", "5", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+        train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
+    monkeypatch.setattr(*name, original)
     assert exit_.value.code == 130
-    saved = checkpoint.load(tmp_path / "run")
-    assert saved.step == 2
-    assert all(mx.array_equal(saved.trainable[name], states[2].trainable[name]).item() for name in saved.trainable)
-    assert all(mx.array_equal(saved.optimizer[name], states[2].optimizer[name]).item() for name in saved.optimizer)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "which", "step"),
+    [
+        ((update, "accumulate"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
+        ((update, "accumulate"), "before", 6, 3),  # the second epoch: the step is finished first
+        ((update, "install"), "after", 5, 3),
+        ((train.Run, "report"), "before", 3, 3),
+        ((evaluate, "evaluate"), "before", 1, 0),
+        ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
+        ((evaluate, "evaluate"), "after", 4, 5),  # the last one
+        ((checkpoint, "save"), "before", 1, 2),
+    ],
+)
+def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
+    tmp_path, monkeypatch, capsys, name, where, which, step
+):
+    run = interrupted_run(tmp_path, monkeypatch, name, where, which)
+    assert checkpoint.load(run).step == step
+    assert f"stopped after step {step}; go on with: uv run train.py --resume {run}" in capsys.readouterr().err
+    train.main(["--resume", str(run)])
+    whole = tmp_path / "whole"
+    train.main([*SMALL, *yaml_flags(run), "--run-dir", str(whole)])
+    for log in ("metrics", "rollouts", "eval"):
+        assert records(run / f"{log}.jsonl") == records(whole / f"{log}.jsonl")
+    one, two = checkpoint.load(run), checkpoint.load(whole)
+    for name in one.trainable:
+        assert mx.array_equal(one.trainable[name], two.trainable[name]).item(), name
+
+
+def yaml_flags(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    names = ("steps", "eval_every", "save_every", "epochs_per_rollout")
+    return [part for name in names for part in ("--" + name.replace("_", "-"), str(config[name]))]
+
+
+def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
+    run = interrupted_run(tmp_path, monkeypatch, (update, "install"), "after", 7, presses=2)
+    said = capsys.readouterr().err
+    assert "the step is being finished; Ctrl-C again gives it up" in said
+    assert f"step 4 is lost; step-000002 is whole, go on with: uv run train.py --resume {run}" in said
+    assert checkpoint.load(run).step == 2
+
+
+def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monkeypatch, capsys):
+    seen, report, clip = [], train.Run.report, optim.clip_grad_norm
+    monkeypatch.setattr(train.Run, "report", lambda *a: seen.append(1) or report(*a))
+    monkeypatch.setattr(optim, "clip_grad_norm", lambda *a: (clip(*a)[0], mx.array(mx.nan)) if seen[1:] else clip(*a))
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*SMALL, "--steps", "9", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    assert exit_.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: 3 updates in a row had no finite gradient; lower --lr")
+    assert last.endswith(f"saved after step 4, go on with: uv run train.py --resume {tmp_path / 'run'}")
+    metrics = records(tmp_path / "run" / "metrics.jsonl")
+    assert [m["skipped"] for m in metrics] == [0, 0, 1, 1] and metrics[-1]["skipped_total"] == 2
+    assert metrics[-1]["grad_norm"] is None
+    state = checkpoint.load(tmp_path / "run")
+    assert (state.step, state.extra["failures"]) == (4, 2)
 
 
 def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
@@ -649,6 +503,8 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert set(expected) <= set(metrics[0])
     assert metrics[1]["other/s"] < 0.1 * metrics[1]["step/s"]
     assert metrics[1]["mismatch/logprob_abs_max"] < 1e-4
+    assert metrics[1]["mismatch/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert (metrics[1]["forwards_per_completion"], metrics[1]["sampling/draws"]) == (1, 1)
     evals = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evals] == [0, 1, 2]
     assert {

@@ -1,0 +1,279 @@
+"""
+How rollouts are cut, by measurement: how many rows are decoded at once, and whether a group's prompt is held once.
+
+A measurement times steps in the middle of completions at a few row counts, as far as memory allows and speed rises. It
+holds for a kind of work: a machine, a model's shape and dtype, a group size, and the lengths of prompts and completions
+rounded up to powers of two. It is made once and kept in the user's cache directory. What is left out: who measures (on
+a CPU training does not: its runs repeat bit for bit), and what happens when memory runs out, which sampler.py knows.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # before mlx
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+import gwen
+import memory
+import sampler
+import telemetry
+from kv_cache import SlotCache
+
+USUAL_ROWS = 64  # at once where nothing is measured
+ROW_COUNTS = tuple(2**exponent for exponent in range(2, 11))  # 4 to 1,024
+ROOM = 0.7  # of the memory at hand; the prompts of rows that wait and what MLX keeps for itself need the rest
+GAIN = 1.05  # less than this is noise, and not worth twice the memory
+MOST_SECONDS = 60.0  # after which no larger row count is begun
+SHORT, LONG = 4, 12  # steps; their difference is what steps cost without what only the first one costs
+FORMAT = 1  # of the file; raised as well when a change to the sampler makes old measurements wrong
+
+
+class Kind(NamedTuple):
+    """The work that a measurement holds for."""
+
+    machine: str
+    model: str
+    dtype: str
+    group_size: int
+    prompt_tokens: int  # both at the upper end of their class
+    max_tokens: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return " | ".join(f"{name} {value}" for name, value in self._asdict().items())
+
+
+class Trial(NamedTuple):
+    """What one way to cut the work gave."""
+
+    rows: int
+    share_prefix: bool
+    tok_s: float  # completion tokens a second of a whole rollout, prefill included
+    peak_bytes: int  # the most that MLX held beyond what it held before
+
+
+def kind_of(model: gwen.Model, prompt_lengths: Sequence[int], max_tokens: int, group_size: int) -> Kind:
+    """The kind of a piece of work; nine of ten prompts are at most as long as its class says."""
+    config = model.config
+    heads = f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}"
+    widths = f"{config.hidden_size}/{config.intermediate_size}/{config.vocab_size} wide"
+    machine = (
+        f"{mx.device_info().get('device_name', 'unknown')} {mx.default_device()}, {os.cpu_count()} cores, "
+        f"{memory.of_device() >> 30} GiB, MLX {version('mlx')}, BLAS {cpu_blas.description}"
+    )
+    return Kind(
+        machine,
+        f"{config.model_type}, {config.num_hidden_layers} layers, {widths}, {heads}",
+        str(model.head_weight.dtype).removeprefix("mlx.core."),
+        group_size,
+        _class(float(np.percentile(prompt_lengths, 90))),
+        _class(max_tokens),
+    )
+
+
+def _class(length: float) -> int:
+    """The power of two, at least 16, that the length is rounded up to."""
+    return max(2 ** math.ceil(math.log2(length)), 16)
+
+
+# ---- measuring
+
+
+def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -> list[Trial]:
+    """
+    Prefills random prompts for this many rows and times decode steps halfway through their completions, with the
+    prompts shared (True) or copied (False) as `modes` says.
+    """
+    num_prompts = max(rows // kind.group_size, 1)
+    prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (num_prompts, kind.prompt_tokens)).tolist()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    begin = time.perf_counter()
+    prompt_cache, prompt_logits = sampler.prefill(model, prompts, pad_id=0)
+    prefill_s = time.perf_counter() - begin
+    prefill_peak = mx.get_peak_memory()
+
+    def seconds(num_steps: int, share_prefix: bool) -> float:
+        cache = SlotCache(prompt_cache, [kind.prompt_tokens] * num_prompts, kind.max_tokens, share_prefix)
+        cache.advance(max(kind.max_tokens // 2 - num_steps // 2, 0))
+        jobs = [sampler.Job(row, row * num_prompts // rows, num_steps) for row in range(rows)]
+        begin = time.perf_counter()
+        sampler.decode(
+            model,
+            cache,
+            prompt_logits,
+            jobs,
+            sampler.Record(rows, num_steps, 0),
+            num_slots=rows,
+            compact=False,
+            key=0,
+            eos_ids=mx.array([-1]),
+            pad_id=0,
+            temperature=1.0,
+            support={},
+            progress=tqdm(disable=True),
+        )
+        return time.perf_counter() - begin
+
+    trials = []
+    for share_prefix in modes:
+        mx.reset_peak_memory()
+        seconds(SHORT, share_prefix)  # not counted: kernels are built, memory is taken
+        short = min(seconds(SHORT, share_prefix) for _ in range(2))
+        long = min(seconds(LONG, share_prefix) for _ in range(2))
+        step_s = max(long - short, 0.1 * long) / (LONG - SHORT)
+        whole_s = prefill_s + short + (kind.max_tokens - SHORT) * step_s
+        peak = max(prefill_peak, mx.get_peak_memory()) - held
+        trials.append(Trial(rows, share_prefix, rows * kind.max_tokens / whole_s, peak))
+    return trials
+
+
+def measure(
+    model: gwen.Model, kind: Kind, known: Sequence[Trial], row_counts: Sequence[int], room: float
+) -> list[Trial]:
+    """
+    Trials at the row counts, ascending, those that are known already among them.
+
+    It ends where twice the last peak of memory passes `room` bytes, where memory runs out, where two counts in a row
+    were hardly faster than one before them, and after MOST_SECONDS.
+    """
+    trials = list(known)
+    begin = time.perf_counter()
+    for rows in tqdm(row_counts, desc="measuring rollouts", leave=False, disable=None):
+        before = [trial for trial in trials if trial.rows < rows]
+        best = [max((t.tok_s for t in before if t.rows == count), default=0.0) for count in sorted({*_rows(before)})]
+        if len(best) > 2 and max(best[-2:]) < GAIN * max(best[:-2]):
+            break
+        if rows in _rows(trials):
+            continue
+        needs = {trial.share_prefix: 2 * trial.peak_bytes for trial in before}  # the last of each mode
+        modes = [s for s in (True, False) if (kind.group_size > 1 or not s) and needs.get(s, 0) <= room]
+        if not modes or time.perf_counter() - begin > MOST_SECONDS:
+            break
+        failed = False
+        try:
+            trials += time_work(model, kind, rows, modes)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            failed = True
+        mx.synchronize()  # wait: and not in the handler, where the error's traceback would hold the arrays
+        mx.clear_cache()
+        if failed:
+            break
+    return sorted(trials)
+
+
+def _rows(trials: Sequence[Trial]) -> list[int]:
+    return [trial.rows for trial in trials]
+
+
+def pick(trials: Sequence[Trial], room: float) -> Trial:
+    """Of the trials that need at most `room` bytes the fewest rows that are about as fast as any; its faster mode."""
+    fitting = [trial for trial in trials if trial.peak_bytes <= room] or [min(trials)]
+    most = max(trial.tok_s for trial in fitting)
+    rows = min(trial.rows for trial in fitting if GAIN * trial.tok_s >= most)
+    return max((trial for trial in fitting if trial.rows == rows), key=lambda trial: trial.tok_s)
+
+
+# ---- remembering
+
+
+def store_path() -> Path:
+    """The file of all measurements. RuntimeError when there is no home directory."""
+    return cpu_blas.cache_directory() / "rollouts.json"
+
+
+def load(path: Path) -> dict[str, list[Trial]]:
+    """What the file holds, by kind. One that is missing or damaged holds nothing: everything can be measured again."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        kinds = held["kinds"] if held["format"] == FORMAT else {}
+        return {str(key): [_trial(entry) for entry in entries] for key, entries in kinds.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _trial(entry: Any) -> Trial:
+    """A trial as the file holds it. ValueError or TypeError when it is none."""
+    trial = Trial(*entry)
+    types = [type(value) for value in trial]
+    if types != [int, bool, float, int] or trial.rows < 1 or not 0 < trial.tok_s < math.inf:
+        raise ValueError(f"{entry!r} is no trial")
+    return trial
+
+
+def save(path: Path, kinds: dict[str, list[Trial]]) -> None:
+    """Replaces the file. OSError when it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    telemetry.replace_text(path, json.dumps({"format": FORMAT, "kinds": kinds}, indent=1) + "\n")
+
+
+# ---- choosing
+
+
+def choose(
+    model: gwen.Model, prompt_lengths: Sequence[int], *, max_tokens: int, group_size: int, most_rows: int, rows: int = 0
+) -> tuple[Trial, str]:
+    """
+    The best way to cut work of this kind, and a line that says what it is and why.
+
+    most_rows: as many as the work has; more are not tried. rows: where they are given, only sharing is left to choose.
+    The first call for a kind measures, which takes up to a minute or two; the others read the file.
+    """
+    kind, room = kind_of(model, prompt_lengths, max_tokens, group_size), ROOM * memory.at_hand()
+    row_counts = [rows] if rows else [count for count in ROW_COUNTS if count < 2 * most_rows]
+    try:
+        path = store_path()
+    except RuntimeError:
+        path = Path(os.devnull) / "rollouts.json"  # can be neither read nor written
+    kinds = load(path)
+    known = [trial for trial in kinds.get(kind.key, []) if trial.rows in row_counts]
+    trials = measure(model, kind, known, row_counts, room)
+    new = [trial for trial in trials if trial not in known]
+    source = f"as measured before, in {path}"
+    if new:
+        kinds[kind.key] = sorted({*kinds.get(kind.key, []), *new})
+        source = f"measured now and kept in {path}"
+        try:
+            save(path, kinds)
+        except OSError as error:
+            source = f"measured now and not kept: {error.strerror or error}"
+    if not trials:
+        return Trial(row_counts[0], False, 0.0, 0), f"rollouts: {row_counts[0]} rows at once; memory ran out at fewer"
+    chosen = pick(trials, room)
+    return chosen, describe(chosen, trials, kind, source)
+
+
+def describe(chosen: Trial, trials: Sequence[Trial], kind: Kind, source: str) -> str:
+    """In one line what was chosen, the other way to do that, and the better way at other row counts."""
+
+    def words(trial: Trial) -> str:
+        how = f" {'shared' if trial.share_prefix else 'copied'}" if kind.group_size > 1 else ""
+        return f"{trial.rows}{how} {trial.tok_s:.0f} tok/s"
+
+    fastest = {trial.rows: trial for trial in sorted(trials, key=lambda trial: trial.tok_s)}
+    others = [t for t in trials if t != chosen and (t.rows == chosen.rows or t == fastest[t.rows])]
+    against = f" (against {', '.join(map(words, others))})" if others else ""
+    work = f"{kind.prompt_tokens} + {kind.max_tokens} tokens in groups of {kind.group_size}"
+    return f"rollouts: rows at once {words(chosen)}{against} for {work}, {source}"
+
+
+def parse_size(text: str) -> int | str:
+    """A whole number, or "auto", for a command line."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error

@@ -1,0 +1,481 @@
+"""Kernels of several kinds against numpy: the emulator runs what the text says. On a Mac they run on the GPU."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import conftest, emulator, program, toolchain
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+ROUNDING = {mx.float32: 2**-23, mx.float16: 2**-11, mx.bfloat16: 2**-8}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
+each_mode = pytest.mark.parametrize("metal", ["check", "fast"], indirect=True)
+
+
+def random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+def as_float64(x: mx.array) -> np.ndarray:
+    return np.asarray(x.astype(mx.float32)).astype(np.float64)
+
+
+def elementwise(source: str, inputs: list[mx.array], dtype: mx.Dtype, **options: Any) -> mx.array:
+    """One output element for each element of the first input; the body's index is `i`."""
+    kernel = mx.fast.metal_kernel(
+        name="elementwise",
+        input_names=["x", "y", "z"][: len(inputs)],
+        output_names=["out"],
+        source=f"uint i = thread_position_in_grid.x;\n{source}",
+    )
+    (out,) = kernel(
+        inputs=inputs,
+        output_shapes=[inputs[0].shape],
+        output_dtypes=[dtype],
+        grid=(inputs[0].size, 1, 1),
+        threadgroup=(64, 1, 1),
+        **options,
+    )
+    return out
+
+
+# ---- whole kernels
+
+# A threadgroup is a row. Each thread adds up every GROUP-th element, then lanes, then simdgroups.
+ROW_SUM = """
+    uint row = threadgroup_position_in_grid.x;
+    int size = x_shape[1];
+    uint thread_index = thread_index_in_threadgroup;
+    const device T* values = x + row * size;
+    threadgroup float partial[32];
+    float sum = 0;
+    for (int i = thread_index; i < size; i += GROUP) sum += float(values[i]);
+    sum = simd_sum(sum);
+    if (thread_index_in_simdgroup == 0) partial[simdgroup_index_in_threadgroup] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup_index_in_threadgroup == 0) {
+        sum = simd_sum(thread_index < GROUP / 32 ? partial[thread_index] : 0.0f);
+        if (thread_index == 0) out[row] = sum;
+    }
+"""
+
+# A threadgroup is a row, which it keeps in threadgroup memory; reductions are trees with a barrier a level.
+SOFTMAX = """
+    uint row = threadgroup_position_in_grid.x;
+    int size = x_shape[1];
+    uint thread_index = thread_index_in_threadgroup;
+    threadgroup float values[1000];
+    threadgroup float partial[GROUP];
+    float largest = -INFINITY;
+    for (int i = thread_index; i < size; i += GROUP) {
+        values[i] = float(x[row * size + i]);
+        largest = max(largest, values[i]);
+    }
+    partial[thread_index] = largest;
+    for (int half_size = GROUP / 2; half_size > 0; half_size /= 2) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (thread_index < half_size)
+            partial[thread_index] = max(partial[thread_index], partial[thread_index + half_size]);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    largest = partial[0];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float sum = 0;
+    for (int i = thread_index; i < size; i += GROUP) {
+        values[i] = metal::exp(values[i] - largest);
+        sum += values[i];
+    }
+    partial[thread_index] = sum;
+    for (int half_size = GROUP / 2; half_size > 0; half_size /= 2) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (thread_index < half_size) partial[thread_index] += partial[thread_index + half_size];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = thread_index; i < size; i += GROUP) out[row * size + i] = T(values[i] / partial[0]);
+"""
+
+# A threadgroup is a row, GROUP elements at a time: scans of lanes, a scan of the simdgroups' sums, and a carry.
+SCAN = """
+    uint row = threadgroup_position_in_grid.x;
+    int size = x_shape[1];
+    uint thread_index = thread_index_in_threadgroup;
+    threadgroup float sums[32];
+    float carry = 0;
+    for (int begin = 0; begin < size; begin += GROUP) {
+        int i = begin + thread_index;
+        float inclusive = simd_prefix_inclusive_sum(i < size ? float(x[row * size + i]) : 0.0f);
+        if (thread_index_in_simdgroup == 31) sums[simdgroup_index_in_threadgroup] = inclusive;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float before = carry;
+        for (uint j = 0; j < GROUP / 32; j++) {
+            if (j < simdgroup_index_in_threadgroup) before += sums[j];
+            carry += sums[j];
+        }
+        if (i < size) out[row * size + i] = before + inclusive;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+"""
+
+
+def run_rows(source: str, x: mx.array, output_shape: tuple[int, ...], dtype: mx.Dtype, group: int = 128) -> np.ndarray:
+    kernel = mx.fast.metal_kernel(name="rows", input_names=["x"], output_names=["out"], source=source)
+    (out,) = kernel(
+        inputs=[x],
+        template=[("T", x.dtype), ("GROUP", group)],
+        output_shapes=[output_shape],
+        output_dtypes=[dtype],
+        grid=(x.shape[0] * group, 1, 1),
+        threadgroup=(group, 1, 1),
+    )
+    return as_float64(out)
+
+
+@each_mode
+@each_dtype
+@pytest.mark.parametrize("size", [8, 33, 1000])
+def test_a_sum_over_rows_agrees_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
+    x = random((3, size), dtype)
+    sums = run_rows(ROW_SUM, x, (3,), mx.float32)
+    np.testing.assert_allclose(sums, as_float64(x).sum(1), atol=1e-4)
+
+
+@each_mode
+@each_dtype
+@pytest.mark.parametrize("size", [8, 33, 1000])
+def test_a_softmax_in_threadgroup_memory_agrees_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
+    x = random((3, size), dtype)
+    exact = np.exp(as_float64(x))
+    exact /= exact.sum(1, keepdims=True)
+    probabilities = run_rows(SOFTMAX, x, (3, size), dtype)
+    np.testing.assert_allclose(probabilities, exact, rtol=4 * ROUNDING[dtype], atol=ROUNDING[dtype] * 2**-13)
+
+
+@each_mode
+@each_dtype
+@pytest.mark.parametrize("size", [8, 33, 1000])
+def test_a_scan_agrees_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
+    x = random((3, size), dtype)
+    sums = run_rows(SCAN, x, (3, size), mx.float32)
+    np.testing.assert_allclose(sums, as_float64(x).cumsum(1), atol=1e-4)
+
+
+def test_a_row_of_a_real_vocabulary_is_summed_in_fast_mode(compiler: None) -> None:
+    with emulator.patched("fast"):
+        x = random((2, 151_936), mx.float16)
+        np.testing.assert_allclose(run_rows(ROW_SUM, x, (2,), mx.float32, 256), as_float64(x).sum(1), atol=1e-2)
+
+
+# ---- simdgroup operations
+
+LANES = np.arange(32)
+VALUES = np.random.default_rng(1).permutation(32) - 16  # whole numbers whose sums are exact in every type
+SIMD_OPERATIONS = {  # and what each lane gets
+    "simd_sum(x[i])": np.full(32, VALUES.sum()),
+    "simd_max(x[i])": np.full(32, VALUES.max()),
+    "simd_min(x[i])": np.full(32, VALUES.min()),
+    "simd_product(i < 2 ? x[i] : T(1))": np.full(32, VALUES[:2].prod()),
+    "simd_prefix_inclusive_sum(x[i])": VALUES.cumsum(),
+    "simd_prefix_exclusive_sum(x[i])": VALUES.cumsum() - VALUES,
+    "simd_broadcast(x[i], 7)": np.full(32, VALUES[7]),
+    "simd_broadcast_first(x[i])": np.full(32, VALUES[0]),
+    "simd_shuffle(x[i], 31 - i)": VALUES[::-1],
+    "simd_shuffle_xor(x[i], 5)": VALUES[LANES ^ 5],
+    "simd_shuffle_down(x[i], 3)": VALUES[np.where(LANES + 3 < 32, LANES + 3, LANES)],
+    "simd_shuffle_up(x[i], 3)": VALUES[np.where(LANES < 3, LANES, LANES - 3)],
+    "simd_shuffle_rotate_down(x[i], 3)": VALUES[(LANES + 3) % 32],
+    "simd_shuffle_and_fill_up(x[i], T(9), 3)": np.where(LANES < 3, 9, VALUES[LANES - 3]),
+}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, mx.int32], ids=["float32", "float16", "bfloat16", "int32"])
+def test_simdgroup_operations_do_what_they_say(metal: str, dtype: mx.Dtype) -> None:
+    kernel = mx.fast.metal_kernel(
+        name="simdgroup",
+        input_names=["x"],
+        output_names=["out"],
+        source="uint i = thread_index_in_simdgroup;\n"
+        + "\n".join(f"out[32 * {row} + i] = {operation};" for row, operation in enumerate(SIMD_OPERATIONS)),
+    )
+    (out,) = kernel(
+        inputs=[mx.array(VALUES).astype(dtype)],
+        template=[("T", dtype)],
+        output_shapes=[(len(SIMD_OPERATIONS), 32)],
+        output_dtypes=[dtype],
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+    )
+    for row, (operation, expected) in zip(as_float64(out), SIMD_OPERATIONS.items(), strict=True):
+        np.testing.assert_array_equal(row, expected, err_msg=operation)
+
+
+def test_votes_count_the_threads_that_exist(metal: str) -> None:
+    x = mx.arange(40, dtype=mx.int32)  # the second simdgroup has 8 threads
+    found = elementwise("out[i] = simd_any(x[i] == 35) + 2 * simd_all(x[i] > 31) + 4 * simd_sum(1);", [x], mx.int32)
+    np.testing.assert_array_equal(found, [128] * 32 + [3 + 32] * 8)
+
+
+# ---- arithmetic
+
+
+def philox(counter: int, key: tuple[int, int]) -> int:
+    """The first word of Philox-4x32-10 of (counter, 0, 0, 0), in Python's own integers."""
+    c = [counter, 0, 0, 0]
+    for round_index in range(10):
+        k = [(key[0] + round_index * 0x9E3779B9) % 2**32, (key[1] + round_index * 0xBB67AE85) % 2**32]
+        high, low = zip(divmod(0xD2511F53 * c[0], 2**32), divmod(0xCD9E8D57 * c[2], 2**32), strict=True)
+        c = [high[1] ^ c[1] ^ k[0], low[1], high[0] ^ c[3] ^ k[1], low[0]]
+    return c[0]
+
+
+@pytest.mark.parametrize("product", ["mulhi(A, B)", "uint(ulong(A) * B >> 32)"], ids=["mulhi", "uint64"])
+def test_philox_gives_the_numbers_of_its_definition(metal: str, product: str) -> None:
+    high = [product.replace("A", constant).replace("B", word) for constant, word in (("M0", "c.x"), ("M1", "c.z"))]
+    source = f"""
+        const uint M0 = 0xD2511F53, M1 = 0xCD9E8D57;
+        uint4 c = uint4(x[i], 0, 0, 0);
+        uint2 k = uint2(0xDEADBEEF, 0x12345678);
+        for (int round = 0; round < 10; round++) {{
+            c = uint4({high[1]} ^ c.y ^ k.x, M1 * c.z, {high[0]} ^ c.w ^ k.y, M0 * c.x);
+            k += uint2(0x9E3779B9, 0xBB67AE85);
+        }}
+        out[i] = c.x;
+    """
+    counters = [0, 1, 2, 12345, 2**31, 2**32 - 1, 7, 8, 9]
+    words = elementwise(source, [mx.array(counters, dtype=mx.uint32)], mx.uint32)
+    np.testing.assert_array_equal(words, [philox(counter, (0xDEADBEEF, 0x12345678)) for counter in counters])
+
+
+def test_every_float16_is_read_and_rounded_as_numpy_does(emulated: None) -> None:
+    with emulator.patched("fast"):
+        halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+        floats = elementwise("out[i] = float(x[i]);", [mx.array(halves)], mx.float32)
+        np.testing.assert_array_equal(floats, halves.astype(np.float32))
+        bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
+        near = halves.astype(np.float32).view(np.uint32)  # floats at, just below, halfway and just above each half
+        bits = np.concatenate([bits, *(near + step for step in (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF))]).astype(
+            np.uint32
+        )
+        x = bits.view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = x.astype(np.float16)
+        rounded = elementwise("out[i] = half(x[i]);", [mx.array(x)], mx.float16)
+        np.testing.assert_array_equal(rounded, expected)
+        as_bfloat = elementwise("out[i] = bfloat16_t(x[i]);", [mx.array(x)], mx.bfloat16).astype(mx.float32)
+        np.testing.assert_array_equal(as_bfloat, np.asarray(mx.array(x).astype(mx.bfloat16).astype(mx.float32)))
+
+
+def test_each_operation_on_16_bits_rounds_to_16_bits(metal: str) -> None:
+    x = mx.array([1.0, 2.0, 3.0], dtype=mx.float16)
+    # in float32 (x + 2048) - 2048 would be x
+    out = elementwise("half y = x[i] + half(2048.0f); out[i] = y - half(2048.0f);", [x], mx.float16)
+    np.testing.assert_array_equal(out, [0.0, 2.0, 4.0])
+
+
+def test_functions_of_a_half_are_halves_and_of_a_vector_vectors(metal: str) -> None:
+    source = """
+        half a = metal::exp(x[i]);
+        float4 b = max(float4(x[i], 1.0, 2.0, 3.0), float4(1.5));
+        float2 c = as_type<float2>(as_type<uint2>(b.yz));
+        out[i] = float(a) + b.x + dot(b, float4(0, 1, 1, 1)) + c.x + metal::precise::rsqrt(4.0);
+    """
+    x = mx.array([0.5, 2.0], dtype=mx.float16)
+    a = np.exp(np.array([0.5, 2.0])).astype(np.float16)
+    expected = a.astype(np.float64) + np.array([1.5, 2.0]) + 1.5 + 2 + 3 + 1.5 + 0.5
+    np.testing.assert_allclose(elementwise(source, [x], mx.float32), expected, rtol=1e-3)
+
+
+# ---- the call: signature, templates, grids, layouts
+
+
+def test_the_text_is_what_mlx_writes_so_small_inputs_are_constant_and_scalars_references(emulated: None) -> None:
+    arrays = [mx.zeros(8), mx.zeros(7), mx.array(1.0)]
+    body = "out[0] = x[0] + y[0] + z;"
+    kernel = emulator.make_metal_kernel(
+        name="k", input_names=["x", "y", "z"], output_names=["out"], source=body, header="// nothing\n"
+    )
+    call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+    text = program.export(kernel, "// nothing\n", body, arrays, call)
+    kinds = ["const device float*", "const constant float*", "const constant float&", "device float*"]
+    assert text.parameters == list(zip(kinds, ["x", "y", "z", "out"], strict=True))
+    assert text.body == body and text.header == "// nothing\n"
+
+
+def test_shape_strides_and_ndim_come_with_an_input(metal: str) -> None:
+    x = mx.zeros((3, 5, 7))
+    source = "out[i] = i < 3 ? y_shape[i] : i < 6 ? int(y_strides[i - 3]) : y_ndim;"
+    found = elementwise(source, [mx.arange(7, dtype=mx.int32), x], mx.int32)
+    np.testing.assert_array_equal(found, [3, 5, 7, 35, 7, 1, 3])
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("view", ["transposed", "every second", "backwards"])
+def test_an_input_in_another_layout_is_copied_or_read_by_its_strides(metal: str, view: str, contiguous: bool) -> None:
+    x = mx.arange(60, dtype=mx.float32).reshape(6, 10)
+    x = {"transposed": x.T, "every second": x[::2, 1::2], "backwards": x[::-1]}[view]
+    index = "i" if contiguous else "int(i / x_shape[1]) * x_strides[0] + int(i % x_shape[1]) * x_strides[1]"
+    kernel = mx.fast.metal_kernel(
+        name="copy",
+        input_names=["x"],
+        output_names=["out"],
+        source=f"uint i = thread_position_in_grid.x; out[i] = x[{index}];",
+        ensure_row_contiguous=contiguous,
+    )
+    (out,) = kernel(
+        inputs=[x],
+        output_shapes=[x.shape],
+        output_dtypes=[mx.float32],
+        grid=(x.size, 1, 1),
+        threadgroup=(64, 1, 1),
+    )
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
+
+
+def test_a_grid_that_threadgroups_do_not_divide_ends_in_smaller_ones(metal: str) -> None:
+    kernel = mx.fast.metal_kernel(
+        name="grid",
+        input_names=["unused"],
+        output_names=["out"],
+        source="""
+            uint3 p = thread_position_in_grid;
+            uint i = (p.z * threads_per_grid.y + p.y) * threads_per_grid.x + p.x;
+            uint3 q = threadgroup_position_in_grid * dispatch_threads_per_threadgroup + thread_position_in_threadgroup;
+            bool same = p.x == q.x && p.y == q.y && p.z == q.z;
+            out[i] = same ? threads_per_threadgroup.x * threads_per_threadgroup.y + 1000 * simdgroups_per_threadgroup
+                            + 10000 * threadgroups_per_grid.x : 0;
+        """,
+    )
+    (out,) = kernel(
+        inputs=[mx.zeros(1)],
+        output_shapes=[(2, 5, 20)],
+        output_dtypes=[mx.uint32],
+        grid=(20, 5, 2),
+        threadgroup=(16, 4, 1),
+    )
+    columns, rows = np.array([16] * 16 + [4] * 4), np.array([4] * 4 + [1])
+    sizes = rows[:, None] * columns
+    np.testing.assert_array_equal(np.asarray(out), [20000 + 1000 * -(-sizes // 32) + sizes] * 2)
+
+
+def test_templates_take_types_integers_and_truth_values(metal: str) -> None:
+    template = [("T", mx.bfloat16), ("N", 5), ("YES", True), ("NO", False)]
+    source = "out[i] = float(T(x[i])) + N + (YES ? 100 : 0) + (NO ? 1000 : 0);"
+    found = elementwise(source, [mx.full((9,), 1.001)], mx.float32, template=template)
+    np.testing.assert_array_equal(found, np.full(9, 106.0))  # 1.001 rounds to 1 in bfloat16
+
+
+def test_outputs_of_every_type_start_at_the_initial_value(metal: str) -> None:
+    dtypes = [mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.uint32, mx.int64, mx.uint64, mx.uint8, mx.bool_]
+    kernel = mx.fast.metal_kernel(
+        name="init", input_names=["x"], output_names=[f"out{i}" for i in range(len(dtypes))], source="// nothing"
+    )
+    outputs = kernel(
+        inputs=[mx.zeros(9)],
+        output_shapes=[(2, 3)] * len(dtypes),
+        output_dtypes=dtypes,
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        init_value=1,
+    )
+    for output, dtype in zip(outputs, dtypes, strict=True):
+        assert output.dtype == dtype and output.shape == (2, 3)
+        np.testing.assert_array_equal(np.asarray(output.astype(mx.float32)), np.ones((2, 3)))
+
+
+def test_atomic_outputs_add_up_over_threadgroups(metal: str) -> None:
+    kernel = mx.fast.metal_kernel(
+        name="histogram",
+        input_names=["x"],
+        output_names=["out"],
+        source="atomic_fetch_add_explicit(&out[x[thread_position_in_grid.x]], 1, memory_order_relaxed);",
+        atomic_outputs=True,
+    )
+    x = np.random.default_rng(0).integers(0, 5, 1000)
+    (out,) = kernel(
+        inputs=[mx.array(x, dtype=mx.int32)],
+        output_shapes=[(5,)],
+        output_dtypes=[mx.int32],
+        grid=(1000, 1, 1),
+        threadgroup=(128, 1, 1),
+        init_value=0,
+    )
+    np.testing.assert_array_equal(np.asarray(out), np.bincount(x))
+
+
+def test_a_kernel_without_a_gradient_says_so_instead_of_giving_zeros(metal: str) -> None:
+    kernel = mx.fast.metal_kernel(name="twice", input_names=["x"], output_names=["out"], source="out[0] = 2 * x[0];")
+
+    def twice(x: mx.array) -> mx.array:
+        shape = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        return kernel(inputs=[x], **shape)[0].sum()
+
+    assert twice(mx.ones(9)).item() == 2
+    with pytest.raises(ValueError, match="Not implemented for CustomKernel"):
+        mx.grad(twice)(mx.ones(9))
+
+
+def test_a_compiled_function_may_use_a_kernel(metal: str) -> None:
+    compiled = mx.compile(lambda x: elementwise("out[i] = x[i] + 1;", [x], mx.float32) * 2)
+    np.testing.assert_array_equal(np.asarray(compiled(mx.arange(9.0))), 2 * np.arange(1, 10))
+
+
+def test_a_wrong_number_of_arguments_is_mlx_s_own_error(metal: str) -> None:
+    kernel = mx.fast.metal_kernel(name="k", input_names=["x"], output_names=["out"], source="out[0] = x[0];")
+    shape = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+    with pytest.raises(ValueError, match="inputs"):
+        kernel(inputs=[], **shape)
+
+
+# ---- the emulator's own ways
+
+
+def test_outside_of_the_block_mlx_has_its_own_kernels_again(emulated: None) -> None:
+    before = mx.fast.metal_kernel
+    with emulator.patched():
+        assert mx.fast.metal_kernel is not before and mx.metal.is_available()
+    assert mx.fast.metal_kernel is before and not mx.metal.is_available()
+
+
+def test_a_kernel_is_compiled_once_and_the_text_decides(
+    emulated: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[list[str]] = []
+    run = toolchain.run
+    monkeypatch.setattr(toolchain, "run", lambda command, source: calls.append(command) or run(command, source))
+    with emulator.patched():
+        for source, num_calls in (("out[i] = x[i];", 3), ("out[i] = x[i];", 3), ("out[i] = -x[i];", 6)):
+            elementwise(source, [mx.zeros(9)], mx.float32)
+            assert len(calls) == num_calls  # type check, compilation, link
+
+
+def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = 'extern "C" int answer() { return 42; }'
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: toolchain.build(source, ["-O1"]), range(4)))) == 1
+    (library,) = (tmp_path / "gwen" / "metal").iterdir()
+    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
+
+
+def test_without_a_compiler_tests_are_skipped_but_in_ci_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    monkeypatch.setattr(toolchain, "find", toolchain.find.__wrapped__)
+    monkeypatch.setenv("CI", "")
+    with pytest.raises(pytest.skip.Exception, match="the package ziglang is not installed"):
+        conftest.need_compiler()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="the package ziglang is not installed"):
+        conftest.need_compiler()
+
+
+def test_no_compiler_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find", lambda: None)
+    with pytest.raises(toolchain.CompileError, match="ziglang"):
+        toolchain.build("", [])

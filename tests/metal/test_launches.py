@@ -1,0 +1,95 @@
+"""Launches counted by hand, and those of the project's own decode step."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import gwen
+import hub
+import kv_cache
+from metal import launches
+
+X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
+mx.eval(WEIGHT)  # else it is made by a launch that counts
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda x: mx.exp(x) * 2 + x, {"elementwise": 3}),
+        (lambda x: x.T[:, 1:3][None].squeeze(0), {}),
+        (lambda x: x.reshape(2, 12).reshape(24), {}),
+        (lambda x: x.T.reshape(24), {"copy": 1}),
+        (lambda x: x[:, :4].reshape(4, 2, 2), {}),
+        (lambda x: x[:, :4].reshape(16), {"copy": 1}),
+        (lambda x: mx.concatenate([x, x, x]), {"copy": 3}),
+        (lambda x: (x @ x.T).sum(), {"matmul": 1, "reduction": 1}),
+        (lambda x: x[mx.array([1, 2])], {"gather": 1}),
+        (lambda x: mx.fast.rms_norm(x, WEIGHT, 1e-5), {"fast": 1}),
+        (lambda x: mx.fast.rms_norm(x, mx.exp(WEIGHT), 1e-5), {"fast": 1, "elementwise": 1}),
+        (lambda x: mx.fast.rope(x[None], 6, traditional=False, base=1e4, scale=1.0, offset=3), {"fast": 1}),
+        (lambda x: sum(mx.split(x, 3, axis=1)), {"elementwise": 3}),  # sum begins with 0 + x
+    ],
+)
+def test_launches_are_those_counted_by_hand(function: Callable[..., Any], expected: dict[str, int]) -> None:
+    assert launches.count(function, X) == Counter(expected)
+
+
+def test_attention_is_one_launch_with_the_width_of_the_values() -> None:
+    def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0)
+        assert out.shape == (1, 8, 1, 32)
+        return out
+
+    q, k, v = mx.zeros((1, 8, 1, 64)), mx.zeros((1, 2, 9, 64)), mx.zeros((1, 2, 9, 32))
+    assert launches.count(attend, q, k, v) == Counter(fast=1)
+
+
+@pytest.mark.parametrize("contiguous, copies", [(True, 1), (False, 0)])
+def test_a_custom_kernel_copies_an_input_that_is_not_row_major_if_it_asks_to(contiguous: bool, copies: int) -> None:
+    kernel = mx.fast.metal_kernel("k", ["x", "y"], ["out"], "out[0] = x[0] + y[0];", ensure_row_contiguous=contiguous)
+    call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+    found = launches.count(lambda x: kernel(inputs=[x, x.T], **call), X)
+    assert found == Counter(kernel=1) + Counter(copy=copies)
+
+
+def test_outside_of_a_count_mlx_is_as_it_was() -> None:
+    before = mx.fast.rms_norm, mx.default_device
+    launches.count(lambda x: mx.fast.rms_norm(x, None, 1e-5), X)
+    assert (mx.fast.rms_norm, mx.default_device) == before
+
+
+def decode_step(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
+    """One step of Qwen3's shape in small, 3 rows with 8 positions in the cache."""
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "num_hidden_layers": num_layers,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 320,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    model = gwen.Model(hub.make_config(raw))
+    cache = kv_cache.KVCache(num_layers, capacity=128)
+    mx.eval(model(mx.zeros((3, 8), dtype=mx.int32), cache))
+    return lambda tokens: model(tokens, cache), [mx.zeros((3, 1), dtype=mx.int32)]
+
+
+def test_a_layer_of_a_decode_step_adds_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GWEN_KERNELS", "off")
+    # qkv, attention's output, gate and up, down | two norms of the layer, that of queries and keys at once, their
+    # rotation, attention | keys and values into the cache, and the weights of queries' and keys' norms put together |
+    # the product with them, sigmoid, two products, two residual sums
+    assert +launches.per_layer(decode_step) == Counter(matmul=4, fast=5, copy=4, elementwise=6)

@@ -1,0 +1,165 @@
+"""
+The objectives a second time: float64, one token after the other, written from the papers and not from `grpo.py`.
+
+A step is whole here: there are no micro-batches. What the papers hold constant while they differentiate (the weight of
+CISPO, the weights of a mismatch) is taken from `at`, so that finite differences in `new` give the gradient.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Case(NamedTuple):
+    """One step: (N, T) but for the advantages (N,)."""
+
+    new: np.ndarray
+    old: np.ndarray
+    ref: np.ndarray
+    sampled: np.ndarray
+    entropy: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+    max_tokens: int
+
+
+def make_case(lengths, num_columns, seed=0, spread=0.3):
+    rng = np.random.default_rng(seed)
+    shape = len(lengths), num_columns
+    old = rng.normal(-1.5, 0.5, shape)
+    return Case(
+        new=old + rng.normal(0, spread, shape),
+        old=old,
+        ref=old + rng.normal(0, spread, shape),
+        sampled=old + rng.normal(0, spread, shape),
+        entropy=rng.gamma(2.0, 0.5, shape),
+        advantages=rng.normal(0, 1, len(lengths)),
+        mask=(np.arange(num_columns) < np.array(lengths)[:, None]).astype(float),
+        max_tokens=num_columns + 2,
+    )
+
+
+def loss(
+    case,
+    *,
+    new=None,
+    loss="dapo",
+    level="token",
+    clip_low=0.2,
+    clip_high=0.2,
+    delta=None,
+    kl_coef=0.0,
+    estimator="k3",
+    correction="off",
+    cap=3.0,
+    fraction=1.0,
+):
+    """The loss of a step at the log-probabilities `new`; what is held constant is taken at `case.new`."""
+    new, at = case.new if new is None else new, case.new
+    rows = [[t for t in range(case.mask.shape[1]) if case.mask[i, t]] for i in range(len(case.mask))]
+    threshold = np.quantile([case.entropy[i, t] for i, row in enumerate(rows) for t in row], 1 - fraction)
+
+    row_losses = []
+    for i, row in enumerate(rows):
+        advantage, losses = case.advantages[i], []
+        for t in row:
+            ratio = importance(new, case.old, i, row, t, level)
+            if loss == "cispo":
+                weight = min(importance(at, case.old, i, row, t, level), clip_high)
+                term = -weight * advantage * new[i, t]
+            elif loss == "sapo":
+                tau = 1.0 if advantage > 0 else 1.05
+                term = -advantage * (4 / tau) / (1 + math.exp(-tau * (ratio - 1)))
+            else:
+                first = (ratio if delta is None else min(ratio, delta)) * advantage
+                second = min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage
+                term = -min(first, second)
+            if case.entropy[i, t] < threshold - 1e-5:  # what differs by a rounding stays together
+                term = 0.0
+            term *= trust(case, i, row, t, correction, cap)
+            if kl_coef:
+                term += kl_coef * divergence(new[i, t], case.ref[i, t], ratio, estimator)
+            losses.append(term)
+        row_losses.append(losses)
+
+    num_tokens = sum(map(len, rows))
+    if loss in ("grpo", "sapo"):  # 1 / N sum_i 1 / |o_i| sum_t
+        return sum(sum(losses) / len(losses) for losses in row_losses) / len(rows)
+    if loss == "dr_grpo":  # a constant
+        return sum(map(sum, row_losses)) / (len(rows) * case.max_tokens)
+    return sum(map(sum, row_losses)) / num_tokens  # 1 / sum_i |o_i| sum_i sum_t
+
+
+def importance(new, old, i, row, t, level):
+    """pi / pi_old of the token, or the geometric mean over its row."""
+    if level == "token":
+        return math.exp(new[i, t] - old[i, t])
+    return math.prod(math.exp(new[i, s] - old[i, s]) for s in row) ** (1 / len(row))
+
+
+def trust(case, i, row, t, correction, cap):
+    """How much a token counts when the sampler's arithmetic was not the trainer's."""
+    if correction == "off":
+        return 1.0
+    places = [t] if correction.startswith("token") else row
+    ratio = math.prod(math.exp(case.old[i, s] - case.sampled[i, s]) for s in places)
+    if correction.endswith("truncate"):
+        return min(ratio, cap)
+    return ratio if ratio <= cap else 0.0
+
+
+def divergence(new, ref, ratio, estimator):
+    """Schulman's three, with r = pi_ref / pi, and the third weighted by the importance ratio."""
+    r = math.exp(ref - new)
+    return {
+        "k1": -math.log(r),
+        "k2": 0.5 * math.log(r) ** 2,
+        "k3": (r - 1) - math.log(r),
+        "k3_corrected": ratio * ((r - 1) - math.log(r)),
+    }[estimator]
+
+
+def gradient(case, step=1e-6, **settings):
+    """d loss / d new by central differences, (N, T)."""
+    out = np.zeros_like(case.new)
+    for i, t in itertools.product(*map(range, case.new.shape)):
+        ends = []
+        for sign in (1, -1):
+            moved = case.new.copy()
+            moved[i, t] += sign * step
+            ends.append(loss(case, new=moved, **settings))
+        out[i, t] = (ends[0] - ends[1]) / (2 * step)
+    return out
+
+
+def advantages(rewards, scale="group", baseline="group"):
+    """(B, G) -> (B, G), completion by completion."""
+    num_prompts, size = rewards.shape
+    out = np.zeros((num_prompts, size))
+    everything = [float(r) for r in rewards.ravel()]
+    for b, i in itertools.product(range(num_prompts), range(size)):
+        group = [float(r) for r in rewards[b]]
+        if baseline == "group":
+            reference = sum(group) / size
+        elif baseline == "rloo":
+            reference = sum(group[j] for j in range(size) if j != i) / (size - 1)
+        else:
+            reference = sum(everything) / len(everything)
+        out[b, i] = group[i] - reference
+        if scale != "none":
+            out[b, i] /= deviation(group if scale == "group" else everything) + 1e-4
+    return out
+
+
+def decoupled(rewards, weights):
+    """(K, B, G) -> (B, G): normalized within groups, weighted, summed, normalized over the batch."""
+    total = sum(weight * advantages(one) for one, weight in zip(rewards, weights, strict=True))
+    flat = [float(a) for a in total.ravel()]
+    return (total - sum(flat) / len(flat)) / (deviation(flat) + 1e-4)
+
+
+def deviation(values):
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

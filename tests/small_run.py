@@ -1,0 +1,60 @@
+"""A run on the bundled model that is small enough for a test, and one update of it."""
+
+import mlx.core as mx
+
+import grpo
+import sampler
+import settings
+import tasks
+import train
+import update
+
+SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
+
+
+def make_config(*flags):
+    args = settings.parse([*SMALL, *flags])
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    for name in ("config", "resume", "run_dir", "print_config"):
+        given.pop(name, None)
+    return settings.resolve(given, args.config, args.resume)[0]
+
+
+def make_run(tmp_path, *flags):
+    run = train.Run(make_config(*flags), tmp_path)
+    run.open()
+    return run
+
+
+def sample(run, key=1):
+    """Examples, prompts of every row, and completions of them."""
+    config = run.config
+    indices = tasks.epoch_indices(len(run.task.train), config.batch, 0, 0)
+    prompts = [run.prompt_ids[index] for index in indices]
+    rollout = sampler.rollout(
+        run.model,
+        prompts,
+        group_size=config.groups,
+        max_tokens=config.max_tokens,
+        temperature=config.temp,
+        eos_ids=run.model.config.eos_ids,
+        pad_id=run.pad_id,
+        rollout_batch_size=64,
+        key=key,
+        **config.support,
+    )
+    rows = [prompt for prompt in prompts for _ in range(config.groups)]
+    return [run.task.train[index] for index in indices], rows, rollout
+
+
+def update_once(run, budget=100_000, advantages=None):
+    _, rows, rollout = sample(run)
+    if advantages is None:
+        rewards = mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3))
+        advantages = grpo.group_advantages(rewards).reshape(-1)
+    batches = update.micro_batches(rows, rollout, budget)
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.kl_coef else None
+    lr = update.learning_rate(run.config, run.step)
+    result = update.update(run.learner, batches, rollout, advantages, ref, lr)
+    run.learner.whole = True  # as `train` says when the step is on record
+    return result

@@ -1,0 +1,180 @@
+"""
+The same step in TRL: its own loss on given log-probabilities, and its own loss and gradient on a whole model.
+
+`uv run --group trl pytest tests/test_trl.py`; without TRL everything here is skipped. TRL's trainer is not built, which
+would take a data set and a processor: its methods are called on an object that has what they read.
+"""
+
+import itertools
+from collections import defaultdict
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import oracle
+import pytest
+from mlx.utils import tree_flatten
+from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, WIDE, array, ours
+
+import grpo
+import gwen
+import hub
+import sampler
+import settings
+import update
+
+torch = pytest.importorskip("torch", reason="TRL is in the dependency group `trl`")
+trl = pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")
+
+
+def trainer(case, **settings):
+    """What `GRPOTrainer._compute_loss` reads, for one step that is one micro-batch."""
+    from accelerate import Accelerator
+
+    loss, fraction = settings.get("loss", "dapo"), settings.get("fraction", 1.0)
+    self = SimpleNamespace(
+        accelerator=Accelerator(cpu=True),
+        args=SimpleNamespace(
+            delta=settings.get("delta"),
+            use_bias_correction_kl=settings.get("estimator") == "k3_corrected",
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=1,
+        ),
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        loss_type=loss,
+        importance_sampling_level=settings.get("level", "token"),
+        epsilon_low=settings.get("clip_low", 0.2),
+        epsilon_high=settings.get("clip_high", 0.2),
+        beta=settings.get("kl_coef", 0.0),
+        top_entropy_quantile=fraction,
+        off_policy_mask_threshold=None,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=case.max_tokens,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+    )
+    self.get_high_entropy_mask = lambda *args: trl.GRPOTrainer.get_high_entropy_mask(self, *args)
+    return self
+
+
+def inputs(case, **settings):
+    """A batch as TRL's `_generate_and_score_completions` hands it on. The mismatch's weights are the oracle's."""
+    rows = [[t for t in range(case.mask.shape[1]) if case.mask[i, t]] for i in range(len(case.mask))]
+    weights = np.ones_like(case.mask)
+    for i, row in enumerate(rows):
+        for t in row:
+            weights[i, t] = oracle.trust(case, i, row, t, settings.get("correction", "off"), settings.get("cap", 3.0))
+    empty = torch.zeros((len(rows), 0), dtype=torch.long)
+    named = dict(
+        advantages=case.advantages,
+        old_per_token_logps=case.old,
+        ref_per_token_logps=case.ref,
+        importance_sampling_ratio=weights,
+        completion_mask=case.mask,
+        num_items_in_batch=case.mask.sum(),
+    )
+    return {name: torch.tensor(value) for name, value in named.items()} | {
+        "prompt_ids": empty,
+        "prompt_mask": empty,
+        "completion_ids": torch.zeros(case.mask.shape, dtype=torch.long),
+    }
+
+
+def theirs(case, **settings):
+    """TRL's loss of the case and its gradient, in float64."""
+    self, new = trainer(case, **settings), torch.tensor(case.new, requires_grad=True)
+    self._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.tensor(case.entropy), None)
+    loss = trl.GRPOTrainer._compute_loss(self, None, inputs(case, **settings))
+    loss.backward()
+    return loss.item(), new.grad.numpy()
+
+
+KLS = [{}, *({"kl_coef": 0.3, "estimator": name} for name in ("k3", "k3_corrected"))]  # TRL has no others
+TRUSTS = [{}, *({"correction": name, "cap": 1.2} for name in grpo.CORRECTIONS[1:])]
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("level", grpo.LEVELS)
+def test_loss_and_gradient_equal_trl_s(loss, level):
+    for case, bounds, kl, trust, fraction in itertools.product(
+        (CASE, WIDE, FROZEN_CASE), BOUNDS.get(loss, CLIPS), KLS, TRUSTS, (1.0, 0.4)
+    ):
+        settings = {"loss": loss, "level": level, "fraction": fraction} | bounds | kl | trust
+        expected, gradient = theirs(case, **settings)
+        value, grad = mx.value_and_grad(lambda new, c=case, s=settings: ours(c, new, **s))(array(case.new))
+        assert value.item() == pytest.approx(expected, abs=1e-6), settings
+        np.testing.assert_allclose(np.array(grad), gradient, atol=1e-6, err_msg=str(settings))
+
+
+@pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
+def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
+    loss, grad = theirs(FROZEN_CASE, **settings)
+    assert loss == pytest.approx(expected, abs=1e-7)
+    np.testing.assert_allclose(grad[1], gradient, atol=1e-7)
+
+
+@pytest.mark.parametrize("flags", [{"loss": "dapo"}, {"loss": "grpo", "level": "sequence"}, {"loss": "sapo"}], ids=str)
+def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
+    """
+    The same random Qwen3 in transformers and here, the same prompts and completions, all weights in training: TRL's own
+    log-probabilities at temperature 0.8, with padding on both sides as it has it, against ours with none on the left.
+    """
+    transformers = pytest.importorskip("transformers")
+    prompts = [[5, 17, 8, 120, 9], [44, 7, 31], [5, 17, 8, 120, 9], [44, 7, 31]]
+    case = oracle.make_case([6, 2, 4, 5], 6, seed=3)
+    completions = np.random.default_rng(1).integers(3, 320, case.mask.shape)
+
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    model.freeze()
+    model.unfreeze()
+    rollout = sampler.Rollout(
+        mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
+    )
+    batches = update.micro_batches(prompts, rollout, 20)
+    config = settings.Config(temp=0.8, lora_rank=0)
+
+    def loss_of(model):
+        total = 0.0
+        for b in batches:
+            logprobs, _ = update.completion_logprobs(model, b, config)
+            width = logprobs.shape[1]
+            share, _ = grpo.policy_loss(
+                logprobs,
+                array(case.old)[b.rows, :width],
+                array(case.advantages)[b.rows],
+                b.mask,
+                num_rows=4,
+                num_items=int(case.mask.sum()),
+                **flags,
+            )
+            total += share
+        return total
+
+    value, grads = nn.value_and_grad(model, loss_of)(model)
+    ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
+
+    torch_model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"], dtype=torch.float32).train()
+    self = trainer(case, **flags)
+    trl.trainer.utils.add_fused_lm_head(torch_model, temperature=0.8, outputs=("log_probs", "entropy"))
+    self._get_per_token_logps_and_entropies = lambda *args, **named: trl.GRPOTrainer._get_per_token_logps_and_entropies(
+        self, *args, **named
+    )
+    width = max(map(len, prompts))
+    given = inputs(case) | {
+        "prompt_ids": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+        "completion_ids": torch.tensor(completions),
+        "completion_mask": torch.tensor(case.mask).long(),
+    }
+    loss = trl.GRPOTrainer._compute_loss(self, torch_model, given)
+    loss.backward()
+    assert value.item() == pytest.approx(loss.item(), abs=1e-6)
+    theirs = {name: p.grad.numpy() for name, p in torch_model.named_parameters()}
+    assert ours.keys() <= theirs.keys() | {"lm_head.weight"}
+    for name, gradient in theirs.items():
+        np.testing.assert_allclose(np.array(ours[name]), gradient, atol=1e-6, err_msg=name)

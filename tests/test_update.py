@@ -1,0 +1,614 @@
+"""What the loss sees, and what an update changes, on the bundled model."""
+
+import itertools
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import oracle
+import pytest
+from mlx.utils import tree_flatten
+from small_run import make_config, make_run, sample, update_once
+
+import grpo
+import gwen
+import lora
+import train
+import update
+
+
+def array(x):
+    return mx.array(x, mx.float32)
+
+
+# ---- what the loss sees
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--temp", "0.7"), ("--top-p", "0.8"), ("--top-k", "4", "--temp", "1.3"), ("--min-p", "0.05")]
+)
+@pytest.mark.parametrize("budget", [1, 150, 100_000])
+def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags, budget):
+    """Temperature, support, positions, padding and prompt are all in these numbers: any mistake in one shows."""
+    run = make_run(tmp_path, *flags)
+    _, rows, rollout = sample(run)
+    seen = []
+    for batch in update.micro_batches(rows, rollout, budget):
+        logprobs, _ = update.completion_logprobs(run.model, batch, run.config)
+        gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
+        assert gap.max().item() < 1e-4
+        seen += batch.rows.tolist()
+    assert sorted(seen) == list(range(12))
+
+
+def test_the_loss_sees_each_completion_after_its_own_prompt(tmp_path):
+    run = make_run(tmp_path)
+    _, rows, rollout = sample(run)
+    (whole,) = update.micro_batches(rows, rollout, 100_000)
+    (other,) = update.micro_batches(rows[4:] + rows[:4], rollout, 100_000)
+    ours, _ = update.completion_logprobs(run.model, whole, run.config)
+    theirs, _ = update.completion_logprobs(run.model, other, run.config)
+    ours, theirs = ours[mx.argsort(whole.rows)], theirs[mx.argsort(other.rows)]
+    assert (mx.abs(ours - theirs)[:, 1:].max(axis=1) > 1e-3).all().item()
+
+
+def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
+    run = make_run(tmp_path, "--max-tokens", "7")
+    _, rows, rollout = sample(run)
+    assert {"stop", "length"} == set(rollout.finish_reasons)
+    for batch in update.micro_batches(rows, rollout, 100_000):
+        for row, ids, mask in zip(
+            batch.rows.tolist(), np.array(batch.completion_ids), np.array(batch.mask), strict=True
+        ):
+            last = int(ids[int(mask.sum()) - 1])
+            assert (last in run.model.config.eos_ids) == (rollout.finish_reasons[row] == "stop")
+
+
+def test_what_the_model_reads_is_the_prompt_and_the_ids_that_were_drawn(tmp_path):
+    run = make_run(tmp_path)
+    _, rows, rollout = sample(run)
+    for batch in update.micro_batches(rows, rollout, 150):
+        for index, row in enumerate(batch.rows.tolist()):
+            length = int(batch.mask[index].sum().item())
+            drawn = rollout.completion_ids[row].tolist()[:length]
+            whole = rows[row] + drawn
+            assert batch.tokens[index].tolist()[: len(whole) - 1] == whole[:-1]
+            assert batch.completion_ids[index].tolist()[:length] == drawn
+            assert batch.positions[index].tolist()[:length] == list(range(len(rows[row]) - 1, len(whole) - 1))
+
+
+# ---- what an update changes
+
+
+class Recorder:
+    """An optimizer that keeps the gradients it is given, and changes nothing."""
+
+    def __init__(self):
+        self.state, self.learning_rate, self.grads = {}, 0.0, []
+
+    def apply_gradients(self, grads, masters):
+        self.grads.append(dict(tree_flatten(grads)))
+        return masters
+
+
+def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
+    """The result of an update that changes nothing, and the gradient it would have taken."""
+    run.learner.optimizer, run.learner.unproved = Recorder(), set()
+    result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
+    return result, run.learner.optimizer.grads[-1]
+
+
+def whole_step(run, batches, shape):
+    """Log-probabilities and entropies of all rows, (N, T) each, 0 outside the mask."""
+    logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
+    for batch in batches:
+        parts = update.completion_logprobs(run.model, batch, run.config)
+        for out, part in zip((logprobs, entropy), parts, strict=True):
+            out[batch.rows, : part.shape[1]] = part * batch.mask
+    return logprobs, entropy
+
+
+def weighted_gradient(run, batches, slopes):
+    """d sum(slopes * logprobs) / d adapters by name, slopes (N, T)."""
+
+    def total(model):
+        parts = [(b, update.completion_logprobs(model, b, run.config)[0]) for b in batches]
+        return sum((part * b.mask * slopes[b.rows, : part.shape[1]]).sum() for b, part in parts)
+
+    return dict(tree_flatten(nn.value_and_grad(run.model, total)(run.model)[1]))
+
+
+SAMPLER = ("--old-logprobs", "sampler")  # the rollout's log-probabilities are shifted, so here the policies differ
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SAMPLER,
+        (*SAMPLER, "--level", "sequence", "--clip-low", "0.02", "--clip-high", "0.02"),
+        (*SAMPLER, "--clip-low", "0.05", "--clip-high", "0.4", "--delta", "1.5"),
+        (*SAMPLER, "--loss", "dr_grpo"),
+        (*SAMPLER, "--loss", "cispo", "--clip-high", "1.2"),
+        (*SAMPLER, "--loss", "sapo", "--temp", "1.2"),
+        (*SAMPLER, "--loss", "grpo", "--level", "sequence", "--kl-coef", "0.5"),
+        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k3_corrected", "--top-k", "5"),
+        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k1", "--loss", "sapo"),
+        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k2", "--top-entropy", "0.3"),
+        ("--mismatch", "token_truncate", "--mismatch-cap", "1.1"),
+        ("--mismatch", "token_mask", "--mismatch-cap", "1.1", "--loss", "grpo", "--top-entropy", "0.5"),
+        ("--mismatch", "sequence_truncate", "--mismatch-cap", "1.1", "--loss", "cispo", "--clip-high", "5"),
+        ("--mismatch", "sequence_mask", "--mismatch-cap", "2", "--loss", "dr_grpo"),
+    ],
+    ids=" ".join,
+)
+def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
+    """The gradient of the adapters is that of the log-probabilities, weighted with the oracle's finite differences."""
+    run = make_run(tmp_path, "--max-grad-norm", "1e9", *flags)
+    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))  # so that A has a gradient too
+    _, rows, rollout = sample(run)
+    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
+    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+    batches = update.micro_batches(rows, rollout, 150)
+    assert len(batches) > 1
+    config = run.config
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.kl_coef else None
+    logprobs, entropy = whole_step(run, batches, rollout.mask.shape)
+    new, sampled = (np.array(x, dtype=np.float64) for x in (logprobs, rollout.logprobs))
+    case = oracle.Case(
+        new=new,
+        old=sampled if config.old_logprobs == "sampler" else new,
+        ref=np.zeros_like(new) if ref_logprobs is None else np.array(ref_logprobs, dtype=np.float64),
+        sampled=sampled,
+        entropy=np.array(entropy, dtype=np.float64),
+        advantages=np.array(advantages, dtype=np.float64),
+        mask=np.array(rollout.mask),
+        max_tokens=config.max_tokens,
+    )
+    settings = dict(
+        loss=config.loss,
+        level=config.level,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        delta=config.delta or None,
+        kl_coef=config.kl_coef,
+        estimator=config.kl_estimator,
+        correction=config.mismatch,
+        cap=config.mismatch_cap,
+        fraction=config.top_entropy,
+    )
+    result, grads = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
+    assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
+    for name, gradient in weighted_gradient(run, batches, array(oracle.gradient(case, **settings))).items():
+        np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
+    if config.loss != "sapo" and flags[0] == "--old-logprobs":
+        assert result.means["clip_frac"] > 0
+
+
+def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tmp_path):
+    """In every loss it is that mean, however rows are cut, and a step against it alone raises the entropy."""
+    for loss, share in itertools.product(("grpo", "dr_grpo", "dapo"), (1.0, 0.4)):
+        results = []
+        for coef in ("0", "0.25"):
+            run = make_run(tmp_path, "--loss", loss, "--entropy-coef", coef, "--top-entropy", f"{share}")
+            _, rows, rollout = sample(run)
+            batches = update.micro_batches(rows, rollout, 150)
+            results.append(gradient_of_update(run, batches, rollout, mx.ones((12,)))[0].loss)
+        entropy, mask = np.array(whole_step(run, batches, rollout.mask.shape)[1]), np.array(rollout.mask) > 0
+        highest = entropy[mask][entropy[mask] >= np.quantile(entropy[mask], 1 - share) - 1e-5]
+        assert results[0] - results[1] == pytest.approx(0.25 * highest.mean(), abs=1e-5)
+    run = make_run(tmp_path, "--entropy-coef", "1", "--lr", "0.01", "--warmup-steps", "0")
+    before = update_once(run, advantages=mx.zeros((12,))).means["entropy"]
+    assert update_once(run, advantages=mx.zeros((12,))).means["entropy"] > before + 0.03
+
+
+def part_of(batch, rows):
+    """Some rows of a micro-batch, as padded as they were."""
+    arrays = {n: v[mx.array(rows)] for n, v in batch._asdict().items() if isinstance(v, mx.array)}
+    return batch._replace(**arrays)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in grpo.LOSSES if loss != "bnpo"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--kl-coef", "0.3", "--entropy-coef", "0.1", "--top-entropy", "0.4", "--mismatch", "sequence_truncate")],
+    ids=["plain", "everything"],
+)
+def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(tmp_path, loss, flags):
+    flags = (*flags, "--loss", loss, "--max-grad-norm", "1e9", *(("--clip-high", "5") if loss == "cispo" else ()))
+    run = make_run(tmp_path, *flags)
+    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
+    _, rows, rollout = sample(run)
+    advantages, order = mx.random.normal((12,), key=mx.random.key(1)), np.random.default_rng(2).permutation(12)
+    (whole,) = update.micro_batches(rows, rollout, 100_000)
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.kl_coef else None
+    found = []
+    for size in (1, 3, 8, 12):
+        batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
+        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    batches = update.micro_batches(rows, rollout, 150)
+    found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    for result, grads in found[1:]:
+        assert result.loss == pytest.approx(found[0][0].loss, abs=1e-6)
+        for name, gradient in grads.items():
+            np.testing.assert_allclose(np.array(gradient), np.array(found[0][1][name]), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [(), ("--mismatch", "token_truncate"), ("--top-entropy", "0.5"), SAMPLER])
+def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path, flags):
+    """
+    Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
+    policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
+    """
+    common = ("--lr", "0.02", "--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1")
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+
+    def begin(*flags):
+        run = make_run(tmp_path, *common, *flags)
+        _, rows, rollout = sample(run)
+        shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
+        return run, rows, rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
+
+    run, rows, rollout = begin("--epochs-per-rollout", "4", *flags)
+    batches = update.micro_batches(rows, rollout, 150)
+    result = update.update(run.learner, batches, rollout, advantages, None, 0.02)
+    assert result.means["clip_frac"] > 0
+
+    def singly(old, *flags):
+        other, rows, rollout = begin(*flags)
+        logprobs, entropy = whole_step(other, update.micro_batches(rows, rollout, 150), rollout.mask.shape)
+        trusted = grpo.mismatch_weights(logprobs, rollout.logprobs, rollout.mask, run.config.mismatch)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.top_entropy)
+        weights, original = trusted * chosen, rollout.logprobs
+        rollout = rollout._replace(logprobs=logprobs if old == "first" else original)
+        batches = update.micro_batches(rows, rollout, 150)
+
+        def weighted(*args, **settings):
+            rows = next(b.rows for b in batches if b.mask is args[3])
+            return policy_loss(*args, **settings | {"weights": weights[rows, : args[3].shape[1]]})
+
+        policy_loss = grpo.policy_loss
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo, "policy_loss", weighted)
+            for _ in range(4):
+                update.update(other.learner, batches, rollout, advantages, None, 0.02)
+        return other.learner.trainable
+
+    def distance(trainable):
+        return max(mx.abs(run.learner.trainable[name] - array).max().item() for name, array in trainable.items())
+
+    assert distance(singly("original" if flags == SAMPLER else "first", *SAMPLER)) < 1e-5
+    assert distance(singly("first", "--old-logprobs", "step")) > 1e-3
+    if flags != SAMPLER:
+        assert distance(singly("original", *SAMPLER)) > 1e-3
+
+
+def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
+    """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
+    results = []
+    for kl_coef in ("0", "1e-9"):
+        run = make_run(tmp_path, "--kl-coef", kl_coef, "--lr", "0.02", "--warmup-steps", "0")
+        update_once(run)
+        results.append(update_once(run))
+    assert results[1].means["kl"] > 0.01
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-4)
+    assert results[1].means["clip_frac"] == 0
+
+
+def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
+    run = make_run(tmp_path, "--lr", "0.003", "--warmup-steps", "0")
+    _, rows, rollout = sample(run)
+    advantages = mx.random.normal((12,), key=mx.random.key(3))
+    batches = update.micro_batches(rows, rollout, 150)
+
+    def gain():
+        total = 0.0
+        for batch in batches:
+            logprobs, _ = update.completion_logprobs(run.model, batch, run.config)
+            total += (logprobs * batch.mask * advantages[batch.rows][:, None]).sum().item()
+        return total
+
+    before = gain()
+    update.update(run.learner, batches, rollout, advantages, None, update.learning_rate(run.config, run.step))
+    assert gain() > before + 1
+
+
+def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_path):
+    run = make_run(tmp_path, "--max-grad-norm", "0.01")
+    assert update_once(run).grad_norm > 0.05
+    moments = [a for name, a in tree_flatten(run.learner.optimizer.state) if name.endswith(".m")]
+    assert sum((m**2).sum().item() for m in moments) ** 0.5 == pytest.approx(0.1 * 0.01, rel=1e-3)  # 1 - beta_1 = 0.1
+
+
+def test_weights_after_a_step_do_not_depend_on_how_its_rows_were_cut(tmp_path):
+    weights = []
+    for budget in (1, 150, 100_000):
+        run = make_run(tmp_path)
+        update_once(run, budget)
+        weights.append(run.learner.trainable)
+    for name, array in weights[0].items():
+        for other in weights[1:]:
+            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=2e-5)
+
+
+def test_every_adapter_moves_and_the_base_does_not(tmp_path):
+    run = make_run(tmp_path)
+    before = dict(tree_flatten(run.model.parameters()))
+    for _ in range(2):  # B is zero at first, so A moves from the second step on
+        update_once(run)
+    for name, array in tree_flatten(run.model.parameters()):
+        assert mx.array_equal(array, before[name]).item() == (".lora_" not in name), name
+
+
+def test_equal_rewards_change_nothing(tmp_path):
+    run = make_run(tmp_path)
+    before = dict(run.learner.trainable)
+    result = update_once(run, advantages=mx.zeros((12,)))
+    assert result.grad_norm == 0
+    assert all(mx.array_equal(array, before[name]).item() for name, array in run.learner.trainable.items())
+
+
+@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-p", "0.8"), ("--top-k", "4")])
+def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path, flags):
+    """The reference is read at the policy's temperature and on its support, or they would not agree."""
+    norms = []
+    for kl_coef in ("0", "5"):
+        run = make_run(tmp_path, "--kl-coef", kl_coef, *flags)
+        result = update_once(run)
+        norms.append(result.grad_norm)
+        assert result.means["kl"] == pytest.approx(0, abs=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(tmp_path):
+    run = make_run(tmp_path, "--kl-coef", "0.1", "--lr", "0.01")
+    update_once(run)
+    _, rows, rollout = sample(run)
+    batches = update.micro_batches(rows, rollout, 100_000)
+    ref = update.reference_logprobs(run.learner, batches, rollout)
+    base = train.Run(run.config, tmp_path)
+    expected = update.reference_logprobs(base.learner, batches, rollout)
+    np.testing.assert_allclose(np.array(ref), np.array(expected), atol=1e-5)
+    assert (mx.abs(ref - rollout.logprobs) * rollout.mask).max().item() > 1e-3
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_halves_the_loss_scale(tmp_path):
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale(1024.0, dynamic=True)
+    before = dict(run.learner.trainable)
+    result = update_once(run, advantages=mx.full((12,), mx.inf))
+    assert result.skipped
+    assert run.learner.loss_scale.value == 512
+    assert all(mx.array_equal(array, before[name]).item() for name, array in run.learner.trainable.items())
+
+
+def test_the_loss_scale_does_not_change_the_step_and_grows_after_good_ones(tmp_path):
+    norms = []
+    for value in (1.0, 4096.0):
+        run = make_run(tmp_path)
+        run.learner.loss_scale = update.LossScale(value, dynamic=True, good_steps=199)
+        norms.append(update_once(run).grad_norm)
+        assert run.learner.loss_scale == update.LossScale(value * 2, 0, True)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("GWEN_DTYPE", "float16")
+    run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-6", "--warmup-steps", "0", "--kl-coef", "0.1")
+    assert run.base is not None and run.judge.model is run.base
+    assert run.learner.loss_scale.dynamic
+    assert {array.dtype for array in run.learner.trainable.values()} == {mx.float32}
+    masters = dict(run.learner.trainable)
+    result = update_once(run)
+    assert result.grad_norm > 0 and not result.skipped
+    moved = [name for name, array in run.learner.trainable.items() if not mx.array_equal(array, masters[name])]
+    assert set(moved) == set(masters)
+    weights = dict(tree_flatten(run.model.parameters()))
+    assert {array.dtype for array in weights.values()} == {mx.float16}
+    for (
+        name,
+        array,
+    ) in run.learner.trainable.items():  # a step of 1e-6 is lost in most float16 weights, never in the master
+        np.testing.assert_array_equal(np.array(weights[name]), np.array(array.astype(mx.float16)))
+
+
+@pytest.mark.parametrize(("warmup_steps", "lr"), [(0, 0.001), (4, 0.00025)])
+def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, warmup_steps, lr):
+    """Without bias correction it would be 3.2 times too large."""
+    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", f"{warmup_steps}", "--max-grad-norm", "1e9")
+    before = dict(run.learner.trainable)
+    assert update_once(run).lr == lr
+    steps = [mx.abs(run.learner.trainable[n] - before[n]).max().item() for n in before if n.endswith("lora_b")]
+    assert max(steps) == pytest.approx(lr, rel=0.02)
+
+
+def test_with_rank_0_the_head_gets_its_gradient_too(tmp_path):
+    """The head is the embedding: through the prompts alone only the rows of their tokens would move."""
+    run = make_run(tmp_path, "--lora-rank", "0", "--warmup-steps", "0")
+    before = run.learner.trainable["embed_tokens.weight"]
+    update_once(run)
+    assert (mx.abs(run.learner.trainable["embed_tokens.weight"] - before).max(axis=1) > 0).all().item()
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    config = make_config("--lr", "1.0", "--warmup-steps", "4", "--steps", "14")
+    rates = [update.learning_rate(config, step) for step in range(14)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0.1 < rates[-1] < 0.2
+    constant = make_config("--lr", "1.0", "--lr-schedule", "constant", "--warmup-steps", "4", "--steps", "14")
+    assert update.learning_rate(constant, 13) == 1.0
+
+
+def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_loss_scale(tmp_path, monkeypatch):
+    """Advantages of 1e-7: the float16 backward pass rounds them away, and scaled by 2^15 keeps what float32 has."""
+    tiny = mx.full((12,), 1e-7) * mx.array([1.0, -1.0] * 6)
+    monkeypatch.setenv("GWEN_DTYPE", "float32")
+    exact = update_once(make_run(tmp_path), advantages=tiny).grad_norm
+    monkeypatch.setenv("GWEN_DTYPE", "float16")
+    run = make_run(tmp_path)
+    assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
+    masters = dict(run.learner.trainable)
+    assert update_once(run, advantages=tiny).grad_norm == pytest.approx(exact, rel=0.05)
+    assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale()
+    with pytest.raises(ValueError, match=r"lora_b has no gradient in an update whose advantages are not 0"):
+        update_once(run, advantages=tiny)
+
+
+def test_the_loss_scale_backs_off_at_an_overflow_and_grows_again(tmp_path, monkeypatch):
+    """From 2^24, whose scaled gradients pass float16's 65504, down until the step fits; nothing moves before that."""
+    monkeypatch.setenv("GWEN_DTYPE", "float16")
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale(2.0**24, dynamic=True)
+    before, num_skipped = dict(run.learner.trainable), 0
+    while update_once(run).skipped:
+        num_skipped += 1
+        assert run.learner.loss_scale == update.LossScale(2.0 ** (24 - num_skipped), 0, True)
+        assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+    assert 1 <= num_skipped == run.learner.num_skipped < 15 and run.learner.failures == 0
+    assert not all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+    scale = run.learner.loss_scale.value
+    run.learner.loss_scale = run.learner.loss_scale._replace(good_steps=199)
+    update_once(run)
+    assert run.learner.loss_scale == update.LossScale(2 * scale, 0, True)
+
+
+# ---- what stops a run
+
+
+def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_nothing(tmp_path):
+    run = make_run(tmp_path)
+    bad = mx.full((12,), mx.inf)
+    before = dict(run.learner.trainable)
+    for _ in range(2):
+        assert update_once(run, advantages=bad).skipped == 1
+        update_once(run)
+        before = dict(run.learner.trainable)
+    assert [update_once(run, advantages=bad).skipped for _ in range(2)] == [1, 1]
+    run.learner.whole = True
+    with pytest.raises(ValueError, match=r"3 updates in a row had no finite loss; lower --lr, which is 0.004"):
+        update_once(run, advantages=bad)
+    assert run.learner.whole and run.learner.num_skipped == 4
+    assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+
+
+def test_overflows_that_a_smaller_loss_scale_mends_do_not_stop_a_run(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    run.learner.loss_scale = update.LossScale(2.0**6, dynamic=True)
+    clip = optim.clip_grad_norm
+    monkeypatch.setattr(optim, "clip_grad_norm", lambda *a: (clip(*a)[0], mx.array(mx.inf)))
+    assert [update_once(run).skipped for _ in range(8)] == [1] * 8
+    assert run.learner.loss_scale.value == 1 and run.learner.failures == 2
+    with pytest.raises(ValueError, match="3 updates in a row had no finite gradient"):
+        update_once(run)
+
+
+@pytest.mark.parametrize("part", ["lora_a", "lora_b"])
+def test_a_tensor_that_gets_no_gradient_stops_the_run_by_its_name(tmp_path, monkeypatch, part):
+    """As when checkpointing drops gradients: B is missed at once, A when B is no longer 0."""
+    forward = lora.LoRALinear.__call__
+
+    def frozen(self, x):
+        if self is not run.model.layers[1].mlp.down_proj:
+            return forward(self, x)
+        held = self[part]
+        self[part] = mx.stop_gradient(held)
+        out = forward(self, x)
+        self[part] = held
+        return out
+
+    run = make_run(tmp_path)
+    before = dict(run.learner.trainable)
+    monkeypatch.setattr(lora.LoRALinear, "__call__", frozen)
+    if part == "lora_a":
+        update_once(run)
+        assert run.learner.unproved == {name for name in before if name.endswith("lora_a")}
+        before = dict(run.learner.trainable)
+    with pytest.raises(ValueError, match=rf"^layers.1.mlp.down_proj.{part} has no gradient"):
+        update_once(run)
+    assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
+
+
+def test_a_master_that_its_update_does_not_change_stops_the_run_by_its_name(tmp_path):
+    run = make_run(tmp_path)
+    step = run.learner.optimizer.apply_gradients
+
+    def forgetful(grads, masters):
+        out = step(grads, masters)
+        out["layers"][2]["self_attn"]["o_proj"] = masters["layers"][2]["self_attn"]["o_proj"]
+        return out
+
+    run.learner.optimizer.apply_gradients = forgetful
+    with pytest.raises(ValueError, match=r"^layers.2.self_attn.o_proj.lora_b has a gradient, but .* did not change it"):
+        update_once(run)
+    assert not run.learner.whole
+
+
+def test_every_tensor_of_a_good_run_is_proved_in_its_first_two_updates(tmp_path):
+    for flags in ((), ("--lora-rank", "0")):
+        run = make_run(tmp_path, "--warmup-steps", "3", *flags)
+        update_once(run, advantages=mx.zeros((12,)))
+        assert run.learner.unproved == set(run.learner.trainable)
+        update_once(run)
+        assert all(name.endswith("lora_a") for name in run.learner.unproved)
+        update_once(run)
+        assert not run.learner.unproved
+
+
+def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
+    """A norm's weights are near 1, where float32 cannot tell 1e-10 apart."""
+    run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-10", "--warmup-steps", "0")
+    update_once(run)
+    assert "norm.weight" in run.learner.unproved
+
+
+# ---- no work for nothing
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), 1),
+        (("--kl-coef", "0.1"), 2),
+        (("--epochs-per-rollout", "3"), 3),
+        (("--old-logprobs", "sampler", "--mismatch", "off"), 1),
+        (("--mismatch", "sequence_mask"), 1),
+        (("--top-entropy", "0.2", "--kl-coef", "0.1", "--epochs-per-rollout", "2"), 4),
+    ],
+)
+def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_path, monkeypatch, flags, expected):
+    passes, hidden = [], gwen.Model.hidden
+
+    def counted(self, tokens, cache=None):
+        if cache is None:
+            passes.append(tokens.shape[0])
+        return hidden(self, tokens, cache)
+
+    run = make_run(tmp_path, *flags)
+    monkeypatch.setattr(gwen.Model, "hidden", counted)
+    update_once(run, budget=150)
+    assert run.learner.num_forwards == sum(passes) == expected * 12
+
+
+def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_count_as_before(tmp_path):
+    run = make_run(tmp_path, "--loss", "grpo")
+    _, rows, rollout = sample(run)
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+    whole, _ = gradient_of_update(run, update.micro_batches(rows, rollout, 150), rollout, advantages)
+    keep = mx.array([1.0, 0.0] * 6)
+    left = rollout._replace(mask=rollout.mask * keep[:, None])
+    run.learner.num_forwards = 0
+    result, half = gradient_of_update(run, update.micro_batches(rows, left, 150), left, advantages)
+    assert run.learner.num_forwards == 6
+    # a row that is left out is a row without advantage: the mean is still over all 12
+    expected, same = gradient_of_update(run, update.micro_batches(rows, rollout, 150), rollout, advantages * keep)
+    assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)
+    for name, gradient in half.items():
+        np.testing.assert_allclose(np.array(gradient), np.array(same[name]), atol=1e-6)
+    nothing = rollout._replace(mask=rollout.mask * 0)
+    assert update.micro_batches(rows, nothing, 150) == []
+    result = update.update(run.learner, [], nothing, advantages, None, 1e-3)
+    assert (result.loss, result.grad_norm, result.skipped) == (0, 0, 0)

@@ -1,0 +1,376 @@
+"""
+The update: rows cut into micro-batches, the gradient of the step's loss, one step of AdamW on float32 masters.
+
+What is left out: where completions and rewards come from, and what the loss is, which is in `grpo.py`.
+
+Axes: N rows of the step, M rows of a micro-batch, L positions of prompt and completion, T completion positions,
+C hidden.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from tqdm import tqdm
+
+import grpo
+import gwen
+import lora
+import sampler
+from settings import Config
+
+# what a step measures, as means over its counted tokens; `_max` is the largest
+MEASURED = ("kl", "clip_frac", "entropy", "gap", "gap_max", "trust", "trust_max", "over_cap")
+MOST_FAILURES = 3  # updates in a row that may fail for a reason that no loss scale mends
+
+
+class Learner:
+    """
+    What learns: a model, the float32 masters of its trainable weights by name, their optimizer, the loss scale.
+
+    `base` is the model before training where switching adapters off does not give it.
+    """
+
+    def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
+        self.model, self.config, self.base = model, config, base
+        self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
+        self.optimizer = optim.AdamW(config.lr, weight_decay=config.weight_decay, bias_correction=True)
+        self.optimizer.init(tree_unflatten(list(self.trainable.items())))
+        half = model.head_weight.dtype == mx.float16
+        self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
+        self.failures = 0  # in a row, see MOST_FAILURES
+        self.num_skipped = 0  # updates that changed nothing because their gradient was not finite
+        self.num_forwards = 0  # rows that went through a model, the reference too
+        self.unproved = set(self.trainable)  # tensors that were not yet seen to learn, see `prove_gradients`
+        self.whole = True  # False from the first change of a step on until the caller says that the step is complete
+
+    def forward(self, model: gwen.Model, batch: "MicroBatch") -> tuple[mx.array, mx.array]:
+        """`completion_logprobs`, counted."""
+        self.num_forwards += len(batch.rows)
+        return completion_logprobs(model, batch, self.config)
+
+
+class MicroBatch(NamedTuple):
+    """Rows that go through the model together, padded on the right; row i is row `rows[i]` of the step."""
+
+    rows: mx.array  # (M,)
+    tokens: mx.array  # (M, L) prompt and completion without the last token, which predicts nothing
+    positions: mx.array  # (M, T) where in L each completion token is predicted
+    completion_ids: mx.array  # (M, T)
+    mask: mx.array  # (M, T)
+    sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
+    num_tokens: int  # of the M * L positions that are not padding
+
+
+def micro_batches(prompts: list[list[int]], rollout: sampler.Rollout, token_budget: int) -> list[MicroBatch]:
+    """
+    Rows ordered by length and cut where M * L would pass the budget; one row always fits.
+
+    A row of which no token counts is left out.
+    """
+    ids, mask, logprobs = (np.array(x) for x in (rollout.completion_ids, rollout.mask, rollout.logprobs))
+    num_tokens = mask.sum(-1).astype(int)
+    lengths = num_tokens + [len(prompt) for prompt in prompts]
+    groups: list[list[int]] = [[]] if num_tokens.any() else []
+    for row in np.argsort(lengths, kind="stable"):  # ascending: the row that joins is the longest
+        if not num_tokens[row]:
+            continue
+        if groups[-1] and (len(groups[-1]) + 1) * (lengths[row] - 1) > token_budget:
+            groups.append([])
+        groups[-1].append(int(row))
+    batches = []
+    for rows in groups:
+        length, most = max(lengths[rows]) - 1, max(num_tokens[rows])
+        tokens, positions = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), most), np.int32)
+        for index, row in enumerate(rows):
+            whole = [*prompts[row], *ids[row, : num_tokens[row]]]
+            tokens[index, : len(whole) - 1] = whole[:-1]
+            # completion token t stands at len(prompt) + t and is predicted one position earlier
+            positions[index] = np.minimum(len(prompts[row]) - 1 + np.arange(most), length - 1)
+        batches.append(
+            MicroBatch(
+                rows=mx.array(rows),
+                tokens=mx.array(tokens),
+                positions=mx.array(positions),
+                completion_ids=mx.array(ids[rows, :most]),
+                mask=mx.array(mask[rows, :most]),
+                sampled_logprobs=mx.array(logprobs[rows, :most]),
+                num_tokens=int((lengths[rows] - 1).sum()),
+            )
+        )
+    return batches
+
+
+def completion_logprobs(model: gwen.Model, batch: MicroBatch, config: Config) -> tuple[mx.array, mx.array]:
+    """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
+    hidden = mx.take_along_axis(model.hidden(batch.tokens), batch.positions[:, :, None], axis=1)  # (M, T, C)
+    return gwen.token_logprobs(
+        hidden,
+        model.head_weight,
+        batch.completion_ids,
+        temperature=config.temp,
+        head="frozen" if config.lora_rank else "trained",
+        support=config.support,
+    )
+
+
+def forward_all(
+    learner: Learner, model: gwen.Model, batches: list[MicroBatch], shape: tuple[int, ...]
+) -> tuple[mx.array, mx.array]:
+    """Log-probabilities and entropies of the step, (N, T) each, 0 in what no micro-batch holds; without gradient."""
+    logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
+    for batch in batches:
+        parts = learner.forward(model, batch)
+        for out, part in zip((logprobs, entropy), parts, strict=True):
+            out[batch.rows, : part.shape[1]] = part
+        mx.eval(logprobs, entropy)
+    return logprobs, entropy
+
+
+def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
+    """Log-probabilities under the model that training began with, (N, T), without gradient."""
+    model = learner.base or learner.model
+    with lora.disabled(model):
+        return forward_all(learner, model, batches, rollout.logprobs.shape)[0]
+
+
+class Targets(NamedTuple):
+    """What a step's loss is made of beside the policy, and what it is divided by."""
+
+    advantages: mx.array  # (N,)
+    ref_logprobs: mx.array | None  # (N, T)
+    chosen: mx.array  # (N, T), 1 for the tokens whose policy term counts
+    num_rows: int
+    num_items: int  # counted tokens of all rows
+    num_chosen: int
+
+
+class UpdateResult(NamedTuple):
+    """What the optimizer steps on one rollout did; Python numbers, means over these steps."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: int  # steps whose gradient was not finite, so that they changed nothing
+    pad_frac: float  # of the positions that went through the model
+    means: dict[str, float]  # over the counted tokens; `_max` is the largest
+
+
+def update(
+    learner: Learner,
+    batches: list[MicroBatch],
+    rollout: sampler.Rollout,
+    advantages: mx.array,
+    ref_logprobs: mx.array | None,
+    lr: float,
+) -> UpdateResult:
+    """
+    `epochs_per_rollout` steps of AdamW, each on the gradient of the whole step's loss, accumulated over micro-batches.
+
+    The old policy is the one before the first of them: its log-probabilities are those that the first forward pass
+    itself gives, or the sampler's, so no pass is spent on them.
+    Raises ValueError when the gradient fails too often in a row, and for a tensor that does not learn.
+    """
+    config = learner.config
+    if not batches:  # every row was truncated and left out: there is nothing to learn from
+        return UpdateResult(0.0, 0.0, lr, 0, 0.0, dict.fromkeys(MEASURED, 0.0))
+    chosen = rollout.mask
+    if config.top_entropy < 1:  # the quantile needs all of the step before the first gradient
+        _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy)
+    targets = Targets(
+        advantages, ref_logprobs, chosen, len(advantages), *(round(float(x.sum())) for x in (rollout.mask, chosen))
+    )
+    old = [batch.sampled_logprobs if config.old_logprobs == "sampler" else None for batch in batches]
+    steps = []
+    for _ in range(config.epochs_per_rollout):
+        logprobs, measured = step(learner, batches, old, targets, lr)
+        old = [new if held is None else held for held, new in zip(old, logprobs, strict=True)]
+        steps.append(measured)
+    num_positions = sum(batch.tokens.size for batch in batches)
+    merged = {name: [step[name] for step in steps] for name in steps[0]}
+    return UpdateResult(
+        loss=sum(merged["loss"]) / len(steps),
+        grad_norm=sum(merged["grad_norm"]) / len(steps),
+        lr=lr,
+        skipped=int(sum(merged["skipped"])),
+        pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions,
+        means={
+            name: max(merged[name]) if name.endswith("_max") else sum(merged[name]) / len(steps) / targets.num_items
+            for name in MEASURED
+        },
+    )
+
+
+def objective(
+    learner: Learner, model: gwen.Model, batch: MicroBatch, old_logprobs: mx.array | None, targets: Targets
+) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
+    """The micro-batch's share of the step's loss, times the loss scale; its log-probabilities; what is measured."""
+    config, mask, rows = learner.config, batch.mask, batch.rows
+    logprobs, entropy = learner.forward(model, batch)
+    if old_logprobs is None:  # the first epoch: the policy that updates is the old one
+        old_logprobs = mx.stop_gradient(logprobs)
+    chosen = targets.chosen[rows, : mask.shape[1]]
+    sampled = batch.sampled_logprobs
+    weights = chosen * grpo.mismatch_weights(old_logprobs, sampled, mask, config.mismatch, config.mismatch_cap)
+    loss, stats = grpo.policy_loss(
+        logprobs,
+        old_logprobs,
+        targets.advantages[rows],
+        mask,
+        ref_logprobs=None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]],
+        loss=config.loss,
+        level=config.level,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        delta=config.delta or None,
+        weights=weights,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        max_tokens=config.max_tokens,
+        num_rows=targets.num_rows,
+        num_items=targets.num_items,
+    )
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
+    trust = grpo.importance_ratio(old_logprobs, sampled, mask, "token") * mask
+    gap = mx.abs(logprobs - sampled) * mask
+    sums = {
+        "loss": loss,
+        "kl": stats.kl * mask.sum(),
+        "clip_frac": stats.clip_frac * mask.sum(),
+        "entropy": (entropy * mask).sum(),
+        "gap": gap.sum(),
+        "gap_max": gap.max(),
+        "trust": trust.sum(),
+        "trust_max": trust.max(),
+        "over_cap": (trust > config.mismatch_cap).sum(),
+        "signal": (mx.abs(targets.advantages[rows])[:, None] * weights).sum(),
+    }
+    return loss * learner.loss_scale.value, logprobs, sums
+
+
+def accumulate(
+    learner: Learner, batches: list[MicroBatch], old_logprobs: list[mx.array | None], targets: Targets
+) -> tuple[Any, list[mx.array], dict[str, float]]:
+    """The float32 gradient of the step's loss, the log-probabilities of each micro-batch, sums of what is measured."""
+    grads: Any = None
+    seen: list[mx.array] = []
+    totals: dict[str, float] = {}
+    for batch, old in zip(tqdm(batches, desc="update", leave=False, disable=None), old_logprobs, strict=True):
+        share = nn.value_and_grad(learner.model, lambda model, b=batch, o=old: objective(learner, model, b, o, targets))
+        (_, logprobs, sums), part = share(learner.model)
+        part = tree_unflatten([(n, g.astype(mx.float32) / learner.loss_scale.value) for n, g in tree_flatten(part)])
+        grads = part if grads is None else tree_map(mx.add, grads, part)
+        mx.eval(grads, logprobs, sums)  # wait: the next micro-batch may use this one's memory
+        seen.append(mx.stop_gradient(logprobs))
+        for name, value in sums.items():
+            held = totals.get(name, 0.0)
+            totals[name] = max(held, value.item()) if name.endswith("_max") else held + value.item()
+    return grads, seen, totals
+
+
+def step(
+    learner: Learner, batches: list[MicroBatch], old_logprobs: list[mx.array | None], targets: Targets, lr: float
+) -> tuple[list[mx.array], dict[str, float]]:
+    """One step of AdamW on the masters, which then go into the model; nothing changes if the gradient is not finite."""
+    grads, logprobs, measured = accumulate(learner, batches, old_logprobs, targets)
+    grads, norm = optim.clip_grad_norm(grads, learner.config.max_grad_norm)
+    measured["grad_norm"] = norm.item()
+    overflow = not (math.isfinite(measured["grad_norm"]) and math.isfinite(measured["loss"]))
+    measured["skipped"] = int(overflow)
+    if overflow:
+        count_failure(learner, measured["loss"])
+    else:
+        proving = prove_gradients(learner, grads) if lr and measured["signal"] else {}
+        before = {name: learner.trainable[name] for name in proving}
+        learner.whole, learner.failures = False, 0
+        learner.optimizer.learning_rate = lr
+        masters = tree_unflatten(list(learner.trainable.items()))
+        learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
+        del grads, masters  # else the old tensors would live until the last of the new ones is computed
+        for name, gradient in proving.items():
+            prove_change(learner, name, before.pop(name), gradient, lr)
+        install(learner.model, learner.trainable)
+        mx.eval(learner.trainable, learner.optimizer.state)
+    learner.loss_scale = learner.loss_scale.after(overflow)
+    return logprobs, measured
+
+
+def count_failure(learner: Learner, loss: float) -> None:
+    """Counts an update that changes nothing. ValueError when too many follow each other."""
+    mended = math.isfinite(loss) and learner.loss_scale.value > 1  # an overflow that a smaller scale may avoid
+    if not mended and learner.failures + 1 == MOST_FAILURES:
+        raise ValueError(
+            f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; lower "
+            f"--lr, which is {learner.config.lr:g}, or compute in another GWEN_DTYPE"
+        )
+    learner.whole = False
+    learner.num_skipped += 1
+    learner.failures += not mended
+
+
+def prove_gradients(learner: Learner, grads: Any) -> dict[str, mx.array]:
+    """
+    The gradients of the tensors that were not yet seen to learn, by name.
+
+    Raises ValueError for one without any. An adapter's A has none while its B is 0, and is looked at again next time.
+    """
+    flat, proving = dict(tree_flatten(grads)), {}
+    for name in sorted(learner.unproved):
+        if mx.any(flat[name] != 0).item():
+            proving[name] = flat[name]
+        elif not name.endswith("lora_a") or mx.any(learner.trainable[name[:-1] + "b"] != 0).item():
+            raise ValueError(f"{name} has no gradient in an update whose advantages are not 0; nothing would train it")
+    return proving
+
+
+def prove_change(learner: Learner, name: str, before: mx.array, gradient: mx.array, lr: float) -> None:
+    """
+    Takes a tensor that has changed off the list. ValueError for one that has not.
+
+    A step far below the last bit of every weight cannot show, and proves nothing either way.
+    """
+    if mx.any(learner.trainable[name] != before).item():
+        learner.unproved.remove(name)
+        return
+    size = lr * mx.abs(gradient) / (mx.abs(gradient) + 1e-8)  # of AdamW's first step
+    if mx.any(size > mx.abs(before) * 2**-16).item():
+        raise ValueError(f"{name} has a gradient, but an update at learning rate {lr:g} did not change it")
+
+
+def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
+    """Puts the float32 masters into the model, rounded to the dtype in which the model holds each."""
+    dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
+    model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up, then constant or half a cosine down to a tenth; `step` counts from 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    return config.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
+
+
+class LossScale(NamedTuple):
+    """Keeps small gradients of float16 activations above zero: doubled after 200 good steps, halved by an overflow."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    dynamic: bool = False
+
+    def after(self, overflow: bool) -> "LossScale":
+        if not self.dynamic:
+            return self
+        if overflow:
+            return self._replace(value=max(self.value / 2, 1.0), good_steps=0)
+        if self.good_steps + 1 == 200:
+            return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
+        return self._replace(good_steps=self.good_steps + 1)

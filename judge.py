@@ -46,6 +46,7 @@ MODES = ("logits", "decode")
 REPLY_TOKENS = 16  # of a decoded reply, thoughts not counted
 GROW_AFTER = 32  # chunks that fit, before a chunk that was halved grows by a quarter
 MOST_PADDING = 0.1  # of a level's batch; beyond that a row waits for a batch of its own length
+PART = 2**24  # numbers of which a checksum is made at once: no second copy of a large embedding is held
 TOP_LOGPROBS = 10  # asked of a server, the most that servers of this protocol agree on; five digits in two spellings
 
 
@@ -115,7 +116,7 @@ class Judge(Grader):
         if len(weights) == len(self._weights) and all(a is b for a, b in zip(weights, self._weights, strict=True)):
             return
         self._weights, self._preamble = weights, None
-        sums = mx.stack([_checksum(array) for array in weights]).tolist()
+        sums = [checksum(array) for array in weights]
         kinds = [(name, str(named[name].dtype), named[name].shape) for name in sorted(named)]
         prompts = (self.prompts.head, self.prompts.middle, self.prompts.tails)
         self._identity = grader.digest(repr((sums, kinds, prompts, self.mode, self.think, self.min_mass)))
@@ -303,11 +304,14 @@ def batch_size(lengths: list[int], most: int) -> int:
     return min(most, len(lengths))
 
 
-def _checksum(array: mx.array) -> mx.array:
+def checksum(array: mx.array) -> int:
     """A sum over all bits of an array and their places, modulo 2^32; exact, so the same on every device."""
-    words = array.reshape(-1).view(mx.uint16 if array.itemsize == 2 else mx.uint32).astype(mx.uint32)
-    places = mx.arange(words.size, dtype=mx.uint32) * 2654435761 + 1  # Knuth's multiplicative hash
-    return ((words ^ (words >> 15)) * (places | 1)).sum()
+    words, total = array.reshape(-1).view(mx.uint16 if array.itemsize == 2 else mx.uint32), 0
+    for begin in range(0, words.size, PART):
+        part = words[begin : begin + PART].astype(mx.uint32)
+        places = mx.arange(begin, begin + part.size, dtype=mx.uint32) * 2654435761 + 1  # Knuth's multiplicative hash
+        total += int(np.array(((part ^ (part >> 15)) * (places | 1)).sum()))
+    return total % 2**32
 
 
 class RemoteJudge(Grader):

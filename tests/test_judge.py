@@ -338,20 +338,31 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
     assert judge.Judge(*gwen.load("demo"), RUBRIC, chunk_size=3).identity() == tokens[0].identity()
 
 
+def reference(words):
+    """The checksum in Python's integers."""
+    total = 0
+    for place, word in enumerate(words.reshape(-1).tolist()):
+        total += (word ^ word >> 15) * (place * 2654435761 + 1 & 0xFFFFFFFF | 1)
+    return total % 2**32
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_the_checksum_of_weights_sees_every_bit_and_every_place(dtype):
+def test_the_checksum_of_weights_sees_every_bit_and_every_place(monkeypatch, dtype):
     weights = mx.random.normal((37, 53), key=mx.random.key(0)).astype(dtype)
     rng = np.random.default_rng(0)
-    sums = {judge._checksum(weights).item()}
+    sums = {judge.checksum(weights)}
     words = np.array(weights.view(mx.uint16 if dtype.size == 2 else mx.uint32))
     for _ in range(200):
         changed = words.copy()
         row, column = rng.integers(37), rng.integers(53)
         changed[row, column] ^= np.array(1 << int(rng.integers(8 * dtype.size)), changed.dtype)
-        sums.add(judge._checksum(mx.array(changed).view(dtype)).item())
+        sums.add(judge.checksum(mx.array(changed).view(dtype)))
+    assert judge.checksum(weights) == reference(words)
+    monkeypatch.setattr(judge, "PART", 500)
+    assert judge.checksum(weights) == reference(words)
     swapped = words.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
-    sums.add(judge._checksum(mx.array(swapped).view(dtype)).item())
+    sums.add(judge.checksum(mx.array(swapped).view(dtype)))
     assert len(sums) >= 200  # 202 but for a flip that was drawn twice
 
 

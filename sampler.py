@@ -44,7 +44,7 @@ class Stats(NamedTuple):
     num_tokens: int
     num_prompt_tokens: int  # prefilled, each distinct prompt once
     cache_bytes: int  # the largest cache that was held
-    peak_bytes: int  # the most that MLX held, the weights included
+    peak_bytes: int  # the most that MLX held since `mx.reset_peak_memory`, the weights included
     batch_size: int  # rows at once in the end; fewer than asked for where memory ran out
 
 
@@ -358,7 +358,6 @@ def rollout(
     distribution. share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets
     `shares_prefix` say. refill: whether slots of ended rows are handed on and dropped. None of them changes what is
     drawn. entropy: whether that of each token's distribution is recorded too.
-    MLX's peak of memory is counted from here on.
     Raises ValueError for an empty prompt, for non-finite logits, and when memory does not suffice for one row.
     """
     num_rows = len(prompts) * group_size
@@ -378,7 +377,6 @@ def rollout(
 
     record = Record(num_rows, max(limits), pad_id, entropy)
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
-    mx.reset_peak_memory()
     with tqdm(total=num_rows, desc=describe, unit="row", leave=False, disable=None) as progress:
         while waiting:
             # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded

@@ -192,7 +192,7 @@ def update(
         old = [new if held is None else held for held, new in zip(old, logprobs, strict=True)]
         steps.append(measured)
     num_positions = sum(batch.tokens.size for batch in batches)
-    merged = {name: [step[name] for step in steps] for name in steps[0]}
+    merged = {name: [measured[name] for measured in steps] for name in steps[0]}
     return UpdateResult(
         loss=sum(merged["loss"]) / len(steps),
         grad_norm=sum(merged["grad_norm"]) / len(steps),

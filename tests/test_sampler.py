@@ -230,13 +230,13 @@ def test_what_a_long_prompt_needs_beside_its_cache_does_not_grow_with_it(model, 
 def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     mx.eval(model.parameters())
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    mx.eval(mx.zeros((100_000_000,)))  # what came before is not the rollout's
+    mx.reset_peak_memory()
     held = mx.get_active_memory()
     rollout = roll(model, group_size=16, max_tokens=100, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
     assert mx.get_active_memory() - held <= kept + 4096
-    assert rollout.stats.peak_bytes >= weights + rollout.stats.cache_bytes
-    assert rollout.stats.peak_bytes < 200e6 and mx.get_peak_memory() >= rollout.stats.peak_bytes
+    assert rollout.stats.peak_bytes >= weights + rollout.stats.cache_bytes > weights
+    assert rollout.stats.peak_bytes <= mx.get_peak_memory()
 
 
 NO_MEMORY = "[malloc_or_wait] Unable to allocate 99999999999 bytes."

@@ -324,7 +324,8 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
-    run.step, run.judge.chunk_size = 7, 6
+    run.step, run.num_draws, run.judge.chunk_size = 7, 19, 6
+    run.learner.failures, run.learner.num_skipped = 2, 5
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.save()
     other = make_run(tmp_path)
@@ -338,7 +339,17 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
 
 
-def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1):
+INTERRUPTED = "--steps 5 --eval-every 2 --save-every 2 --epochs-per-rollout 2".split()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    train.main([*SMALL, *INTERRUPTED, "--run-dir", str(run)])
+    return run
+
+
+def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=()):
     """The run directory and what was said, when Ctrl-C comes before or after the `which`-th call of a function."""
     calls, original = [], getattr(*name)
 
@@ -353,9 +364,8 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1):
         return result
 
     monkeypatch.setattr(*name, pressing)
-    flags = ["--steps", "5", "--eval-every", "2", "--save-every", "2", "--epochs-per-rollout", "2"]
     with pytest.raises(SystemExit) as exit_:
-        train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
+        train.main([*SMALL, *INTERRUPTED, *flags, "--run-dir", str(tmp_path / "run")])
     monkeypatch.setattr(*name, original)
     assert exit_.value.code == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -376,25 +386,40 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1):
     ],
 )
 def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
-    tmp_path, monkeypatch, capsys, name, where, which, step
+    tmp_path, monkeypatch, capsys, uninterrupted, name, where, which, step
 ):
     run = interrupted_run(tmp_path, monkeypatch, name, where, which)
     assert checkpoint.load(run).step == step
     assert f"stopped after step {step}; go on with: uv run train.py --resume {run}" in capsys.readouterr().err
     train.main(["--resume", str(run)])
-    whole = tmp_path / "whole"
-    train.main([*SMALL, *yaml_flags(run), "--run-dir", str(whole)])
     for log in ("metrics", "rollouts", "eval"):
-        assert records(run / f"{log}.jsonl") == records(whole / f"{log}.jsonl")
-    one, two = checkpoint.load(run), checkpoint.load(whole)
+        assert records(run / f"{log}.jsonl") == records(uninterrupted / f"{log}.jsonl")
+    one, two = checkpoint.load(run), checkpoint.load(uninterrupted)
     for name in one.trainable:
         assert mx.array_equal(one.trainable[name], two.trainable[name]).item(), name
 
 
-def yaml_flags(run):
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    names = ("steps", "eval_every", "save_every", "epochs_per_rollout")
-    return [part for name in names for part in ("--" + name.replace("_", "-"), str(config[name]))]
+def test_ctrl_c_after_an_update_that_was_skipped_finishes_the_step_too(tmp_path, monkeypatch):
+    """What was counted belongs to the step; the masters are as before."""
+    calls, clip = [], optim.clip_grad_norm
+
+    def overflowing(*args):
+        calls.append(1)
+        return clip(*args) if len(calls) != 3 else (clip(*args)[0], mx.array(mx.inf))
+
+    monkeypatch.setattr(optim, "clip_grad_norm", overflowing)
+    run = interrupted_run(tmp_path, monkeypatch, (update, "accumulate"), "before", 4)
+    state, metrics = checkpoint.load(run), records(run / "metrics.jsonl")
+    assert (state.step, state.extra["num_skipped"]) == (2, 1)
+    assert [record["skipped"] for record in metrics] == [0, 1]
+
+
+def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path, monkeypatch):
+    flags = ("--max-tokens", "1", "--truncated", "mask")
+    run = interrupted_run(tmp_path, monkeypatch, (train.Run, "report"), "before", 2, flags=flags)
+    assert checkpoint.load(run).step == 2
+    metrics = records(run / "metrics.jsonl")
+    assert [record["forwards_per_completion"] for record in metrics] == [0, 0]
 
 
 def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):

@@ -329,7 +329,7 @@ def test_weights_after_a_step_do_not_depend_on_how_its_rows_were_cut(tmp_path):
         weights.append(run.learner.trainable)
     for name, array in weights[0].items():
         for other in weights[1:]:
-            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=2e-5)
+            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=1e-4)  # a step is 8e-4
 
 
 def test_every_adapter_moves_and_the_base_does_not(tmp_path):

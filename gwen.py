@@ -535,7 +535,8 @@ SLOT_ATTENTION = gpu.Kernel(
     // One threadgroup of 8 simdgroups a slot and kv head. A simdgroup takes every 8th column, first of the prompt, then
     // of the slot's own; a lane holds EACH of the D dims of the Q queries that share the kv head, and of their results.
     constexpr int EACH = (D + 31) / 32;
-    threadgroup float parts[8 * 32 * EACH];
+    constexpr int NUM_PARTS = 8 * 32 * EACH;
+    threadgroup float parts[NUM_PARTS];
     threadgroup float peaks[8];
     threadgroup float sums[8];
     int slot = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y;
@@ -1260,6 +1261,52 @@ def token_logprobs_ref(
     return chosen - mx.log(total), mx.log(total) - tiled_sum(weights * logits) / total
 
 
+ROWS_AT_ONCE = 256  # whose logits exist at once where a kernel takes them: 78 MB at Qwen's vocabulary in 16 bits
+
+
+def token_logprobs_in_rows(
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, head: str
+) -> tuple[mx.array, mx.array]:
+    """
+    `token_logprobs` for a GPU, from (M, C), (V, C) and (M,): whole rows of logits in the head's type, some at a time.
+
+    A kernel reads a chunk's logits once for its results; the backward pass makes the logits again, and another kernel
+    turns them into their gradient. MLX's matmuls do the rest in 16 bits.
+    """
+    chunks = [slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, ids.size, ROWS_AT_ONCE)]
+
+    @mx.custom_function
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, mx.array]:
+        parts: list[tuple[mx.array, mx.array]] = []
+        for chunk in chunks:
+            source = hidden[chunk]
+            if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
+                (source,) = mx.depends([source], list(parts[-1]))
+            parts.append(row_logprobs(source @ head_weight.T, ids[chunk], temperature))
+        logprobs, entropy = (mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+        return logprobs, entropy
+
+    @forward.vjp
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+        hidden, head_weight = primals
+        d_hidden: list[mx.array] = []
+        done: list[mx.array] = []
+        d_head = mx.zeros(head_weight.shape, mx.float32)
+        for chunk in chunks:
+            source = mx.depends([hidden[chunk]], done)[0] if done else hidden[chunk]
+            given = [array[chunk] for array in outputs], [array[chunk] for array in cotangents]
+            d_logits = row_logprobs_vjp(source @ head_weight.T, ids[chunk], *given, temperature)
+            d_hidden.append(d_logits @ head_weight)
+            done = [d_hidden[-1]]
+            if head == "trained":
+                d_head = d_head + d_logits.T @ source
+                done.append(d_head)
+        return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
+
+    out: Any = forward(hidden, head_weight)
+    return out
+
+
 LOGPROB_CHUNK = 128 * 151_936  # logits that exist at once, 78 MB in float32: 128 positions of Qwen's vocabulary
 
 
@@ -1284,6 +1331,9 @@ def token_logprobs(
     assert head in ("frozen", "trained"), head
     assert temperature > 0, temperature
     num_rows, length, width = hidden.shape
+    if not support and ROW_LOGPROBS.runs(head_weight.dtype):
+        rows = token_logprobs_in_rows(hidden.reshape(-1, width), head_weight, ids.reshape(-1), temperature, head)
+        return rows[0].reshape(ids.shape), rows[1].reshape(ids.shape)
     ids = ids.reshape(-1)
     step = max(1, LOGPROB_CHUNK // head_weight.shape[0])
     chunks = [slice(begin, begin + step) for begin in range(0, ids.size, step)]

@@ -235,7 +235,7 @@ def is_wanted(name: str) -> bool:
     return name in names
 
 
-def milliseconds(function: Callable[[], Sequence[mx.array]], runs: int = 5) -> float:
+def milliseconds(function: Callable[[], Sequence[mx.array]], runs: int = 3) -> float:
     """Median wall time of one call, after one that is not counted."""
     seconds = []
     for _ in range(runs + 1):
@@ -245,22 +245,25 @@ def milliseconds(function: Callable[[], Sequence[mx.array]], runs: int = 5) -> f
     return sorted(seconds[1:])[runs // 2] * 1e3
 
 
-def report(dtype: mx.Dtype) -> list[str]:
-    """One line a kernel: what runs here and why, and both times on the large example."""
-    place, lines = backend(), []
+def report(dtype: mx.Dtype) -> tuple[list[str], bool]:
+    """One line a kernel, which says what runs here, why, and how long it takes; and whether all agree."""
+    place, lines, agree = backend(), [], True
     for name, kernel in KERNELS.items():
         assert kernel.example is not None, f"{name} has no example"
-        example = kernel.example(dtype, True)
-        reference_ms = milliseconds(example.reference)
+        wanted, example = is_wanted(name), kernel.example(dtype, True)
+        expression_ms = milliseconds(example.reference)
+        times = f"{name:17} expression {expression_ms:8.2f} ms"
         if not place:
-            lines.append(f"{name:18} expression {reference_ms:9.3f} ms | no GPU; on a Mac: Metal kernel, once checked")
+            lines.append(f"{times} | runs: no GPU. A Mac would {'check and run a kernel' if wanted else 'run it too'}")
             continue
         reason = kernel.check(dtype)
         if reason:
-            lines.append(f"{name:18} expression {reference_ms:9.3f} ms | kernel off: {reason}")
+            lines.append(f"{times} | runs: the kernel is OFF, {reason}")
+            agree = False
             continue
-        ours = milliseconds(example.kernel)
-        state = f"{place} kernel" if kernel.runs(dtype) else "expression, by GWEN_KERNELS"
-        times = f"kernel {ours:.3f} ms, expression {reference_ms:.3f} ms, {reference_ms / ours:.2f} times"
-        lines.append(f"{name:18} {state} | {times} | agrees")
-    return lines
+        kernel_ms = milliseconds(example.kernel)
+        choice = f"{place} kernel" if wanted else "expression, as GWEN_KERNELS says"
+        lines.append(
+            f"{times}, kernel {kernel_ms:8.2f} ms ({expression_ms / kernel_ms:.2f}x) | agrees | runs: {choice}"
+        )
+    return lines, agree

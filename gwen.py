@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpu_blas
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -25,6 +26,8 @@ from mlx.utils import tree_flatten
 
 import gpu
 import hub
+import memory
+import telemetry
 from kv_cache import Group, KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer, TreeCache, TreeLayer, make_group
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -1154,7 +1157,7 @@ def row_logprobs_kernel(logits: mx.array, ids: mx.array, temperature: float = 1.
 
 
 def _row_logprobs_example(dtype: mx.Dtype, large: bool) -> tuple[mx.array, mx.array]:
-    logits = normal(*((256, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
+    logits = normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
     return logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1]
 
 
@@ -1531,3 +1534,57 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     generation = {"eos_token_id": raw["eos_token_id"], "do_sample": True, "temperature": 1.0}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tokenizer.save_pretrained(str(directory))
+
+
+# ---- the doctor
+
+
+def rope_error(dtype: mx.Dtype) -> float:
+    """
+    The largest error of one token a row at three positions, in float64.
+
+    MLX before 0.32 rotated such batches wrongly on Metal.
+    """
+    rope, offsets = Rope(random_config("random:0.6b")), [0, 40, 700]
+    x = normal(3, 1, 3, rope.head_dim, dtype=dtype)
+    queries, _, _ = norm_rope_ref(x, 1, None, 0.0, rope, rope.at(mx.array(offsets), 1))
+    low, high = np.split(np.array(x.astype(mx.float32)).astype(np.float64)[:, 0, :1], 2, axis=-1)
+    angles = np.array(offsets)[:, None, None] * rope.frequencies
+    parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
+    return float(np.abs(np.array(queries.astype(mx.float32))[:, :, 0] - np.concatenate(parts, axis=-1)).max())
+
+
+def doctor() -> tuple[list[str], bool]:
+    """What a user of this machine should know, a line each, and whether all is well."""
+    found, dtype = telemetry.environment(cpu_blas.description), default_dtype()
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    error, limit = rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
+    lines = [
+        f"versions: Python {found['python']}, {versions}",
+        f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
+        f"memory: {memory.of_device() / 2**30:.1f} GB for this process",
+        f"device: {gpu.backend() or 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
+        f"BLAS: {found['blas']}",
+        f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",
+        *hub.describe_cache(),
+        f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}, verdicts are in {gpu.cache_directory()}",
+    ]
+    kernels, agree = gpu.report(dtype)
+    return [*lines, *(f"  {line}" for line in kernels)], agree and error < limit
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = telemetry.Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
+    parser.add_argument("--doctor", action="store_true", required=True, help="what runs here, and how fast")
+    parser.parse_args(argv)
+    try:
+        lines, well = doctor()
+    except ValueError as error:
+        telemetry.fail(error)
+    print("\n".join(lines))
+    if not well:
+        telemetry.fail("something is wrong here; the lines above say what")
+
+
+if __name__ == "__main__":
+    main()

@@ -66,6 +66,12 @@ def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> m
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
+@functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
+def constant(value: float | bool) -> mx.array:
+    """A number for a kernel, which takes arrays only; of the models' settings, so few are ever made."""
+    return mx.array([value])
+
+
 def swiglu_ref(gate_up: mx.array) -> mx.array:
     """The definition of `swiglu`."""
     gate, up = mx.split(gate_up, 2, axis=-1)
@@ -218,7 +224,7 @@ def add_norm_kernel(x: mx.array, delta: mx.array, weight: mx.array, eps: float) 
     def forward(x: mx.array, delta: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
         outputs, grid = [(x.shape, dtype)] * 2, (x.size // size * 256, 1, 1)
         total, normed = ADD_NORM(
-            [x, delta, weight, mx.array([eps])], outputs, grid=grid, threadgroup=(256, 1, 1), T=dtype, C=size
+            [x, delta, weight, constant(eps)], outputs, grid=grid, threadgroup=(256, 1, 1), T=dtype, C=size
         )
         return total, normed
 
@@ -383,7 +389,7 @@ def norm_rope_kernel(
     num_rows, length, all_heads, size = qkv.shape
     num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
     num_turned = num_heads + num_kv_heads
-    scalars = mx.array([eps]), mx.array([rope.magnitude])
+    scalars = constant(eps), constant(rope.magnitude)
 
     @mx.custom_function
     def forward(qkv: mx.array, query_weight: mx.array, key_weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -616,7 +622,7 @@ def slot_attention_kernel(queries: mx.array, parts: Parts, layout: Layout) -> mx
     own_mask, dtype = layout[1].mask, queries.dtype
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
-    num_kv_heads, nothing = keys.shape[1], mx.zeros((1, 1, 1, 1), mx.bool_)
+    num_kv_heads, nothing = keys.shape[1], constant(False).reshape(1, 1, 1, 1)
 
     @mx.custom_function
     def forward(*arrays: mx.array) -> mx.array:
@@ -903,7 +909,7 @@ def _on_rows(
     num_rows, size = logits.shape
     shape = (num_rows, size) if len(dtypes) == 1 else (num_rows,)
     return kernel(
-        [logits, *more, mx.array([temperature], dtype=mx.float32)],
+        [logits, *more, constant(float(temperature))],
         [(shape, dtype) for dtype in dtypes],
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
@@ -911,9 +917,15 @@ def _on_rows(
     )
 
 
+def at_temperature(logits: mx.array, temperature: float) -> mx.array:
+    """Logits in float32; dividing all of them by 1 would cost a pass over them."""
+    logits = logits.astype(mx.float32)
+    return logits if temperature == 1 else logits / temperature
+
+
 def log_softmax_ref(logits: mx.array, temperature: float = 1.0) -> mx.array:
     """The definition of `log_softmax`."""
-    logits = logits.astype(mx.float32) / temperature
+    logits = at_temperature(logits, temperature)
     return logits - logsumexp(logits)[..., None]
 
 
@@ -978,7 +990,7 @@ def sample_token_ref(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The definition of `sample_token`."""
     num_rows, size = logits.shape
-    logits = logits.astype(mx.float32) / temperature
+    logits = at_temperature(logits, temperature)
     peak = logits.max(-1, keepdims=True)
     shifted = logits - peak
     weights = exp(shifted)
@@ -1079,46 +1091,58 @@ def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0)
     return run(logits, uniforms, temperature)
 
 
-def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+class RowLogprobs(NamedTuple):
+    """What `row_logprobs` gives, (M,) float32 each; with the last two every log-probability of a row can be had."""
+
+    logprobs: mx.array
+    entropies: mx.array
+    peaks: mx.array  # the largest logit, at the temperature
+    log_totals: mx.array  # the log of sum(exp(logit - peak)); beside the peak, which may dwarf it
+
+
+def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
     """The definition of `row_logprobs`."""
-    logits = logits.astype(mx.float32) / temperature
-    shifted = logits - mx.stop_gradient(logits.max(-1, keepdims=True))
+    logits = at_temperature(logits, temperature)
+    peak = mx.stop_gradient(logits.max(-1, keepdims=True))
+    shifted = logits - peak
     weights = exp(shifted)
     total = tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
     moment = tiled_sum(weights * mx.where(weights > 0, shifted, 0.0))
-    return chosen - mx.log(total), mx.log(total) - moment / total
+    log_total = mx.log(total)
+    return RowLogprobs(chosen - log_total, log_total - moment / total, peak.squeeze(-1), log_total)
 
 
 ROW_LOGPROBS = gpu.Kernel(
     "row_logprobs",
     ["logits", "ids", "temperature"],
-    ["logprobs", "entropies"],
+    ["logprobs", "entropies", "highest", "log_totals"],
     _ROW
     + """
     if (thread_index_in_threadgroup == 0) {
         float log_total = metal::log(total);
         logprobs[row] = (float(x[ids[row]]) / heat - peak) - log_total;
         entropies[row] = log_total - moment / total;
+        highest[row] = peak;
+        log_totals[row] = log_total;
     }
 """,
     header=_ROW_HEADER,
 )
 ROW_LOGPROBS_VJP = gpu.Kernel(
     "row_logprobs_vjp",
-    ["logits", "ids", "logprobs", "entropies", "d_logprobs", "d_entropies", "temperature"],
+    ["logits", "ids", "entropies", "highest", "log_totals", "d_logprobs", "d_entropies", "temperature"],
     ["d_logits"],
     """
     // A thread makes one element: d logprob[id] = onehot - p, d entropy = -p (log p + entropy).
     uint column = thread_position_in_grid.x, row = thread_position_in_grid.y;
     if (column >= V) return;
     size_t begin = size_t(row) * V;
-    uint id = ids[row];
     float heat = temperature[0];
-    float logprob = float(logits[begin + column]) / heat - float(logits[begin + id]) / heat + logprobs[row];
+    float logprob = (float(logits[begin + column]) / heat - highest[row]) - log_totals[row];
     float p = metal::exp(logprob);
     float d = p > 0.0f ? -p * (d_logprobs[row] + d_entropies[row] * (logprob + entropies[row])) : 0.0f;
-    if (column == id) d += d_logprobs[row];
+    if (column == uint(ids[row])) d += d_logprobs[row];
     d_logits[begin + column] = static_cast<T>(d / heat);
 """,
 )
@@ -1127,13 +1151,13 @@ ROW_LOGPROBS_VJP = gpu.Kernel(
 def row_logprobs_vjp_kernel(
     logits: mx.array,
     ids: mx.array,
-    outputs: Sequence[mx.array],
+    outputs: RowLogprobs,
     cotangents: Sequence[mx.array],
     temperature: float = 1.0,
 ) -> mx.array:
     num_rows, size = logits.shape
     return ROW_LOGPROBS_VJP(
-        [logits, ids, *outputs, *cotangents, mx.array([temperature], dtype=mx.float32)],
+        [logits, ids, *outputs[1:], *cotangents, constant(float(temperature))],
         [(logits.shape, logits.dtype)],
         grid=(-(-size // 256) * 256, num_rows, 1),
         threadgroup=(256, 1, 1),
@@ -1142,18 +1166,17 @@ def row_logprobs_vjp_kernel(
     )[0]
 
 
-def row_logprobs_kernel(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+def row_logprobs_kernel(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
     @mx.custom_function
-    def forward(logits: mx.array) -> tuple[mx.array, mx.array]:
-        logprobs, entropies = _on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 2)
-        return logprobs, entropies
+    def forward(logits: mx.array) -> tuple[mx.array, ...]:
+        return tuple(_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4))
 
     @forward.vjp
     def backward(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
-        return row_logprobs_vjp(logits, ids, outputs, cotangents, temperature)
+        return row_logprobs_vjp(logits, ids, RowLogprobs(*outputs), cotangents[:2], temperature)
 
     out: Any = forward(logits)
-    return out
+    return RowLogprobs(*out)
 
 
 def _row_logprobs_example(dtype: mx.Dtype, large: bool) -> tuple[mx.array, mx.array]:
@@ -1178,24 +1201,24 @@ def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
 def row_logprobs_vjp_ref(
     logits: mx.array,
     ids: mx.array,
-    outputs: Sequence[mx.array],
+    outputs: RowLogprobs,
     cotangents: Sequence[mx.array],
     temperature: float = 1.0,
 ) -> mx.array:
     """The definition of `row_logprobs_vjp`."""
-    _, (d_logits,) = mx.vjp(lambda x: row_logprobs_ref(x, ids, temperature), [logits], list(cotangents))
+    _, (d_logits,) = mx.vjp(lambda x: row_logprobs_ref(x, ids, temperature)[:2], [logits], list(cotangents))
     return d_logits
 
 
 def row_logprobs_vjp(
     logits: mx.array,
     ids: mx.array,
-    outputs: Sequence[mx.array],
+    outputs: RowLogprobs,
     cotangents: Sequence[mx.array],
     temperature: float = 1.0,
 ) -> mx.array:
     """
-    The gradient of `row_logprobs` by its logits, of their type, from its results and their cotangents, (M,) each.
+    The gradient of `row_logprobs` by its logits, of their type, from its results and the first two's cotangents, (M,).
 
     The kernel reads V logits a row and writes V, the least there is while the logits are kept; MLX gives a kernel
     arrays of its own to write to, so the logits' buffer cannot take them.
@@ -1204,11 +1227,11 @@ def row_logprobs_vjp(
     return run(logits, ids, outputs, cotangents, temperature)
 
 
-def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
     """
-    Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,), (M,) float32.
+    Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each; with gradient.
 
-    The kernel reads each logit once and writes 8 bytes a row, in one launch. A loss of tokens needs no kernel of its
+    The kernel reads each logit once and writes 16 bytes a row, in one launch. A loss of tokens needs no kernel of its
     own behind it: on policy or off, it is a handful of operations on (M,) numbers beside the M * V of this.
     """
     run = row_logprobs_kernel if ROW_LOGPROBS.runs(logits.dtype) else row_logprobs_ref
@@ -1279,15 +1302,14 @@ def token_logprobs_in_rows(
     chunks = [slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, ids.size, ROWS_AT_ONCE)]
 
     @mx.custom_function
-    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, mx.array]:
-        parts: list[tuple[mx.array, mx.array]] = []
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
+        parts: list[RowLogprobs] = []
         for chunk in chunks:
             source = hidden[chunk]
             if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
                 (source,) = mx.depends([source], list(parts[-1]))
             parts.append(row_logprobs(source @ head_weight.T, ids[chunk], temperature))
-        logprobs, entropy = (mx.concatenate(list(column)) for column in zip(*parts, strict=True))
-        return logprobs, entropy
+        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
@@ -1297,8 +1319,8 @@ def token_logprobs_in_rows(
         d_head = mx.zeros(head_weight.shape, mx.float32)
         for chunk in chunks:
             source = mx.depends([hidden[chunk]], done)[0] if done else hidden[chunk]
-            given = [array[chunk] for array in outputs], [array[chunk] for array in cotangents]
-            d_logits = row_logprobs_vjp(source @ head_weight.T, ids[chunk], *given, temperature)
+            held, given = RowLogprobs(*(a[chunk] for a in outputs)), [a[chunk] for a in cotangents[:2]]
+            d_logits = row_logprobs_vjp(source @ head_weight.T, ids[chunk], held, given, temperature)
             d_hidden.append(d_logits @ head_weight)
             done = [d_hidden[-1]]
             if head == "trained":
@@ -1307,7 +1329,7 @@ def token_logprobs_in_rows(
         return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
 
     out: Any = forward(hidden, head_weight)
-    return out
+    return out[0], out[1]
 
 
 LOGPROB_CHUNK = 128 * 151_936  # logits that exist at once, 78 MB in float32: 128 positions of Qwen's vocabulary

@@ -873,7 +873,7 @@ _ROW = """
     for (uint tile = lane; tile < NUM_TILES; tile += 32) peak = metal::max(peak, peaks[tile]);
     peak = simd_max(peak);
     for (uint tile = lane; tile < NUM_TILES; tile += 32) {
-        float weight = tile_weight(peaks[tile], peak);
+        float weight = metal::exp(peaks[tile] - peak);
         total += sums[tile] * weight;
         moment += weight > 0.0f ? (moments[tile] + (peaks[tile] - peak) * sums[tile]) * weight : 0.0f;
     }
@@ -881,11 +881,6 @@ _ROW = """
     moment = simd_sum(moment);
 """
 _ROW_HEADER = """
-// What a sum relative to `own` counts relative to `peak`; a tile of nothing but -inf counts nothing.
-inline float tile_weight(float own, float peak) {
-    return own == -INFINITY ? 0.0f : metal::exp(own - peak);
-}
-
 // The place among 32 weights, one a lane, at which their running sum first passes the share `uniform` of the whole.
 // It is added up in order: a sum that only grows never stops at a weight of 0.
 inline uint draw(float weight, float uniform) {
@@ -1034,10 +1029,10 @@ SAMPLE_TOKEN = gpu.Kernel(
     float weight = 0.0f;  // of lane l's group of 32 tiles
     for (uint i = 0; i < 32; i++) {
         uint tile = lane * 32 + i;
-        if (tile < NUM_TILES) weight += sums[tile] * tile_weight(peaks[tile], peak);
+        if (tile < NUM_TILES) weight += sums[tile] * metal::exp(peaks[tile] - peak);
     }
     uint tile = draw(weight, uniform[0]) * 32 + lane;
-    weight = tile < NUM_TILES ? sums[tile] * tile_weight(peaks[tile], peak) : 0.0f;
+    weight = tile < NUM_TILES ? sums[tile] * metal::exp(peaks[tile] - peak) : 0.0f;
     tile = tile - lane + draw(weight, uniform[1]);
     float level = peaks[tile] == -INFINITY ? 0.0f : peaks[tile];
     float own = 0.0f;  // of lane l's block of 32 logits

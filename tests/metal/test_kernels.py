@@ -229,7 +229,8 @@ def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
 ):
     rows, prompts, length, width = len(prompt_of), max(prompt_of) + 1, 11, 5
     queries = array(rows, ratio * kv_heads, 1, size, dtype=dtype, scale=2)
-    held = [array(prompts, kv_heads, 16, size, dtype=dtype)[:, :, :length] for _ in range(2)]  # views, as of a cache
+    by_column = array(prompts, 16, kv_heads, size, dtype=dtype).transpose(0, 2, 1, 3)  # views, as projections and
+    held = [by_column[:, :, :length], array(prompts, kv_heads, 16, size, dtype=dtype)[:, :, :length]]  # caches give
     own = [array(rows, kv_heads, 8, size, dtype=dtype)[:, :, :width] for _ in range(2)]
     mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
     if masked:

@@ -973,11 +973,10 @@ def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
 
-def draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Where in each row the running sum first passes the share `uniform` of the whole, (N, X), (N,) -> (N, 1)."""
+def draw(weights: mx.array, share: mx.array) -> mx.array:
+    """Where in each row the running sum first passes this share of the whole, (N, X), (N, 1) -> (N, 1)."""
     until = mx.cumsum(weights, axis=-1)
-    target = mx.minimum(uniform[:, None], BELOW_ONE) * until[:, -1:]
-    return (until <= target).sum(-1, keepdims=True)
+    return (until <= share * until[:, -1:]).sum(-1, keepdims=True)
 
 
 def sample_token_ref(
@@ -987,8 +986,8 @@ def sample_token_ref(
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
     peak = logits.max(-1, keepdims=True)
-    shifted = logits - peak
-    weights = exp(shifted)
+    weights = exp(logits - peak)
+    shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
 
     def blocks_of(weights: mx.array, width: int) -> mx.array:  # (N, X) -> (N, X / width, width), filled up with 0
@@ -1005,16 +1004,16 @@ def sample_token_ref(
     if size > 1024:
         if sums.shape[1] > 32:
             groups = blocks_of(sums, 32)
-            token = draw(groups.sum(-1), uniforms[:, 0])
+            token = draw(groups.sum(-1), shares[0])
             sums = take(groups, token)
-        token = token * 32 + draw(sums, uniforms[:, 1])
+        token = token * 32 + draw(sums, shares[1])
         blocks = take(blocks, token).reshape(num_rows, 32, 32)
         sums = blocks.sum(-1)
-    block = draw(sums, uniforms[:, 2])
-    token = (token * 32 + block) * 32 + draw(take(blocks, block), uniforms[:, 3])
+    block = draw(sums, shares[2])
+    token = (token * 32 + block) * 32 + draw(take(blocks, block), shares[3])
     log_total = mx.log(total).squeeze(-1)
-    logprob = mx.take_along_axis(shifted, token, axis=-1).squeeze(-1) - log_total
-    moment = tiled_sum(mx.where(weights > 0, weights * shifted, 0.0))
+    logprob = (mx.take_along_axis(logits, token, axis=-1) - peak).squeeze(-1) - log_total
+    moment = tiled_sum(mx.where(weights > 0, weights * (logits - peak), 0.0))
     return token.squeeze(-1).astype(mx.int32), logprob, log_total - moment / total.squeeze(-1)
 
 

@@ -220,7 +220,8 @@ class Kernel:
 
 def cache_directory() -> Path:
     """Where verdicts are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gwen"
+    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "gwen"
 
 
 def is_wanted(name: str) -> bool:

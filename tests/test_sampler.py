@@ -398,14 +398,17 @@ def test_entropies_are_not_computed_unless_asked_for(model, monkeypatch):
     assert roll(model).entropy is None
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
     # an array of this size cannot be allocated: to evaluate it would fail
-    monkeypatch.setattr(sampler, "entropy_of", lambda logits: mx.zeros((2**20, 2**20, 2**10)).sum((0, 1, 2)))
+    draw, huge = gwen.sample_token, mx.zeros((2**20, 2**20, 2**10)).sum((0, 1, 2))
+    monkeypatch.setattr(gwen, "sample_token", lambda *args: (*draw(*args)[:2], huge))
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
 
 
 def test_prompts_are_shared_where_that_saves_more_than_it_costs(model, monkeypatch):
-    assert not sampler.shares_prefix(8, [100] * 8, 64)  # no two rows have the same prompt
-    assert sampler.shares_prefix(64, [512] * 8, 64) and not sampler.shares_prefix(64, [8] * 8, 64)
-    assert not sampler.shares_prefix(64, [512] * 8, 2)  # two slots read little
+    assert not sampler.shares_prefix(8, [100] * 8, 64, mx.float32)  # no two rows have the same prompt
+    assert sampler.shares_prefix(64, [512] * 8, 64, mx.float32) and not sampler.shares_prefix(
+        64, [8] * 8, 64, mx.float32
+    )
+    assert not sampler.shares_prefix(64, [512] * 8, 2, mx.float32)  # two slots read little
     modes = []
     original = sampler.SlotCache
     monkeypatch.setattr(sampler, "SlotCache", lambda *args: modes.append(args[3]) or original(*args))

@@ -17,6 +17,7 @@ FLOORS = {
     "answers": 0,
     "kv_cache": 0,
     "memory": 0,
+    "gpu": 0,
     "grpo": 0,
     "telemetry": 0,
     "endpoint": 0,

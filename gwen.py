@@ -458,7 +458,7 @@ def token_logprobs(
     hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32 whatever
     the weights are. `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
-    gradient: of "both" results; of the "logprobs", where the entropy is only looked at, which is a third cheaper; "none".
+    gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
     chunk: positions at once; `LOGPROB_TILE // chunk` ids at once, or all of them where there is a support.
 
     The vocabulary goes by in tiles under a running maximum, as keys do in attention. For a softmax over the head's rows
@@ -527,7 +527,7 @@ def _wait(x: mx.array, done: list[mx.array]) -> mx.array:
 
 
 def _place(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
-    """Where in a tile of the vocabulary each id stands, the nearest place if outside, and whether it is inside; (M, 1)."""
+    """Where in a tile each id stands, the nearest place if outside, and whether it is inside; (M, 1) each."""
     place = ids[:, None] - tile.start
     last = tile.stop - tile.start - 1
     return mx.clip(place, 0, last), (place >= 0) & (place <= last)
@@ -586,7 +586,7 @@ class _Softmax(NamedTuple):
         )
 
     def results(self, chosen_rows: mx.array, temperature: float) -> tuple[mx.array, ...]:
-        """Log-probabilities, entropies and logsumexps (M,), and what was kept of their gradients by `hidden`, (M, C)."""
+        """Log-probabilities, entropies and logsumexps (M,), and the first two's gradients by `hidden`, (M, C)."""
         log_total, moment = mx.log(self.total), self.moment / self.total
         logprobs, entropy = self.chosen - self.peak - log_total, log_total - moment
         kept = []

@@ -320,6 +320,37 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def checkpointed(
+    layer: Block,
+    x: mx.array,
+    rope: Rope,
+    rotation: Rotation,
+    mask: mx.array | str | Layout | None,
+    cache: LayerCache | SlotLayer | TreeLayer | None,
+) -> mx.array:
+    """
+    `layer(x, ...)`, of which only the input is kept; the gradient computes the layer again.
+
+    `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights are one of them (called on the
+    module it would drop their gradients), and so are keys and values of an earlier level, whose gradients belong to
+    the shared prompt. Integers and masks are not differentiable and come by closure.
+    """
+    assert cache is None or isinstance(cache, TreeLayer), "a cache that is written in place cannot be computed again"
+
+    def run(weights: Any, x: mx.array, ancestors: Parts) -> tuple[mx.array, Parts]:
+        held = layer.trainable_parameters()
+        layer.update(weights)
+        level = None if cache is None else TreeLayer(list(ancestors))
+        out = layer(x, rope, rotation, mask, level)
+        layer.update(held)
+        return out, [] if level is None else level.parts[-1:]
+
+    out, newest = mx.checkpoint(run)(layer.trainable_parameters(), x, [] if cache is None else list(cache.parts))
+    if cache is not None:
+        cache.parts.extend(newest)
+    return out
+
+
 class Model(nn.Module):
     """
     A dense Qwen. `model(tokens, cache)` gives logits; `hidden` and `head_weight` are its two halves, for those who
@@ -341,15 +372,23 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
-        """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
+    def hidden(
+        self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None, checkpoint_layers: int = 0
+    ) -> mx.array:
+        """
+        Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right.
+
+        checkpoint_layers: of how many layers, from the first, the activations are computed again for the gradient
+        instead of being kept.
+        """
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
         offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
         mask = "causal" if cache is None else cache.mask(length)
         rotation = self._rope.at(offsets, length)
         for index, layer in enumerate(self.layers):
-            x = layer(x, self._rope, rotation, mask, None if cache is None else cache.layers[index])
+            run = checkpointed if index < checkpoint_layers else Block.__call__
+            x = run(layer, x, self._rope, rotation, mask, None if cache is None else cache.layers[index])
         return self.norm(x)
 
     def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:

@@ -702,8 +702,8 @@ RANDOM = {  # name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary
 }
 
 
-def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
-    """A Qwen3 of a size in `RANDOM` with seeded random weights and no end token, for benchmarks and tests."""
+def random_config(name: str) -> hub.Config:
+    """The configuration of a size in `RANDOM`. ValueError when there is none of that name."""
     if name not in RANDOM:
         raise ValueError(f"--model {name}: the random models are {', '.join(RANDOM)}")
     hidden, layers, width, heads, kv_heads, head_dim, vocab = RANDOM[name]
@@ -724,7 +724,18 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
         "hidden_act": "silu",
         "attention_bias": False,
     }
-    model, dtype = Model(hub.make_config(raw)), dtype or default_dtype()
+    return hub.make_config(raw)
+
+
+def load_config(path_or_id: str | Path) -> hub.Config:
+    """The configuration of what `load` takes. ValueError names what is wrong with it."""
+    name = str(path_or_id)
+    return random_config(name) if name.startswith("random:") else hub.load_config(hub.find(path_or_id))
+
+
+def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
+    """A Qwen3 of a size in `RANDOM` with seeded random weights and no end token, for benchmarks and tests."""
+    model, dtype = Model(random_config(name)), dtype or default_dtype()
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(0), len(weights))
     for (path, array), key in zip(sorted(weights), keys, strict=True):

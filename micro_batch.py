@@ -60,26 +60,34 @@ def micro_batches(
     """
     The rows of a step, cut where a micro-batch's positions would pass the budget; one row always fits.
 
-    prompts: of every row, N. A row of which no token counts is left out.
-    sharing: whether a prompt is computed once for its group; "auto" shares where that saves enough positions, and not
-    on a GPU, whose attention kernel reads each row's keys from one buffer.
+    prompts: of every row, N. A row of which no token counts is left out. sharing: see `plan`.
     """
-    assert sharing in SHARING, sharing
     num_tokens = np.array(rollout.mask).sum(-1).astype(int)
-    rows = np.flatnonzero(num_tokens).tolist()
-    if not rows:
-        return []
-    lengths = [len(prompt) for prompt in prompts]
-    plain = _cut_plain(rows, lengths, num_tokens, token_budget)
-    shared = _cut_shared(rows, prompts, num_tokens, token_budget)
-    if sharing == "auto":
-        saved = 1 - sum(num for _, num in shared) / sum(num for _, num in plain)
-        sharing = "on" if saved >= LEAST_SAVED and not gwen.on_gpu() else "off"
-    cut, make = (shared, _make_shared) if sharing == "on" else (plain, _make_plain)
+    shared, cut = plan(prompts, num_tokens, token_budget, sharing)
+    make = _make_shared if shared else _make_plain
     return [make(part, prompts, rollout, num_tokens) for part, _ in cut]
 
 
 Cut = list[tuple[list[int], int]]  # rows of each micro-batch, and its positions with padding
+
+
+def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str) -> tuple[bool, Cut]:
+    """
+    Whether prompts are shared, and which rows go together; from prompts and lengths of completions, N each, alone.
+
+    sharing: whether a prompt is computed once for its group; "auto" shares where that saves enough positions, and not
+    on a GPU, whose attention kernel reads each row's keys from one buffer.
+    """
+    assert sharing in SHARING, sharing
+    rows = np.flatnonzero(num_tokens).tolist()
+    plain = _cut_plain(rows, [len(prompt) for prompt in prompts], num_tokens, token_budget)
+    if sharing == "off" or not rows:
+        return False, plain
+    shared = _cut_shared(rows, prompts, num_tokens, token_budget)
+    saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
+    if sharing == "on" or (saved >= LEAST_SAVED and not gwen.on_gpu()):
+        return True, shared
+    return False, plain
 
 
 def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, token_budget: int) -> Cut:

@@ -10,15 +10,16 @@ Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vo
 K kv heads, D head dim, F mlp width.
 """
 
-import argparse
+import dataclasses
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
+import dispatch
 import gwen
 import hub
 import lora
@@ -29,7 +30,8 @@ import telemetry
 from kv_cache import round_up
 from settings import Config
 
-LAPTOP = 16 * 10**9  # bytes; without a GPU `auto` asks for what fits there, whatever the machine has
+LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
+BUDGETS = [8192, 2048, 1024]  # positions of a micro-batch that `auto` chooses from; a GPU gains nothing beyond 2048
 # What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.7 to 3.5 over seven shapes.
 WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 3.2
 TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
@@ -107,31 +109,130 @@ def _update(
     model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
 ) -> tuple[int, int]:
     """Bytes of activations and of log-probabilities of the largest micro-batch, all completions as long as allowed."""
-    layers, length = model.num_hidden_layers, config.max_tokens
-    kept = layers - min(checkpoint_layers, layers)
+    width, length, layers = model.hidden_size, config.max_tokens, model.num_hidden_layers
+    kept = max(layers - checkpoint_layers, 0)
     working = WORKING_LAYERS if kept == layers else WORKING_LAYERS_CHECKPOINTED
+    rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.groups)]
+    lengths = np.full(len(rows), length)
+    shared, cut = micro_batch.plan(rows, lengths, config.train_token_budget, config.train_share_prefix)
     most = (0, 0)
-    for batch in micro_batch.shapes(prompts, config.groups, length, config.train_token_budget, config.shared_prefix):
-        a_layer = batch.num_positions * layer_bytes(model, batch.mean_keys)
-        inputs = 8 * batch.num_positions * model.hidden_size * (layers - kept)
-        rows = batch.num_rows * length
-        hidden = rows * model.hidden_size * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
-        tiles = TILES_IN_FLIGHT * 4 * gwen.LOGPROB_TILE
-        head = 0 if config.lora_rank else 2 * 4 * model.vocab_size * model.hidden_size
+    for part, num_positions in cut:
+        longest = max(len(rows[row]) for row in part)
+        keys = float(longest + length - 1)
+        if shared:  # the prompt's own positions see the prompt alone
+            of_completions = len(part) * (length - 1)
+            keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
+        inputs = 8 * width * (layers - kept)  # a position's, of the layers that are computed again
+        activations = num_positions * (layer_bytes(model, keys) * (kept + working) + inputs)
+        num_tokens = len(part) * length
+        logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
         if config.logprobs == "reference":
-            tiles = 5 * 4 * rows * model.vocab_size
-        one = (int(a_layer * (kept + working) + inputs), int(hidden + tiles + head))
-        most = max(most, one, key=sum)
+            logprobs += 6 * 4 * num_tokens * model.vocab_size
+        else:
+            logprobs += TILES_IN_FLIGHT * 4 * gwen.LOGPROB_TILE
+            logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
+        most = max(most, (int(activations), logprobs), key=sum)
     return most
 
 
 def _rollout(model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
-    slots = min(config.rollout_batch_size, config.batch * config.groups)
-    together = sorted(prompts)[-max(2 * config.rollout_batch_size // config.groups, 1) :]
+    batch_size = config.rollout_batch_size or dispatch.USUAL_ROWS
+    slots = min(batch_size, config.batch * config.groups)
+    together = sorted(prompts)[-max(2 * batch_size // config.groups, 1) :]
     column = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
     width = round_up(max(together))
     own = round_up(config.max_tokens) + (width if gwen.on_gpu() else 0)
     prefill = len(together) * max(together) * layer_bytes(model, max(together))
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
     return column * (len(together) * width + slots * own), int(max(prefill, logits))
+
+
+def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+    """
+    Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
+
+    Micro-batches are cut smaller first, which costs nothing where a model is large enough to matter; then as few layers
+    as possible are computed again, which costs a third of the update. To fit is to need nine tenths of what a GPU
+    offers, and without a GPU of what a laptop's would, so that a run on a CPU does not depend on the machine.
+    """
+    room, layers = 0.9 * (memory.of_device() if gwen.on_gpu() else LAPTOP), model.num_hidden_layers
+    budgets = [config.train_token_budget] if config.train_token_budget else BUDGETS[1 if gwen.on_gpu() else 0 :]
+    counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
+    options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
+    for budget, count in options:
+        config.train_token_budget = budget
+        config.checkpoint_layers = {0: "off", layers: "on"}.get(count, str(count))
+        if estimate(model, dtype, config, prompt_lengths, count).total <= room:
+            return
+
+
+def advice(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
+    """The flag that makes a run fit which does not."""
+    count = config.num_checkpointed(model.num_hidden_layers)
+
+    def fits(changed: Config, count: int = count) -> bool:
+        return estimate(model, dtype, changed, prompt_lengths, count).total <= room
+
+    need = estimate(model, dtype, config, prompt_lengths, count)
+    if need.resident > room:
+        return "take a smaller model" if config.lora_rank else "set --lora-rank 16, or take a smaller model"
+    if need.rollout > need.update:
+        rows = config.rollout_batch_size or dispatch.USUAL_ROWS
+        while rows > 1 and not fits(dataclasses.replace(config, rollout_batch_size=rows)):
+            rows //= 2
+        return f"set --rollout-batch-size {rows}"
+    if count < model.num_hidden_layers and fits(config, model.num_hidden_layers):
+        return "set --checkpoint-layers on"
+    budget = config.train_token_budget
+    while budget > 64 and not fits(dataclasses.replace(config, train_token_budget=budget), model.num_hidden_layers):
+        budget //= 2
+    return f"set --checkpoint-layers on --train-token-budget {budget}"
+
+
+def line(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
+    """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
+    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
+    room = memory.of_device()
+    said = (
+        f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
+        f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + the larger of "
+        f"{_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and {_gb(need.update)} update "
+        f"({_gb(need.activations)} activations, {_gb(need.logprobs)} logprobs, {_gb(need.gradients)} gradients) "
+        f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
+    )
+    if need.total <= room:
+        return said
+    return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+# ---- the command
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = telemetry.Parser("preflight.py", "Say what a run would need. All flags of train.py, and:")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
+    parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
+    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        args = settings.parse(rest)
+        flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+        config, choice = settings.resolve(flags, args.config, args.resume)
+        if own.prompt_tokens < 1:
+            raise ValueError(f"--prompt-tokens is {own.prompt_tokens}; it must be at least 1")
+        dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
+        model = gwen.load_config(config.model)
+        lengths = [own.prompt_tokens] * config.batch
+        settle(model, dtype, config, lengths)
+        print(f"{choice}; {own.prompt_tokens} prompt tokens")
+        print(line(model, dtype, config, lengths))
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -582,10 +582,10 @@ def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
 def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_path, monkeypatch, flags, expected):
     passes, hidden = [], gwen.Model.hidden
 
-    def counted(self, tokens, cache=None):
+    def counted(self, tokens, cache=None, checkpoint_layers=0):
         if cache is None:
             passes.append(tokens.shape[0])
-        return hidden(self, tokens, cache)
+        return hidden(self, tokens, cache, checkpoint_layers)
 
     run = make_run(tmp_path, *flags)
     monkeypatch.setattr(gwen.Model, "hidden", counted)

@@ -12,7 +12,7 @@ K kv heads, D head dim, F mlp width.
 
 import dataclasses
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -45,9 +45,11 @@ class Need(NamedTuple):
     optimizer: int
     cache: int  # of a rollout: keys and values
     decoding: int  # of a rollout: prefill and logits
-    gradients: int  # of an update
-    activations: int  # of an update
-    logprobs: int  # of an update
+    gradients: int  # of an update: those of the micro-batches so far
+    activations: int  # of an update: what layers keep for the gradient
+    working: int  # of an update: what one layer's gradient takes beside that
+    logprobs: int  # of an update: what log-probabilities take, while no layer is at work
+    stepping: int  # of an update: AdamW's new state and masters beside the old ones, and the gradient
 
     @property
     def resident(self) -> int:
@@ -59,7 +61,7 @@ class Need(NamedTuple):
 
     @property
     def update(self) -> int:
-        return self.gradients + self.activations + self.logprobs
+        return max(self.gradients + self.activations + max(self.working, self.logprobs), self.stepping)
 
     @property
     def total(self) -> int:
@@ -91,7 +93,7 @@ def estimate(
     # float32 weights are their own masters
     masters = trained if config.lora_rank or dtype != mx.float32 else 0
     longest = sorted(prompt_lengths)[-config.batch :]
-    activations, logprobs = _update(model, dtype, config, longest, checkpoint_layers)
+    num_batches, activations, working, logprobs = _update(model, dtype, config, longest, checkpoint_layers)
     cache, decoding = _rollout(model, dtype, config, longest)
     return Need(
         weights=all_weights * dtype.size,
@@ -99,23 +101,28 @@ def estimate(
         optimizer=8 * trained,
         cache=cache,
         decoding=decoding,
-        gradients=2 * 4 * trained,  # those of the micro-batches so far, and those of one
+        gradients=4 * trained * (num_batches > 1),
         activations=activations,
+        working=working,
         logprobs=logprobs,
+        stepping=16 * trained,
     )
 
 
 def _update(
     model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
-) -> tuple[int, int]:
-    """Bytes of activations and of log-probabilities of the largest micro-batch, all completions as long as allowed."""
+) -> tuple[int, int, int, int]:
+    """
+    Number of micro-batches when all completions are as long as allowed, and bytes of what the largest of them keeps, of
+    its backward pass, and of its log-probabilities.
+    """
     width, length, layers = model.hidden_size, config.max_tokens, model.num_hidden_layers
     kept = max(layers - checkpoint_layers, 0)
     working = WORKING_LAYERS if kept == layers else WORKING_LAYERS_CHECKPOINTED
     rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.groups)]
     lengths = np.full(len(rows), length)
     shared, cut = micro_batch.plan(rows, lengths, config.train_token_budget, config.train_share_prefix)
-    most = (0, 0)
+    most = (0, 0, 0)
     for part, num_positions in cut:
         longest = max(len(rows[row]) for row in part)
         keys = float(longest + length - 1)
@@ -123,16 +130,17 @@ def _update(
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
         inputs = 8 * width * (layers - kept)  # a position's, of the layers that are computed again
-        activations = num_positions * (layer_bytes(model, keys) * (kept + working) + inputs)
+        one_layer = num_positions * layer_bytes(model, keys)
         num_tokens = len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
         if config.logprobs == "reference":
             logprobs += 6 * 4 * num_tokens * model.vocab_size
         else:
-            logprobs += TILES_IN_FLIGHT * 4 * gwen.LOGPROB_TILE
+            logprobs += 4 * min(TILES_IN_FLIGHT * gwen.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
             logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
-        most = max(most, (int(activations), logprobs), key=sum)
-    return most
+        one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
+        most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
+    return len(cut), *most
 
 
 def _rollout(model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
@@ -168,26 +176,28 @@ def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: l
 
 
 def advice(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
-    """The flag that makes a run fit which does not."""
-    count = config.num_checkpointed(model.num_hidden_layers)
+    """The flags that make a run fit which does not, or as far as flags can."""
 
-    def fits(changed: Config, count: int = count) -> bool:
-        return estimate(model, dtype, changed, prompt_lengths, count).total <= room
+    def need(**changed: Any) -> Need:
+        other = dataclasses.replace(config, **changed)
+        return estimate(model, dtype, other, prompt_lengths, other.num_checkpointed(model.num_hidden_layers))
 
-    need = estimate(model, dtype, config, prompt_lengths, count)
-    if need.resident > room:
+    resident, flags = need().resident, []
+    if resident > room:
         return "take a smaller model" if config.lora_rank else "set --lora-rank 16, or take a smaller model"
-    if need.rollout > need.update:
+    if resident + need().rollout > room:
         rows = config.rollout_batch_size or dispatch.USUAL_ROWS
-        while rows > 1 and not fits(dataclasses.replace(config, rollout_batch_size=rows)):
+        while rows > 1 and resident + need(rollout_batch_size=rows).rollout > room:
             rows //= 2
-        return f"set --rollout-batch-size {rows}"
-    if count < model.num_hidden_layers and fits(config, model.num_hidden_layers):
-        return "set --checkpoint-layers on"
-    budget = config.train_token_budget
-    while budget > 64 and not fits(dataclasses.replace(config, train_token_budget=budget), model.num_hidden_layers):
-        budget //= 2
-    return f"set --checkpoint-layers on --train-token-budget {budget}"
+        flags.append(f"--rollout-batch-size {rows}")
+    if resident + need().update > room:
+        budget = config.train_token_budget
+        while budget > 64 and resident + need(train_token_budget=budget, checkpoint_layers="on").update > room:
+            budget //= 2
+        flags.append(
+            "--checkpoint-layers on" + (f" --train-token-budget {budget}" * (budget < config.train_token_budget))
+        )
+    return f"set {' '.join(flags)}"
 
 
 def line(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
@@ -198,7 +208,8 @@ def line(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: lis
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
         f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + the larger of "
         f"{_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and {_gb(need.update)} update "
-        f"({_gb(need.activations)} activations, {_gb(need.logprobs)} logprobs, {_gb(need.gradients)} gradients) "
+        f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
+        f"{_gb(need.working)} backward) "
         f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
     )
     if need.total <= room:

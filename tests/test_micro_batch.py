@@ -1,4 +1,4 @@
-"""Micro-batches in both forms: every row keeps its past, its positions and its gradient, however it is cut and shared."""
+"""Micro-batches in both forms: every row keeps its past, its positions and its gradient."""
 
 import mlx.core as mx
 import mlx.nn as nn

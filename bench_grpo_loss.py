@@ -97,7 +97,7 @@ def make_step(args: argparse.Namespace, work: Work) -> Callable[[], Any]:
     def step() -> float:
         (loss, entropy), gradients = gradient(work.hidden, work.head)
         mx.eval(loss, entropy, gradients)  # wait: this is what is timed
-        return loss.item()
+        return float(loss)
 
     return step
 
@@ -154,9 +154,9 @@ class Error(NamedTuple):
     def after(self, ours: mx.array, reference: mx.array) -> "Error":
         """The error of one more part. What is not a number is infinitely wrong."""
         ours, reference = ours.astype(mx.float32), reference.astype(mx.float32)
-        difference = mx.abs(ours - reference).max().item()
+        difference = float(mx.abs(ours - reference).max())
         absolute = difference if math.isfinite(difference) else math.inf
-        return Error(max(self.absolute, absolute), max(self.largest, mx.abs(reference).max().item()))
+        return Error(max(self.absolute, absolute), max(self.largest, float(mx.abs(reference).max())))
 
 
 def check(args: argparse.Namespace) -> dict[str, Error]:
@@ -189,7 +189,7 @@ def check(args: argparse.Namespace) -> dict[str, Error]:
     def gradients(impl: str, hidden: mx.array, head: mx.array, part: slice, trained: bool = True) -> tuple[Any, Any]:
         """By `hidden` and by `head`, when `slopes` is what reaches each log-probability."""
         gradient = mx.grad(
-            lambda *inputs: (logprobs_by(impl, *inputs, part, trained) * slopes[:, part]).sum(), argnums=(0, 1)
+            lambda h, w: (logprobs_by(impl, h, w, part, trained) * slopes[:, part]).sum(), argnums=(0, 1)
         )
         return gradient(hidden, head)
 

@@ -518,7 +518,8 @@ def token_logprobs(
 
     @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
-        scaled, parts, done = hidden.astype(mx.float32) / temperature, [], []
+        scaled, parts = hidden.astype(mx.float32) / temperature, []
+        done: list[mx.array] = []
         for rows in rows_of_chunks:
             state = _Softmax.start(scaled[rows], gradient)
             for tile in columns:
@@ -538,7 +539,8 @@ def token_logprobs(
         d_hidden = mx.broadcast_to(d_hidden, hidden.shape).astype(hidden.dtype)
         if head == "frozen" or gradient == "none":
             return d_hidden, mx.zeros_like(head_weight)
-        scaled, d_tiles, done = hidden.astype(mx.float32) / temperature, [], []
+        scaled, d_tiles = hidden.astype(mx.float32) / temperature, []
+        done: list[mx.array] = []
         for tile in columns:
             d_tile = mx.zeros((tile.stop - tile.start, width), mx.float32)
             for rows in rows_of_chunks:

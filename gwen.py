@@ -773,6 +773,39 @@ class Block(nn.Module):
         return x, self.mlp(normed)
 
 
+def checkpointed(
+    layer: Block,
+    x: mx.array,
+    delta: mx.array | None,
+    rope: Rope,
+    rotation: Rotation,
+    mask: mx.array | str | Layout | None,
+    cache: LayerCache | SlotLayer | TreeLayer | None,
+) -> tuple[mx.array, mx.array]:
+    """
+    `layer(x, delta, ...)`, of which only the input is kept; the gradient computes the layer again.
+
+    `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights are one of them (called on the
+    module it would drop their gradients), and so are keys and values of an earlier level, whose gradients belong to
+    the shared prompt. Integers and masks are not differentiable and come by closure.
+    """
+    assert cache is None or isinstance(cache, TreeLayer), "a cache that is written in place cannot be computed again"
+
+    def run(weights: Any, x: mx.array, delta: list[mx.array], ancestors: Parts) -> tuple[mx.array, mx.array, Parts]:
+        held = layer.trainable_parameters()
+        layer.update(weights)
+        level = None if cache is None else TreeLayer(list(ancestors))
+        x, out = layer(x, delta[0] if delta else None, rope, rotation, mask, level)
+        layer.update(held)
+        return x, out, [] if level is None else level.parts[-1:]
+
+    ancestors = [] if cache is None else list(cache.parts)
+    x, delta, newest = mx.checkpoint(run)(layer.trainable_parameters(), x, [] if delta is None else [delta], ancestors)
+    if cache is not None:
+        cache.parts.extend(newest)
+    return x, delta
+
+
 class Model(nn.Module):
     """
     A dense Qwen. `model(tokens, cache)` gives logits; `hidden` and `head_weight` are its two halves, for those who
@@ -794,8 +827,15 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
-        """Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right."""
+    def hidden(
+        self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None, checkpoint_layers: int = 0
+    ) -> mx.array:
+        """
+        Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right.
+
+        checkpoint_layers: of how many layers, from the first, the activations are computed again for the gradient
+        instead of being kept.
+        """
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
         offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
@@ -803,7 +843,9 @@ class Model(nn.Module):
         rotation = self._rope.at(offsets, length)
         delta = None
         for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, self._rope, rotation, mask, None if cache is None else cache.layers[index])
+            run = checkpointed if index < checkpoint_layers else Block.__call__
+            held = None if cache is None else cache.layers[index]
+            x, delta = run(layer, x, delta, self._rope, rotation, mask, held)
         return self.norm.after(x, delta)[1]
 
     def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
@@ -1255,30 +1297,44 @@ def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p:
     return logits
 
 
-def shifted_logits(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, Any]
-) -> mx.array:
+def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: dict[str, Any]) -> mx.array:
     """
-    Logits at `temperature` less the largest of their row, (M, C) x (V, C) -> (M, V) float32; -1e9 outside the support.
+    Scores of some or all of the vocabulary, (M, C) x (V, C) -> (M, V) float32; -1e9 outside the support.
 
     A sampled id stays in its own support: rounding may put a borderline token outside when it is scored again.
     """
-    logits = (hidden @ head_weight.T).astype(mx.float32) / temperature
-    if support:
+    logits = x @ weight.astype(mx.float32).T
+    if support:  # only ever with the whole vocabulary
         kept = mx.isfinite(truncate_logits(logits, **support)) | (mx.arange(logits.shape[-1]) == ids[:, None])
         logits = mx.where(mx.stop_gradient(kept), logits, -1e9)
-    return logits - mx.stop_gradient(logits.max(-1, keepdims=True))
+    return logits
 
 
 def token_logprobs_ref(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, support: dict[str, Any]
+    hidden: mx.array,
+    head_weight: mx.array,
+    ids: mx.array,
+    *,
+    temperature: float = 1.0,
+    support: dict[str, Any] | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The definition of `token_logprobs`: all logits at once, (M, C) x (V, C) x (M,) -> (M,), (M,) float32."""
-    logits = shifted_logits(hidden, head_weight, ids, temperature, support)
-    weights = exp(logits)
-    total = tiled_sum(weights)
-    chosen = mx.take_along_axis(logits, ids[:, None], axis=-1).squeeze(-1)
-    return chosen - mx.log(total), mx.log(total) - tiled_sum(weights * logits) / total
+    """The definition of `token_logprobs`, as one writes it: all (N, T, V) log-probabilities at once, and autodiff."""
+    x = hidden.reshape(-1, hidden.shape[-1]).astype(mx.float32) / temperature
+    logits = logits_of(x, head_weight, ids.reshape(-1), support or {})
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, ids.reshape(-1, 1), axis=-1)
+    entropy = -(mx.exp(logprobs) * logprobs).sum(-1)
+    return chosen.reshape(ids.shape), entropy.reshape(ids.shape)
+
+
+LOGPROB_CHUNK = 256  # positions whose logits exist at once
+LOGPROB_TILE = 2**20  # logits that exist at once, 4 MB: they stay in a core's cache from the matmul to the last sum
+HEADS = ("frozen", "trained")
+GRADIENTS = ("none", "logprobs", "both")
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
 
 ROWS_AT_ONCE = 256  # whose logits exist at once where a kernel takes them: 78 MB at Qwen's vocabulary in 16 bits
@@ -1326,9 +1382,6 @@ def token_logprobs_in_rows(
     return out[0], out[1]
 
 
-LOGPROB_CHUNK = 128 * 151_936  # logits that exist at once, 78 MB in float32: 128 positions of Qwen's vocabulary
-
-
 def token_logprobs(
     hidden: mx.array,
     head_weight: mx.array,
@@ -1337,68 +1390,161 @@ def token_logprobs(
     temperature: float = 1.0,
     head: str = "frozen",
     support: dict[str, Any] | None = None,
+    gradient: str = "both",
+    chunk: int = LOGPROB_CHUNK,
 ) -> tuple[mx.array, mx.array]:
     """
-    Log-probability of each id and entropy of its distribution at `temperature`, without holding (N, T, V).
+    Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
 
-    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats. Differentiable in `hidden`, and
-    in `head_weight` when head="trained". `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
-    Each pass goes chunk by chunk, and the backward pass makes a chunk's logits again: 1,024 positions of 151,936 logits
-    need 0.3 GB where autodiff of the chunks needs 3.7 and twice the time. The scheduler runs ahead of the chain of
-    chunks until it meets `mx.set_memory_limit`; without a limit it is 1.0 GB.
+    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32 whatever
+    the weights are. `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
+    head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
+    gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
+    chunk: positions at once; `LOGPROB_TILE // chunk` ids at once, or all of them where there is a support.
+
+    The vocabulary goes by in tiles under a running maximum, as keys do in attention. For a softmax over the head's rows
+    W is both keys and values: sum(p W) comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the
+    gradient of `hidden` needs, so the backward pass of a frozen head has no matmul. Each tile waits for the one before;
+    as many as MLX runs ahead with (some ten) are in memory, whatever T is.
+    Source: online softmax, arXiv:1805.02867; FlashAttention, arXiv:2205.14135; a head cut up, arXiv:2411.09009.
     """
-    assert head in ("frozen", "trained"), head
+    assert head in HEADS, head
+    assert gradient in GRADIENTS, gradient
     assert temperature > 0, temperature
-    num_rows, length, width = hidden.shape
     if not support and ROW_LOGPROBS.runs(head_weight.dtype):
-        rows = token_logprobs_in_rows(hidden.reshape(-1, width), head_weight, ids.reshape(-1), temperature, head)
+        rows = token_logprobs_in_rows(
+            hidden.reshape(-1, hidden.shape[-1]), head_weight, ids.reshape(-1), temperature, head
+        )
         return rows[0].reshape(ids.shape), rows[1].reshape(ids.shape)
-    ids = ids.reshape(-1)
-    step = max(1, LOGPROB_CHUNK // head_weight.shape[0])
-    chunks = [slice(begin, begin + step) for begin in range(0, ids.size, step)]
-    support = support or {}
+    shape, (vocab, width) = ids.shape, head_weight.shape
+    ids, support = ids.reshape(-1), support or {}
+    if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
+        chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
+    rows_of_chunks = _slices(ids.size, chunk)
+    columns = [slice(0, vocab)] if support else _slices(vocab, max(1, LOGPROB_TILE // min(chunk, ids.size)))
 
     @mx.custom_function
-    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, mx.array]:
-        parts: list[tuple[mx.array, mx.array]] = []
-        for chunk in chunks:
-            source = hidden[chunk]
-            if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
-                (source,) = mx.depends([source], list(parts[-1]))
-            parts.append(token_logprobs_ref(source, head_weight, ids[chunk], temperature, support))
-        logprobs, entropy = (mx.concatenate(list(column)) for column in zip(*parts, strict=True))
-        return logprobs, entropy
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
+        scaled, parts = hidden.astype(mx.float32) / temperature, []
+        done: list[mx.array] = []
+        for rows in rows_of_chunks:
+            state = _Softmax.start(scaled[rows], gradient)
+            for tile in columns:
+                state = state.after(_wait(scaled[rows], done), head_weight, ids[rows], tile, support)
+                done = [array for array in state if array is not None]
+            parts.append(state.results(head_weight[ids[rows]], temperature))
+        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     @forward.vjp
     def backward(
         primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
     ) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
-        d_hidden: list[mx.array] = []
-        d_head = mx.zeros(head_weight.shape, mx.float32)
+        d_logprobs, d_entropy = (cotangent[:, None] for cotangent in cotangents[:2])
+        _, entropy, total, *kept = outputs
+        d_hidden = sum((d * array for d, array in zip((d_logprobs, d_entropy), kept, strict=False)), mx.array(0.0))
+        d_hidden = mx.broadcast_to(d_hidden, hidden.shape).astype(hidden.dtype)
+        if head == "frozen" or gradient == "none":
+            return d_hidden, mx.zeros_like(head_weight)
+        scaled, d_tiles = hidden.astype(mx.float32) / temperature, []
         done: list[mx.array] = []
-        for chunk in chunks:
-            d_logprob, d_entropy, logprob, entropy = (a[chunk][:, None] for a in (*cotangents, *outputs))
-            source = hidden[chunk]
-            if done:
-                (source,) = mx.depends([source], done)
-            logits = shifted_logits(source, head_weight, ids[chunk], temperature, support)
-            chosen = ids[chunk][:, None]
-            logprobs = logits - mx.take_along_axis(logits, chosen, axis=-1) + logprob  # (M, V), all of them
-            # d logprob[chosen] = onehot - p, d entropy = -p (log p + entropy)
-            d_logits = -exp(logprobs) * (d_logprob + d_entropy * (logprobs + entropy))
-            d_logits = mx.where(mx.arange(d_logits.shape[-1]) == chosen, d_logits + d_logprob, d_logits)
-            d_logits = (d_logits / temperature).astype(head_weight.dtype)
-            d_hidden.append((d_logits @ head_weight).astype(source.dtype))
-            done = [d_hidden[-1]]
-            if head == "trained":
-                d_head = d_head + d_logits.T @ source
-                done.append(d_head)
-        return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
+        for tile in columns:
+            d_tile = mx.zeros((tile.stop - tile.start, width), mx.float32)
+            for rows in rows_of_chunks:
+                x, d_logprob = _wait(scaled[rows], done), d_logprobs[rows]
+                logprobs = logits_of(x, head_weight[tile], ids[rows], support) - total[rows, None]  # (M, tile)
+                # d logprob[id] = onehot - p, d entropy = -p (log p + entropy)
+                factor = d_logprob
+                if gradient == "both":
+                    factor = d_logprob + d_entropy[rows] * (logprobs + entropy[rows, None])
+                place, inside = _place(ids[rows], tile)
+                row = mx.arange(x.shape[0])[:, None]
+                slopes = (exp(logprobs) * factor).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
+                d_tile = d_tile - slopes.T @ x
+                done = [d_tile]
+            d_tiles.append(d_tile.astype(head_weight.dtype))
+        return d_hidden, mx.concatenate(d_tiles)
 
     outputs: Any = forward(hidden.reshape(-1, width), head_weight)
-    logprobs, entropy = outputs
-    return logprobs.reshape(num_rows, length), entropy.reshape(num_rows, length)
+    return outputs[0].reshape(shape), outputs[1].reshape(shape)
+
+
+def _wait(x: mx.array, done: list[mx.array]) -> mx.array:
+    """`x`, but not before `done`: what waits for nothing is computed, and held, at once."""
+    return mx.depends([x], done)[0] if done else x
+
+
+def _place(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
+    """Where in a tile each id stands, the nearest place if outside, and whether it is inside; (M, 1) each."""
+    place = ids[:, None] - tile.start
+    last = tile.stop - tile.start - 1
+    return mx.clip(place, 0, last), (place >= 0) & (place <= last)
+
+
+class _Softmax(NamedTuple):
+    """
+    What is known of M distributions after some of the vocabulary; every sum is over exp(logit - peak).
+
+    Peaks begin finite: -inf less -inf would be nan.
+    """
+
+    peak: mx.array  # (M, 1) the largest logit
+    total: mx.array  # (M, 1) sum of the weights
+    moment: mx.array  # (M, 1) sum of weight * (logit - peak)
+    chosen: mx.array  # (M, 1) the logit of the id
+    mean: mx.array | None  # (M, C) sum of weight * row of the head
+    slope: mx.array | None  # (M, C) sum of weight * (logit - peak) * row of the head
+
+    @staticmethod
+    def start(x: mx.array, gradient: str) -> "_Softmax":
+        nothing = mx.zeros((x.shape[0], 1))
+        return _Softmax(
+            nothing - 1e30,
+            nothing,
+            nothing,
+            nothing,
+            None if gradient == "none" else mx.zeros(x.shape),
+            mx.zeros(x.shape) if gradient == "both" else None,
+        )
+
+    def after(
+        self, x: mx.array, head_weight: mx.array, ids: mx.array, tile: slice, support: dict[str, Any]
+    ) -> "_Softmax":
+        """The state with one more tile of the vocabulary taken in."""
+        weight = head_weight[tile].astype(mx.float32)
+        logits = logits_of(x, weight, ids, support)  # (M, tile)
+        place, inside = _place(ids, tile)
+        found = mx.take_along_axis(logits, place, axis=-1)
+        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        logits, moved = logits - peak, self.peak - peak
+        shrunk = exp(moved)
+        weights = exp(logits)
+        weighted = weights * logits
+
+        def moments(total: Any, moment: Any) -> Any:  # a sum of weight * (logit - peak) under the new peak
+            return shrunk * (moment + moved * total)
+
+        return _Softmax(
+            peak,
+            shrunk * self.total + tiled_sum(weights)[:, None],
+            moments(self.total, self.moment) + tiled_sum(weighted)[:, None],
+            mx.where(inside, found, self.chosen),
+            None if self.mean is None else shrunk * self.mean + weights @ weight,
+            None if self.slope is None else moments(self.mean, self.slope) + weighted @ weight,
+        )
+
+    def results(self, chosen_rows: mx.array, temperature: float) -> tuple[mx.array, ...]:
+        """Log-probabilities, entropies and logsumexps (M,), and the first two's gradients by `hidden`, (M, C)."""
+        log_total, moment = mx.log(self.total), self.moment / self.total
+        logprobs, entropy = self.chosen - self.peak - log_total, log_total - moment
+        kept = []
+        if self.mean is not None:
+            kept.append((chosen_rows.astype(mx.float32) - self.mean / self.total) / temperature)
+        if (
+            self.slope is not None and self.mean is not None
+        ):  # -sum(p (log p + entropy) W), log p = logit - peak - log_total
+            kept.append((moment * self.mean - self.slope) / self.total / temperature)
+        return *(array.squeeze(-1) for array in (logprobs, entropy, self.peak + log_total)), *kept
 
 
 # ---- load and save
@@ -1466,7 +1612,7 @@ RANDOM = {  # name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary
 
 
 def random_config(name: str) -> hub.Config:
-    """The configuration of one of `RANDOM`."""
+    """The configuration of a size in `RANDOM`. ValueError when there is none of that name."""
     if name not in RANDOM:
         raise ValueError(f"--model {name}: the random models are {', '.join(RANDOM)}")
     hidden, layers, width, heads, kv_heads, head_dim, vocab = RANDOM[name]
@@ -1488,6 +1634,12 @@ def random_config(name: str) -> hub.Config:
         "attention_bias": False,
     }
     return hub.make_config(raw)
+
+
+def load_config(path_or_id: str | Path) -> hub.Config:
+    """The configuration of what `load` takes. ValueError names what is wrong with it."""
+    name = str(path_or_id)
+    return random_config(name) if name.startswith("random:") else hub.load_config(hub.find(path_or_id))
 
 
 def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:

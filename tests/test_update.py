@@ -1,7 +1,5 @@
 """What the loss sees, and what an update changes, on the bundled model."""
 
-import itertools
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim

@@ -379,8 +379,8 @@ def rollout(
                         f"memory does not suffice for one row of {length} tokens; lower --max-tokens"
                     ) from error
                 failed = True
+            mx.synchronize()  # wait: a step that is still queued holds the caches of this batch
             if failed:  # not in the handler: the error's traceback holds every array of the attempt
-                mx.synchronize()  # wait: steps that are still queued hold their arrays too
                 mx.clear_cache()
                 size.halve(num_lost)
                 tqdm.write(f"{describe}: out of memory, going on with {size.rows} rows at once", file=sys.stderr)

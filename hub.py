@@ -324,6 +324,21 @@ def hub_directory(hub_id: str) -> Path:
         logger.setLevel(level)
 
 
+def describe_cache() -> list[str]:
+    """Where hub models are kept, whether the default one is there, and whether the hub answers."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    found = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
+    state = "in it" if isinstance(found, str) else "not in it"
+    try:
+        huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
+        answer = "answers"
+    except Exception as error:  # of the hub's client and of the libraries below it
+        answer = f"is out of reach ({type(error).__name__})"
+    return [f"hub: {answer}; its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"]
+
+
 def find(path_or_id: str | Path) -> Path:
     """The directory of `demo`, of a local path, or of a hub id. ValueError when there is none."""
     if path_or_id == "demo":

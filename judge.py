@@ -228,14 +228,13 @@ class Judge(Grader):
 
     def _read_logits(self, hidden: mx.array, _: TreeCache) -> list[tuple[float, float, str]]:
         """Expectations over the score tokens at the first answer position."""
-        logits = (hidden @ self.model.head_weight.T).astype(mx.float32)
-        logprobs = logits - gwen.logsumexp(logits)[:, None]
+        logprobs = gwen.log_softmax(hidden @ self.model.head_weight.T)
         by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
         mass = by_score.sum(-1)
         expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
         shares: list[float] = np.array(mass).tolist()
         scores: list[float] = np.where(np.array(shares) >= self.min_mass, np.array(expected), math.nan).tolist()
-        likeliest = [self.tokenizer.decode([token]) for token in np.array(logits.argmax(-1)).tolist()]
+        likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
         return list(zip(scores, shares, likeliest, strict=True))
 
     def _read_replies(self, hidden: mx.array, cache: TreeCache) -> list[tuple[float, float, str]]:

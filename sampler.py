@@ -31,8 +31,6 @@ import telemetry
 from kv_cache import KVCache, SlotCache
 
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
-TILE = 512  # logits per tile of the two-stage draw: float32 sums stay exact to 1e-6 at Qwen's vocabulary
-BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 SHARE_FROM = 2048  # columns of prompts, all slots together; LOG.md has the measurements
 
 
@@ -77,47 +75,17 @@ class BatchSize:
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
     """
-    One number in [0, 1) for each (row, position), (len(rows), num_positions) float32.
+    Four numbers in [0, 1) for each (row, position), (len(rows), num_positions, 4) float32.
 
     A counter-based generator (Philox) with the row in its counter: no row and no position depends on another.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
     """
     streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows)
-    return mx.array(np.stack([stream.random(num_positions, dtype=np.float32) for stream in streams]))
-
-
-def sample_token(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
-    """
-    Draws one token a row by inverting the cumulative distribution, (N, V) float32 and (N,) -> (N,) int32, (N,) float32.
-
-    The second result is the token's log-probability. One uniform a row instead of V Gumbel variates, and the search
-    goes tile by tile. A logit of -inf is never drawn.
-    """
-    num_rows, size = logits.shape
-    peak = logits.max(-1, keepdims=True)
-    weights = mx.pad(gwen.exp(logits - peak), [(0, 0), (0, -size % TILE)]).reshape(num_rows, -1, TILE)
-    until = mx.cumsum(weights.sum(-1), axis=-1)  # (N, tiles): mass up to and including each tile
-    total = until[:, -1:]
-    target = mx.minimum(uniform[:, None], BELOW_ONE) * total
-    tile = (until <= target).sum(-1, keepdims=True)  # the first tile that passes the target
-    before = mx.where(tile > 0, mx.take_along_axis(until, mx.maximum(tile - 1, 0), axis=-1), 0.0)
-    within = mx.cumsum(mx.take_along_axis(weights, tile[:, :, None], axis=1).squeeze(1), axis=-1)  # (N, TILE)
-    rest = mx.clip(target - before, 0.0, within[:, -1:] * BELOW_ONE)
-    token = tile * TILE + (within <= rest).sum(-1, keepdims=True)
-    logprob = mx.take_along_axis(logits, token, axis=-1) - peak - mx.log(total)
-    return token.squeeze(-1).astype(mx.int32), logprob.squeeze(-1)
-
-
-def entropy_of(logits: mx.array) -> mx.array:
-    """Entropy of softmax(logits) in nats, (N, V) float32 -> (N,). A logit of -inf adds nothing."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    weights = gwen.exp(shifted)
-    total = gwen.tiled_sum(weights)
-    return mx.log(total) - gwen.tiled_sum(mx.where(weights > 0, weights * shifted, 0.0)) / total
+    return mx.array(np.stack([stream.random((num_positions, 4), dtype=np.float32) for stream in streams]))
 
 
 def choose_token(
-    logits: mx.array, uniform: mx.array, temperature: float, support: dict[str, Any]
+    logits: mx.array, uniforms: mx.array, temperature: float, support: dict[str, Any]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """
     A token, its log-probability and the entropy for each row of (N, V) logits, from the temperature's truncated
@@ -126,15 +94,14 @@ def choose_token(
     Temperature 0 takes the likeliest token, and reports the others at temperature 1. Who does not want the entropy does
     not evaluate it, and then it is not computed.
     """
-    logits = logits.astype(mx.float32)
     if temperature == 0:
         token = logits.argmax(-1)
-        logprob = mx.take_along_axis(logits, token[:, None], axis=-1).squeeze(-1) - gwen.logsumexp(logits)
-        return token.astype(mx.int32), logprob, entropy_of(logits)
-    logits = logits / temperature
+        held = gwen.row_logprobs(logits, token)
+        return token.astype(mx.int32), held.logprobs, held.entropies
     if support:
-        logits = gwen.truncate_logits(logits, **support)
-    return *sample_token(logits, uniform), entropy_of(logits)
+        logits = gwen.truncate_logits(logits.astype(mx.float32) / temperature, **support)
+        temperature = 1.0
+    return gwen.sample_token(logits, uniforms, temperature)
 
 
 def prefill_tokens() -> int:
@@ -226,7 +193,7 @@ def decode(
     """
     table = uniforms(key, [job.row for job in jobs], max(job.limit for job in jobs))
     first_uniform = {job.row: index * table.shape[1] for index, job in enumerate(jobs)}
-    table = table.reshape(-1)
+    table = table.reshape(-1, 4)
     waiting = deque(jobs)
     running = [waiting.popleft() for _ in range(min(num_slots, len(jobs)))]
     starts = [0] * len(running)
@@ -244,8 +211,8 @@ def decode(
     drawn: list[tuple[mx.array, ...]] = []  # of each step that is not in the record: ids, logprobs, perhaps entropies
     num_columns, written = len(record.columns), 0  # steps that are in the record
     for step in itertools.count():
-        uniform = table[mx.minimum(places + step, table.size - 1)]
-        token, *others = choose_token(logits, uniform, temperature, support)
+        numbers = table[mx.minimum(places + step, len(table) - 1)]
+        token, *others = choose_token(logits, numbers, temperature, support)
         token, ended_before = mx.where(ended, pad_id, token), ended
         ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= step)
         drawn.append((token, *others)[:num_columns])
@@ -283,17 +250,18 @@ def decode(
     progress.update(len(running))
 
 
-def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int) -> bool:
+def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
     """
     Whether holding prompts once is taken to be faster than a copy for each of the rows that continue them.
 
     On a CPU it is where the copies have SHARE_FROM columns; with fewer, the two parts of the attention cost more than
-    they save. Where memory is scarce, or to be sure on a GPU, say so to `rollout`.
+    they save. On a GPU it is where a kernel reads them in place. Where memory is scarce, or to be sure on a GPU, say so
+    to `rollout`.
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
-    if gwen.on_gpu():  # MLX's kernel there reads one buffer in 16 bits; sharing would hand it float32 copies
-        return False
+    if gwen.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
+        return gwen.SLOT_ATTENTION.runs(dtype)
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 
@@ -320,7 +288,9 @@ def sample_batch(
     prefill_s = time.perf_counter() - begin
     jobs = [Job(row, place, limits[row]) for place, rows in enumerate(rows_of.values()) for row in rows]
     lengths = [len(prompt) for prompt in rows_of]
-    share = shares_prefix(len(jobs), lengths, batch_size) if share_prefix is None else share_prefix
+    share = share_prefix
+    if share is None:
+        share = shares_prefix(len(jobs), lengths, batch_size, prompt_logits.dtype)
     cache_bytes = 0
     for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // batch_size)):
         cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)

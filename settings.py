@@ -22,6 +22,7 @@ import grpo
 import gwen
 import judge
 import lora
+import micro_batch
 import rubrics
 import tasks
 import telemetry
@@ -97,7 +98,18 @@ class Config:
     dynamic_sampling: bool = _flag(False, "draw more prompts until --batch groups have rewards that differ")
     dynamic_sampling_cap: int = _flag(4, "most batches of prompts that a step draws for that", low=2, high=2**10)
     train_token_budget: int = _flag(
-        0, "most tokens in one micro-batch, with padding; auto: 2048 on a GPU, else 8192", low=1, auto=True
+        0, "most positions in one micro-batch, with padding; auto: as many as memory allows", low=1, auto=True
+    )
+    train_share_prefix: str = _flag(
+        "auto",
+        "compute a group's prompt once in the update; auto: on a CPU where it saves enough positions",
+        choices=micro_batch.SHARING,
+    )
+    checkpoint_layers: str = _flag(
+        "auto", "layers computed again for the gradient: on, off or how many; auto: as many as memory asks for"
+    )
+    logprobs: str = _flag(
+        "tiled", "log-probabilities tile by tile, or plainly, for comparison", choices=("tiled", "reference")
     )
     lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
@@ -131,6 +143,11 @@ class Config:
     def sharing(self) -> bool | None:
         """`share_prefix` as `sampler.rollout` takes it."""
         return {"auto": None, "on": True, "off": False}[self.share_prefix]
+
+    def num_checkpointed(self, num_layers: int) -> int:
+        """How many layers `checkpoint_layers` means; none for an `auto` that is not settled yet."""
+        named = {"auto": 0, "off": 0, "on": num_layers}
+        return named[self.checkpoint_layers] if self.checkpoint_layers in named else int(self.checkpoint_layers)
 
 
 def make_task(config: Config) -> tasks.Task:
@@ -267,6 +284,8 @@ def _checked(settings: dict[str, Any]) -> Config:
     }
     automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
     settings = {name: value for name, value in settings.items() if name not in automatic or value != "auto"}
+    if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
+        settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
     for field in dataclasses.fields(Config):
         if field.name not in settings:
             continue
@@ -286,11 +305,12 @@ def _checked(settings: dict[str, Any]) -> Config:
     if not gwen.on_gpu():  # there `auto` waits for the model, which is then measured
         usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
         config.rollout_batch_size = config.rollout_batch_size or usual
-    config.train_token_budget = config.train_token_budget or (2048 if gwen.on_gpu() else 8192)
     judge.check(config.judge)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
     _check_objective(config)
+    if config.checkpoint_layers not in ("auto", "on", "off") and not config.checkpoint_layers.isdecimal():
+        raise ValueError(f"--checkpoint-layers is {config.checkpoint_layers!r}; it must be auto, on, off or a number")
     if config.lora_rank and not config.lora_targets:
         raise ValueError(f"--lora-targets is empty; name some of {', '.join(lora.TARGETS)}, or set --lora-rank 0")
     return config

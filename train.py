@@ -36,11 +36,13 @@ import grpo
 import gwen
 import judge
 import lora
+import preflight
 import sampler
 import settings
 import tasks
 import telemetry
 import update
+from micro_batch import micro_batches
 from settings import Config
 
 
@@ -83,7 +85,7 @@ def train(config: Config, run: "Run") -> None:
 
         with clock.phase("update") as done:
             rows, rollout = gather(config, draws, chosen)
-            batches = update.micro_batches(rows, rollout, config.train_token_budget)
+            batches = micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
             done(batches)
 
         ref_logprobs = None
@@ -241,6 +243,10 @@ class Run:
         self.judge = self._make_judge() if self.task.rubric else None
         self.learner = update.Learner(self.model, config, self.base)
         self.batch_size = self._settle_rollouts()
+        lengths = [len(ids) for ids in self.prompt_ids]
+        shape = (self.model.config, self.model.head_weight.dtype, config, lengths)
+        preflight.settle(*shape)
+        self.memory = preflight.line(*shape)
         self.recent: deque[float] = deque(maxlen=10)
         self.stopping = False  # Ctrl-C was pressed while a step made its changes
 
@@ -524,6 +530,7 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
         )
+        print(run.memory, flush=True)
         with _stoppable(run):
             train(config, run)
         run.summary()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
@@ -21,6 +20,8 @@ import grpo
 import gwen
 import lora
 import sampler
+from micro_batch import MicroBatch, completion_hidden
+from micro_batch import micro_batches as micro_batches
 from settings import Config
 
 # what a step measures, as means over its counted tokens; `_max` is the largest
@@ -48,73 +49,23 @@ class Learner:
         self.unproved = set(self.trainable)  # tensors that were not yet seen to learn, see `prove_gradients`
         self.whole = True  # False from the first change of a step on until the caller says that the step is complete
 
-    def forward(self, model: gwen.Model, batch: "MicroBatch") -> tuple[mx.array, mx.array]:
+    def forward(self, model: gwen.Model, batch: MicroBatch, gradient: str) -> tuple[mx.array, mx.array]:
         """`completion_logprobs`, counted."""
         self.num_forwards += len(batch.rows)
-        return completion_logprobs(model, batch, self.config)
+        return completion_logprobs(model, batch, self.config, gradient)
 
 
-class MicroBatch(NamedTuple):
-    """Rows that go through the model together, padded on the right; row i is row `rows[i]` of the step."""
-
-    rows: mx.array  # (M,)
-    tokens: mx.array  # (M, L) prompt and completion without the last token, which predicts nothing
-    positions: mx.array  # (M, T) where in L each completion token is predicted
-    completion_ids: mx.array  # (M, T)
-    mask: mx.array  # (M, T)
-    sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
-    num_tokens: int  # of the M * L positions that are not padding
-
-
-def micro_batches(prompts: list[list[int]], rollout: sampler.Rollout, token_budget: int) -> list[MicroBatch]:
-    """
-    Rows ordered by length and cut where M * L would pass the budget; one row always fits.
-
-    A row of which no token counts is left out.
-    """
-    ids, mask, logprobs = (np.array(x) for x in (rollout.completion_ids, rollout.mask, rollout.logprobs))
-    num_tokens = mask.sum(-1).astype(int)
-    lengths = num_tokens + [len(prompt) for prompt in prompts]
-    groups: list[list[int]] = [[]] if num_tokens.any() else []
-    for row in np.argsort(lengths, kind="stable"):  # ascending: the row that joins is the longest
-        if not num_tokens[row]:
-            continue
-        if groups[-1] and (len(groups[-1]) + 1) * (lengths[row] - 1) > token_budget:
-            groups.append([])
-        groups[-1].append(int(row))
-    batches = []
-    for rows in groups:
-        length, most = max(lengths[rows]) - 1, max(num_tokens[rows])
-        tokens, positions = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), most), np.int32)
-        for index, row in enumerate(rows):
-            whole = [*prompts[row], *ids[row, : num_tokens[row]]]
-            tokens[index, : len(whole) - 1] = whole[:-1]
-            # completion token t stands at len(prompt) + t and is predicted one position earlier
-            positions[index] = np.minimum(len(prompts[row]) - 1 + np.arange(most), length - 1)
-        batches.append(
-            MicroBatch(
-                rows=mx.array(rows),
-                tokens=mx.array(tokens),
-                positions=mx.array(positions),
-                completion_ids=mx.array(ids[rows, :most]),
-                mask=mx.array(mask[rows, :most]),
-                sampled_logprobs=mx.array(logprobs[rows, :most]),
-                num_tokens=int((lengths[rows] - 1).sum()),
-            )
-        )
-    return batches
-
-
-def completion_logprobs(model: gwen.Model, batch: MicroBatch, config: Config) -> tuple[mx.array, mx.array]:
+def completion_logprobs(
+    model: gwen.Model, batch: MicroBatch, config: Config, gradient: str = "both"
+) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
-    hidden = mx.take_along_axis(model.hidden(batch.tokens), batch.positions[:, :, None], axis=1)  # (M, T, C)
+    hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
+    distribution: Any = {"temperature": config.temp, "support": config.support}
+    if config.logprobs == "reference":
+        return gwen.token_logprobs_ref(hidden, model.head_weight, batch.completion_ids, **distribution)
+    head = "frozen" if config.lora_rank else "trained"
     return gwen.token_logprobs(
-        hidden,
-        model.head_weight,
-        batch.completion_ids,
-        temperature=config.temp,
-        head="frozen" if config.lora_rank else "trained",
-        support=config.support,
+        hidden, model.head_weight, batch.completion_ids, **distribution, head=head, gradient=gradient
     )
 
 
@@ -124,7 +75,7 @@ def forward_all(
     """Log-probabilities and entropies of the step, (N, T) each, 0 in what no micro-batch holds; without gradient."""
     logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
     for batch in batches:
-        parts = learner.forward(model, batch)
+        parts = learner.forward(model, batch, "none")
         for out, part in zip((logprobs, entropy), parts, strict=True):
             out[batch.rows, : part.shape[1]] = part
         mx.eval(logprobs, entropy)
@@ -191,7 +142,7 @@ def update(
         logprobs, measured = step(learner, batches, old, targets, lr)
         old = [new if held is None else held for held, new in zip(old, logprobs, strict=True)]
         steps.append(measured)
-    num_positions = sum(batch.tokens.size for batch in batches)
+    num_positions = sum(batch.num_positions for batch in batches)
     merged = {name: [measured[name] for measured in steps] for name in steps[0]}
     return UpdateResult(
         loss=sum(merged["loss"]) / len(steps),
@@ -211,7 +162,7 @@ def objective(
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
     """The micro-batch's share of the step's loss, times the loss scale; its log-probabilities; what is measured."""
     config, mask, rows = learner.config, batch.mask, batch.rows
-    logprobs, entropy = learner.forward(model, batch)
+    logprobs, entropy = learner.forward(model, batch, "both" if config.entropy_coef else "logprobs")
     if old_logprobs is None:  # the first epoch: the policy that updates is the old one
         old_logprobs = mx.stop_gradient(logprobs)
     chosen = targets.chosen[rows, : mask.shape[1]]

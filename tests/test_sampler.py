@@ -398,14 +398,17 @@ def test_entropies_are_not_computed_unless_asked_for(model, monkeypatch):
     assert roll(model).entropy is None
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
     # an array of this size cannot be allocated: to evaluate it would fail
-    monkeypatch.setattr(sampler, "entropy_of", lambda logits: mx.zeros((2**20, 2**20, 2**10)).sum((0, 1, 2)))
+    draw, huge = gwen.sample_token, mx.zeros((2**20, 2**20, 2**10)).sum((0, 1, 2))
+    monkeypatch.setattr(gwen, "sample_token", lambda *args: (*draw(*args)[:2], huge))
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
 
 
 def test_prompts_are_shared_where_that_saves_more_than_it_costs(model, monkeypatch):
-    assert not sampler.shares_prefix(8, [100] * 8, 64)  # no two rows have the same prompt
-    assert sampler.shares_prefix(64, [512] * 8, 64) and not sampler.shares_prefix(64, [8] * 8, 64)
-    assert not sampler.shares_prefix(64, [512] * 8, 2)  # two slots read little
+    assert not sampler.shares_prefix(8, [100] * 8, 64, mx.float32)  # no two rows have the same prompt
+    assert sampler.shares_prefix(64, [512] * 8, 64, mx.float32) and not sampler.shares_prefix(
+        64, [8] * 8, 64, mx.float32
+    )
+    assert not sampler.shares_prefix(64, [512] * 8, 2, mx.float32)  # two slots read little
     modes = []
     original = sampler.SlotCache
     monkeypatch.setattr(sampler, "SlotCache", lambda *args: modes.append(args[3]) or original(*args))
@@ -415,18 +418,20 @@ def test_prompts_are_shared_where_that_saves_more_than_it_costs(model, monkeypat
 
 
 def test_the_draw_follows_the_distribution():
-    """Chi-square over 20,000 draws from one row of 1,500 logits in three tiles; 99.9% quantiles by Wilson-Hilferty."""
+    """Chi-square over 20,000 draws from one row of 1,500 logits in two tiles; 99.9% quantiles by Wilson-Hilferty."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, 1500).astype(np.float32)
     logits[rng.integers(0, 1500, 300)] = -np.inf
     num_draws = 20_000
-    uniform = mx.array(rng.random(num_draws, dtype=np.float32))
-    tokens, logprobs = sampler.sample_token(mx.broadcast_to(mx.array(logits), (num_draws, 1500)), uniform)
+    uniforms = mx.array(rng.random((num_draws, 4), dtype=np.float32))
+    tokens, logprobs, entropy = gwen.sample_token(mx.broadcast_to(mx.array(logits), (num_draws, 1500)), uniforms)
     probs = np.exp(logits.astype(np.float64) - logits.max())
     probs /= probs.sum()
     counts = np.bincount(np.array(tokens), minlength=1500)
     assert (counts[probs == 0] == 0).all()
     np.testing.assert_allclose(np.array(logprobs), np.log(probs[np.array(tokens)]), atol=1e-5)
+    possible = probs[probs > 0]
+    np.testing.assert_allclose(np.array(entropy), -(possible * np.log(possible)).sum(), atol=1e-5)
     common = probs * num_draws >= 5
     observed = np.append(counts[common], counts[~common].sum())
     expected = np.append(probs[common], probs[~common].sum()) * num_draws
@@ -435,28 +440,38 @@ def test_the_draw_follows_the_distribution():
     assert ((observed - expected) ** 2 / expected).sum() < limit
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 511, 512, 513, 2000])
+@pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 1023, 1024, 1025, 40_000])
 def test_the_draw_is_right_at_the_ends_of_the_unit_interval(size):
     logits = mx.random.normal((3, size), key=mx.random.key(size))
-    first, _ = sampler.sample_token(logits, mx.zeros((3,)))
-    last, _ = sampler.sample_token(logits, mx.full((3,), 1.0 - 2**-24))
+    first, _, _ = gwen.sample_token(logits, mx.zeros((3, 4)))
+    last, _, _ = gwen.sample_token(logits, mx.full((3, 4), 1.0 - 2**-24))
     assert (first == 0).all().item()
-    assert (last >= size - max(1, size // 10)).all().item()
+    assert (last == size - 1).all().item()
     peaked = mx.where(mx.arange(size) == size // 2, 0.0, -mx.inf)[None]
     for uniform in (0.0, 0.3, 1.0 - 2**-24):
-        token, logprob = sampler.sample_token(peaked, mx.array([uniform]))
-        assert (token.item(), logprob.item()) == (size // 2, 0.0)
+        token, logprob, entropy = gwen.sample_token(peaked, mx.full((1, 4), uniform))
+        assert (token.item(), logprob.item(), entropy.item()) == (size // 2, 0.0, 0.0)
 
 
-def test_a_huge_vocabulary_keeps_float32_logprobs_exact():
-    logits = mx.random.normal((2, 151_936), key=mx.random.key(0)) * 3
-    token, logprob = sampler.sample_token(logits, mx.array([0.25, 0.9]))
-    wide = np.array(logits, dtype=np.float64)
-    total = np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1)) + wide.max(1)
-    np.testing.assert_allclose(np.array(logprob), wide[[0, 1], np.array(token)] - total, atol=2e-5)
-    cumulative = np.cumsum(np.exp(wide - total[:, None]), axis=1)
-    until, share = cumulative[[0, 1], np.array(token)], np.exp(wide - total[:, None])[[0, 1], np.array(token)]
-    assert (until - share - 1e-5 <= [0.25, 0.9]).all() and (until + 1e-5 >= [0.25, 0.9]).all()
+@pytest.mark.parametrize("size", [40, 2000, 151_936])
+def test_four_choices_lead_to_the_token_and_huge_vocabularies_stay_exact(size):
+    """Each number must lie between the shares, in float64, before and up to what it chose among its 32."""
+    rng = np.random.default_rng(1)
+    logits, uniforms = rng.normal(0, 3, (6, size)).astype(np.float32), rng.random((6, 4), dtype=np.float32)
+    tokens, logprobs, _ = gwen.sample_token(mx.array(logits), mx.array(uniforms), 0.7)
+    wide = logits.astype(np.float64) / 0.7
+    logprob = (
+        wide - np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1, keepdims=True)) - wide.max(1, keepdims=True)
+    )
+    np.testing.assert_allclose(np.array(logprobs), logprob[np.arange(6), np.array(tokens)], atol=2e-5)
+    for row, token in enumerate(tokens.tolist()):
+        weights = np.zeros(32**4)
+        weights[:size] = np.exp(logprob[row])
+        for number in uniforms[row]:
+            width = len(weights) // 32
+            until, place = np.cumsum(weights.reshape(32, -1).sum(-1)), token % len(weights) // width
+            assert until[place] / until[-1] + 1e-6 >= number >= (until[place - 1] if place else 0) / until[-1] - 1e-6
+            weights = weights[place * width : (place + 1) * width]
 
 
 def test_randomness_belongs_to_the_key_the_row_and_the_position():

@@ -586,10 +586,11 @@ def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):
     np.testing.assert_allclose(np.array(fused(tokens)), np.array(run.model(tokens)), atol=1e-4)
 
 
-def test_sizes_may_be_auto_and_are_settled_before_the_first_step():
+def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
     for flags in ([], ["--rollout-batch-size", "auto", "--train-token-budget", "auto"]):
-        config = make_config(*flags)
-        assert (config.rollout_batch_size, config.train_token_budget) == (12, 8192)
+        run = make_run(tmp_path, *flags)
+        settled = (run.config.rollout_batch_size, run.config.train_token_budget, run.config.checkpoint_layers)
+        assert settled == (12, 8192, "off")
     assert make_config("--batch", "16", "--groups", "8").rollout_batch_size == 64
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import gpu
 import gwen
 import hub
 import kv_cache
@@ -93,3 +94,74 @@ def test_a_layer_of_a_decode_step_adds_its_launches(monkeypatch: pytest.MonkeyPa
     # rotation, attention | keys and values into the cache, and the weights of queries' and keys' norms put together |
     # the product with them, sigmoid, two products, two residual sums
     assert +launches.per_layer(decode_step) == Counter(matmul=4, fast=5, copy=4, elementwise=6)
+
+
+def without_gradients(function: Callable[..., Any]) -> Any:
+    """Stands in for `mx.custom_function`, which MLX cannot export."""
+    function.vjp = lambda backward: backward  # type: ignore[attr-defined]
+    return function
+
+
+def unfused_layer(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
+    """The same step as one writes it from the paper, with `mx.fast` where it has a function: no fused projection."""
+    sizes = {"q": 256, "k": 128, "v": 128, "gate": 256, "up": 256}
+    weights = {name: mx.random.normal((size, 128)) for name, size in sizes.items()}
+    weights |= {"o": mx.random.normal((128, 256)), "down": mx.random.normal((128, 256))}
+    norm, head_norm = mx.ones((128,)), mx.ones((64,))
+    held = [[mx.zeros((3, 2, 128, 64)) for _ in range(2)] for _ in range(num_layers)]
+    mx.eval(weights, norm, head_norm, held)
+
+    def heads(x: mx.array, name: str) -> mx.array:
+        x = (x @ weights[name].T).reshape(3, 1, -1, 64)
+        return x if name == "v" else mx.fast.rms_norm(x, head_norm, 1e-6)
+
+    def turn(x: mx.array) -> mx.array:
+        offset = mx.array([8, 8, 8])
+        return mx.fast.rope(x.transpose(0, 2, 1, 3), 64, traditional=False, base=1e6, scale=1.0, offset=offset)
+
+    def step(x: mx.array) -> mx.array:
+        for layer in held:
+            normed = mx.fast.rms_norm(x, norm, 1e-6)
+            q, k, v = (heads(normed, name) for name in "qkv")
+            layer[0][:, :, 8:9], layer[1][:, :, 8:9] = turn(k), v.transpose(0, 2, 1, 3)
+            keys, values = (buffer[:, :, :9] for buffer in layer)
+            out = mx.fast.scaled_dot_product_attention(turn(q), keys, values, scale=0.125)
+            x = x + out.transpose(0, 2, 1, 3).reshape(3, 1, 256) @ weights["o"].T
+            normed = mx.fast.rms_norm(x, norm, 1e-6)
+            gate, up = normed @ weights["gate"].T, normed @ weights["up"].T
+            x = x + (gate * mx.sigmoid(gate) * up) @ weights["down"].T
+        return x
+
+    return step, [mx.zeros((3, 1, 128))]
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run unchecked: nothing can be computed while launches are counted."""
+    monkeypatch.setattr(mx, "custom_function", without_gradients)
+    for kernel in gpu.KERNELS.values():
+        monkeypatch.setattr(kernel, "_is_trusted", lambda *_: True)
+        monkeypatch.setattr(kernel, "_runs", {})
+
+
+def test_kernels_save_two_fifths_of_the_launches_of_a_layer_and_decode_step(
+    trusted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfused = launches.per_layer(unfused_layer)
+    assert +unfused == Counter(matmul=7, fast=7, copy=2, elementwise=5)
+    monkeypatch.setenv("GWEN_KERNELS", "off")
+    without = launches.per_layer(decode_step)
+    monkeypatch.setenv("GWEN_KERNELS", "on")
+    ours = launches.per_layer(decode_step)
+    # norm and rope, swiglu, two of residual and norm | attention | keys and values into the cache
+    assert +ours == Counter(matmul=4, kernel=4, fast=1, copy=2)
+    assert ours.total() <= 0.6 * min(without.total(), unfused.total())
+
+
+def test_sampling_is_one_launch(trusted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, uniforms, heat = mx.zeros((4, 151_936)), mx.zeros((4, 4)), mx.array([0.7])
+    mx.eval(heat)
+    monkeypatch.setattr(mx, "array", lambda *_, **__: heat)
+    assert launches.count(lambda x, u: gwen.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
+    monkeypatch.setenv("GWEN_KERNELS", "off")
+    assert launches.count(lambda x, u: gwen.sample_token(x, u, 0.7), logits, uniforms).total() > 40

@@ -1,0 +1,289 @@
+"""
+One whole GRPO step against another MLX trainer's: `uv run --with mlx-lm-lora bench_step.py --batch 4 --groups 8`.
+
+Both train adapters of the same rank on all projections of the same weights, in one dtype and on one BLAS: the same
+prompts, G completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each
+engine runs in a process of its own, so that its peak is its own; rounds alternate. mlx_lm_lora decodes `--batch` rows
+at once, as it does by itself; "mlx_lm_lora_wide" is the same with all rows at once.
+Its loop is timed at the functions it calls: what generates, what rewards, and the rest, which is its update.
+
+What is left out: evaluation, checkpoints, logs, judges. Peaks include the weights.
+
+Axes: B prompts, G completions of each, N = B * G rows.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cpu_blas
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+
+import bench_rollout
+import grpo
+import gwen
+import hub
+import lora
+import micro_batch
+import preflight
+import sampler
+import settings
+import telemetry
+import update
+
+ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
+PHASES = ("rollout", "reward", "update")
+
+
+def make_prompts(args: argparse.Namespace, config: hub.Config) -> list[list[int]]:
+    """B prompts of random ordinary tokens."""
+    ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.eos_ids)
+    return np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
+
+
+def reward_of(place: int) -> float:
+    """A reward that differs within every group, so that every completion has a gradient."""
+    return (place * 7 % 5) / 4
+
+
+# ---- engines: each runs some steps and gives the seconds of every phase of every step
+
+
+def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[dict[str, float]]:
+    """Steps as `train.py` takes them, with its defaults."""
+    flags = {"model": str(directory), "task": "demo", "batch": args.batch, "groups": args.groups}
+    flags |= {"max_tokens": args.max_tokens, "lora_rank": args.lora_rank, "train_share_prefix": args.share_prefix}
+    if args.token_budget:
+        flags["train_token_budget"] = args.token_budget
+    config, _ = settings.resolve(flags, None, None)
+    model = gwen.load_model(directory)
+    lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+    prompts, tokenizer = make_prompts(args, model.config), hub.load_tokenizer(directory)
+    preflight.settle(model.config, model.head_weight.dtype, config, [len(prompt) for prompt in prompts])
+    learner = update.Learner(model, config)
+    steps = []
+    for step in range(num_steps):
+        marks = [time.perf_counter()]
+        rollout = sampler.rollout(
+            model,
+            prompts,
+            group_size=config.groups,
+            max_tokens=config.max_tokens,
+            temperature=1.0,
+            eos_ids=(),
+            pad_id=0,
+            rollout_batch_size=config.rollout_batch_size or config.batch * config.groups,
+            key=step,
+        )
+        assert (np.array(rollout.mask).sum(-1) == args.max_tokens).all()
+        marks.append(time.perf_counter())
+        sampler.texts(tokenizer, rollout, ())
+        rewards = mx.array([[reward_of(place) for place in range(config.groups)]] * config.batch)
+        advantages = grpo.group_advantages(rewards).reshape(-1)
+        marks.append(time.perf_counter())
+        rows = [prompt for prompt in prompts for _ in range(config.groups)]
+        batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
+        update.update(learner, batches, rollout, advantages, None, config.lr)
+        marks.append(time.perf_counter())
+        steps.append(dict(zip(PHASES, np.diff(marks).tolist(), strict=True)))
+    return steps
+
+
+def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -> list[dict[str, float]]:
+    """Steps of mlx_lm_lora's own loop, timed at what it calls."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load
+
+    trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
+    model, tokenizer = load(str(directory))[:2]
+    model.set_dtype(gwen.default_dtype())
+    model.freeze()
+    projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    parameters = {"rank": args.lora_rank, "scale": 2.0, "dropout": 0.0, "keys": projections}
+    linear_to_lora_layers(model, len(model.layers), parameters)
+    mx.eval(model.parameters())
+    prompts = make_prompts(args, gwen.load_config(directory))
+    steps: list[dict[str, float]] = []
+
+    def batches(**_: Any) -> Any:
+        while True:
+            now = time.perf_counter()
+            if steps:
+                steps[-1]["update"] = now - steps[-1].pop("until")
+            steps.append({})
+            yield prompts, [[0]] * args.batch, [""] * args.batch, [""] * args.batch, None
+
+    def timed(name: str, phase: str) -> None:
+        function = getattr(trainer, name)
+
+        def wrapped(*positional: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*positional, **named)
+            steps[-1]["until"] = time.perf_counter()
+            steps[-1][phase] = steps[-1]["until"] - begin
+            if phase == "rollout":
+                assert [len(ids) for ids in result[0]] == [args.max_tokens] * args.batch * args.groups
+            return result
+
+        setattr(trainer, name, wrapped)
+
+    timed("generate_grpo", "rollout")
+    timed("_rollout_rewards", "reward")
+
+    def reward(prompts: Any, completions: Any, answer: Any, types: Any = None) -> list[float]:
+        return [reward_of(row % args.groups) for row in range(len(completions))]
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        trainer.train_grpo(
+            model,
+            None,
+            tokenizer,
+            optim.AdamW(1e-4),
+            [],
+            reward_funcs=[reward],
+            args=trainer.GRPOTrainingArgs(
+                batch_size=args.batch * args.groups if args.engine.endswith("wide") else args.batch,
+                iters=num_steps,
+                group_size=args.groups,
+                beta=0.0,
+                epsilon=0.2,
+                max_completion_length=args.max_tokens,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                steps_per_report=1,
+                adapter_file=str(Path(scratch) / "adapters.safetensors"),
+            ),
+            iterate_batches=batches,
+            end_answer_token="",
+        )
+    steps[-1]["update"] = time.perf_counter() - steps[-1].pop("until")
+    return steps
+
+
+# ---- the measurement
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What the process of one engine prints: seconds of every timed step, by phase, and the peak of all of them."""
+    run = run_ours if args.engine == "ours" else run_mlx_lm_lora
+    steps = run(args, Path(args.model), args.warmup + args.runs)
+    return {"steps": steps[args.warmup :], "peak_bytes": mx.get_peak_memory()}
+
+
+def child(args: argparse.Namespace, directory: Path, engine: str) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    passed = {name: value for name, value in vars(args).items() if name not in ("model", "rounds", "engine", "engines")}
+    flags = [text for name, value in passed.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, __file__, "--engine", engine, "--model", str(directory), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{engine} ended with exit status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(args: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over all timed steps of an engine."""
+    steps = [step for record in records for step in record["steps"]]
+    seconds = [sum(step.values()) for step in steps]
+    median = statistics.median(seconds)
+    entry = {f"{phase}_s": statistics.median(step[phase] for step in steps) for phase in PHASES}
+    entry |= {"step_s": median, "min_s": min(seconds), "max_s": max(seconds)}
+    entry["tok_s"] = args.batch * args.groups * args.max_tokens / median
+    entry["peak_mb"] = max(record["peak_bytes"] for record in records) / 1e6
+    return {name: round(value, 3) for name, value in entry.items()}
+
+
+def compare(args: argparse.Namespace, directory: Path) -> None:
+    """Runs the engines in turn and reports them. ValueError when one is not installed."""
+    if set(args.engines) != {"ours"} and not find_spec("mlx_lm_lora"):
+        raise ValueError(
+            "mlx-lm-lora is not installed: uv run --with mlx-lm-lora bench_step.py, or give --engines ours"
+        )
+    records: dict[str, list[dict[str, Any]]] = {engine: [] for engine in args.engines}
+    for turn in range(args.rounds):
+        for engine in args.engines if turn % 2 == 0 else args.engines[::-1]:
+            records[engine].append(child(args, directory, engine))
+    print(
+        f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
+        f"rank={args.lora_rank} model={args.model} warmup={args.warmup} runs={args.runs} rounds={args.rounds}"
+    )
+    entries = {engine: summary(args, records[engine]) for engine in args.engines}
+    for name, entry in entries.items():
+        phases = " | ".join(f"{phase} {entry[f'{phase}_s']:.2f} s" for phase in PHASES)
+        print(
+            f"{name:<16} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | {phases} | "
+            f"{entry['tok_s']:.1f} tok/s | peak {entry['peak_mb']:.0f} MB"
+        )
+    others = {name: entry for name, entry in entries.items() if name != "ours"}
+    ratios = {}
+    if "ours" in entries:
+        for name, entry in others.items():
+            ratios[name] = round(entry["step_s"] / entries["ours"]["step_s"], 3)
+            share = entries["ours"]["peak_mb"] / entry["peak_mb"]
+            verdict = bench_rollout.verdict(ratios[name])
+            print(f"Result: ours is {verdict} than {name}, at {share:.2f} of its peak memory")
+    environment = telemetry.environment(cpu_blas.description)
+    versions = {"python": environment["python"]} | environment["versions"]
+    if others:
+        versions["mlx-lm-lora"] = version("mlx-lm-lora")
+    device = f"{environment['device']}, {environment['machine']}, BLAS: {environment['blas']}"
+    print(
+        json.dumps({"config": vars(args), "engines": entries, "ratios": ratios, "device": device, "versions": versions})
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The settings, checked. ValueError names the flag that is wrong."""
+    parser = telemetry.Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's.")
+    parser.add_argument("--model", default="random:30m", help="as train.py's")
+    parser.add_argument("--batch", type=int, default=4, help="B, prompts")
+    parser.add_argument("--groups", type=int, default=8, help="G, completions of each")
+    parser.add_argument("--prompt-tokens", type=int, default=96, help="tokens of a prompt, drawn at random")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every completion")
+    parser.add_argument("--lora-rank", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=1, help="steps that are not timed, of each process")
+    parser.add_argument("--runs", type=int, default=2, help="timed steps of each process")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each engine, in turn")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--share-prefix", choices=micro_batch.SHARING, default="auto", help="in our update")
+    parser.add_argument("--token-budget", type=int, default=0, help="of our update; 0: as train.py takes it")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    parser.add_argument("--engine", choices=ENGINES, help="runs this one here and prints its record; for --model DIR")
+    args = parser.parse_args(argv)
+    lowest = {"batch": 1, "groups": 2, "prompt_tokens": 2, "max_tokens": 1, "lora_rank": 1, "warmup": 0, "runs": 1}
+    for name, low in (lowest | {"rounds": 1, "seed": 0, "token_budget": 0}).items():
+        if not low <= getattr(args, name) < 2**31:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        args = parse(argv)
+        if args.engine:
+            print(json.dumps(measure(args)))
+            return
+        with bench_rollout.model_directory(args.model) as directory:
+            compare(args, directory)
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""
+Micro-batches: which rows of a step go through the model together, and in what form.
+
+Plain, a row is its prompt and its completion. Shared, the prompts of a micro-batch are rows of their own, each computed
+once, with gradient, and continued by all completions of its group. Both give every token the same past and position,
+so they have the same gradient; which is cheaper depends on the lengths alone. What is left out: the loss.
+
+Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, L positions of a row,
+T completion positions, C hidden.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import gwen
+import sampler
+from kv_cache import TreeCache
+
+SHARING = ("auto", "on", "off")
+# Sharing has to save this share of the positions: below it, two passes with attention in parts cost what they save.
+LEAST_SAVED = 0.1
+
+
+class Prefix(NamedTuple):
+    """The prompts of a micro-batch, padded on the right."""
+
+    tokens: mx.array  # (B, P)
+    lengths: list[int]  # B
+    parents: list[int]  # M, the prompt of each row
+
+
+class MicroBatch(NamedTuple):
+    """Rows that go through the model together, padded on the right; row i is row `rows[i]` of the step."""
+
+    rows: mx.array  # (M,)
+    prefix: Prefix | None  # None: each row begins with its prompt
+    tokens: mx.array  # (M, L) what follows the prefix, without the last token, which predicts nothing
+    lengths: list[int]  # M, of `tokens`
+    positions: mx.array  # (M, T) where each completion token is predicted: in L, or in the prompt's last position and L
+    completion_ids: mx.array  # (M, T)
+    mask: mx.array  # (M, T)
+    sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that go through the model, padding included."""
+        return self.tokens.size + (self.prefix.tokens.size if self.prefix else 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are no padding."""
+        return sum(self.lengths) + (sum(self.prefix.lengths) if self.prefix else 0)
+
+
+def micro_batches(
+    prompts: list[list[int]], rollout: sampler.Rollout, token_budget: int, sharing: str = "off"
+) -> list[MicroBatch]:
+    """
+    The rows of a step, cut where a micro-batch's positions would pass the budget; one row always fits.
+
+    prompts: of every row, N. A row of which no token counts is left out. sharing: see `plan`.
+    """
+    num_tokens = np.array(rollout.mask).sum(-1).astype(int)
+    shared, cut = plan(prompts, num_tokens, token_budget, sharing)
+    make = _make_shared if shared else _make_plain
+    return [make(part, prompts, rollout, num_tokens) for part, _ in cut]
+
+
+Cut = list[tuple[list[int], int]]  # rows of each micro-batch, and its positions with padding
+
+
+def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str) -> tuple[bool, Cut]:
+    """
+    Whether prompts are shared, and which rows go together; from prompts and lengths of completions, N each, alone.
+
+    sharing: whether a prompt is computed once for its group; "auto" shares where that saves enough positions, and not
+    on a GPU, whose attention kernel reads each row's keys from one buffer.
+    """
+    assert sharing in SHARING, sharing
+    rows = np.flatnonzero(num_tokens).tolist()
+    plain = _cut_plain(rows, [len(prompt) for prompt in prompts], num_tokens, token_budget)
+    if sharing == "off" or not rows:
+        return False, plain
+    shared = _cut_shared(rows, prompts, num_tokens, token_budget)
+    saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
+    if sharing == "on" or (saved >= LEAST_SAVED and not gwen.on_gpu()):
+        return True, shared
+    return False, plain
+
+
+def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, token_budget: int) -> Cut:
+    """Rows ordered by length."""
+    total = {row: lengths[row] + int(num_tokens[row]) - 1 for row in rows}
+    cut: Cut = []
+    for row in sorted(rows, key=lambda row: total[row]):  # ascending: the row that joins is the longest
+        size = (len(cut[-1][0]) + 1) * total[row] if cut else 0
+        if cut and size <= token_budget:
+            cut[-1] = ([*cut[-1][0], row], size)
+        else:
+            cut.append(([row], total[row]))
+    return cut
+
+
+def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
+    """Whole groups, ordered by their longest completion, and a group in parts where it is too large by itself."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(rows, key=lambda row: int(num_tokens[row])):
+        groups.setdefault(tuple(prompts[row]), []).append(row)
+
+    def size(part: list[int]) -> int:
+        distinct = {tuple(prompts[row]) for row in part}
+        return len(distinct) * max(map(len, distinct)) + len(part) * (int(num_tokens[part].max()) - 1)
+
+    cut: list[list[int]] = []
+    for group in sorted(groups.values(), key=lambda group: int(num_tokens[group].max())):
+        if cut and size(cut[-1] + group) <= token_budget:
+            cut[-1] = cut[-1] + group
+            continue
+        cut.append(group[:1])
+        for row in group[1:]:
+            if size([*cut[-1], row]) <= token_budget:
+                cut[-1].append(row)
+            else:
+                cut.append([row])
+    return [(part, size(part)) for part in cut]
+
+
+def _padded(rows: list[list[int]]) -> mx.array:
+    """Token ids of unequal lengths as one array, (len(rows), longest), 0 after the end."""
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for place, row in enumerate(rows):
+        padded[place, : len(row)] = row
+    return mx.array(padded)
+
+
+def _completions(part: list[int], rollout: sampler.Rollout, num_tokens: np.ndarray) -> list[list[int]]:
+    ids = np.array(rollout.completion_ids)
+    return [ids[row, : num_tokens[row]].tolist() for row in part]
+
+
+def _make_plain(
+    part: list[int], prompts: list[list[int]], rollout: sampler.Rollout, num_tokens: np.ndarray
+) -> MicroBatch:
+    completions = _completions(part, rollout, num_tokens)
+    whole = [[*prompts[row], *completion[:-1]] for row, completion in zip(part, completions, strict=True)]
+    most = max(map(len, completions))
+    # completion token t stands at len(prompt) + t and is predicted one position earlier
+    first = np.array([len(prompts[row]) - 1 for row in part])
+    positions = np.minimum(first[:, None] + np.arange(most), max(map(len, whole)) - 1)
+    return _finish(part, None, whole, positions, rollout)
+
+
+def _make_shared(
+    part: list[int], prompts: list[list[int]], rollout: sampler.Rollout, num_tokens: np.ndarray
+) -> MicroBatch:
+    completions = _completions(part, rollout, num_tokens)
+    distinct = list(dict.fromkeys(tuple(prompts[row]) for row in part))
+    place = {prompt: index for index, prompt in enumerate(distinct)}
+    prefix = Prefix(
+        _padded([list(prompt) for prompt in distinct]),
+        [len(prompt) for prompt in distinct],
+        [place[tuple(prompts[row])] for row in part],
+    )
+    most = max(map(len, completions))
+    positions = np.broadcast_to(np.arange(most), (len(part), most))
+    return _finish(part, prefix, [completion[:-1] for completion in completions], positions, rollout)
+
+
+def _finish(
+    part: list[int], prefix: Prefix | None, tokens: list[list[int]], positions: np.ndarray, rollout: sampler.Rollout
+) -> MicroBatch:
+    index, most = mx.array(part), positions.shape[1]
+    return MicroBatch(
+        rows=index,
+        prefix=prefix,
+        tokens=_padded(tokens),
+        lengths=[len(row) for row in tokens],
+        positions=mx.array(positions.astype(np.int32)),
+        completion_ids=rollout.completion_ids[index, :most],
+        mask=rollout.mask[index, :most],
+        sampled_logprobs=rollout.logprobs[index, :most],
+    )
+
+
+def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: int = 0) -> mx.array:
+    """
+    The hidden states that predict the completion tokens, (M, T, C).
+
+    checkpoint_layers: of how many layers, from the first, the activations are computed again for the gradient.
+    """
+    if batch.prefix is None:
+        hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
+        return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
+    prefix = batch.prefix
+    cache = TreeCache(len(model.layers)).child(prefix.lengths)
+    hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
+    last = mx.array([length - 1 for length in prefix.lengths])
+    first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
+    if not batch.tokens.shape[1]:  # every completion is one token, which its prompt predicts
+        return first[:, None]
+    children = cache.child(batch.lengths, prefix.parents)
+    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)

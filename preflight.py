@@ -1,0 +1,249 @@
+"""
+The memory that a run will need, from its settings and the model's configuration alone: `uv run preflight.py --model M`.
+
+A step needs what stays (weights, adapters, the optimizer's state) and then, in turn, what a rollout or what an update
+holds; the larger of the two decides. The longest prompts and completions of `--max-tokens` are assumed, so a step
+may need less. The constants are measured on MLX's CPU backend, where the figure is within 25% of the peak, by a test;
+on a GPU, whose attention kernel keeps no scores, they are left out. What is not in it: a judge's own model, Python.
+
+Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden, H query heads,
+K kv heads, D head dim, F mlp width.
+"""
+
+import dataclasses
+import sys
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+import dispatch
+import gwen
+import hub
+import lora
+import memory
+import micro_batch
+import settings
+import telemetry
+from kv_cache import round_up
+from settings import Config
+
+LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
+BUDGETS = [8192, 2048, 1024]  # positions of a micro-batch that `auto` chooses from; a GPU gains nothing beyond 2048
+# What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.7 to 3.5 over seven shapes.
+WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 3.2
+TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
+
+
+class Need(NamedTuple):
+    """Bytes."""
+
+    weights: int
+    adapters: int  # or the float32 masters of a model whose own weights are trained
+    optimizer: int
+    cache: int  # of a rollout: keys and values
+    decoding: int  # of a rollout: prefill and logits
+    gradients: int  # of an update: those of the micro-batches so far
+    activations: int  # of an update: what layers keep for the gradient
+    working: int  # of an update: what one layer's gradient takes beside that
+    logprobs: int  # of an update: what log-probabilities take, while no layer is at work
+    stepping: int  # of an update: AdamW's new state and masters beside the old ones, and the gradient
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.adapters + self.optimizer
+
+    @property
+    def rollout(self) -> int:
+        return self.cache + self.decoding
+
+    @property
+    def update(self) -> int:
+        return max(self.gradients + self.activations + max(self.working, self.logprobs), self.stepping)
+
+    @property
+    def total(self) -> int:
+        return self.resident + max(self.rollout, self.update)
+
+
+def layer_bytes(model: hub.Config, keys: float) -> float:
+    """
+    What one position keeps of one layer for the gradient, with `keys` keys to each query.
+
+    Measured by doubling each width in turn; in 16 bits it is 2 to 8% less, since softmax, swiglu and adapters compute
+    in float32.
+    """
+    num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+    kept = 24 * model.intermediate_size + 17 * model.hidden_size + 18 * num_queries + 10 * num_kv
+    has_kernel = gwen.on_gpu() and model.head_dim in (64, 128)
+    return kept + (0 if has_kernel else 4 * model.num_attention_heads * keys)
+
+
+def estimate(
+    model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
+) -> Need:
+    """What a run needs at most, when its prompts have these lengths."""
+    shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
+    all_weights = sum(array.size for _, array in tree_flatten(shapes.parameters()))
+    if config.lora_rank:
+        lora.apply(shapes, config.lora_rank, config.lora_scale, config.lora_targets)
+    trained = sum(array.size for _, array in tree_flatten(shapes.trainable_parameters()))
+    # float32 weights are their own masters
+    masters = trained if config.lora_rank or dtype != mx.float32 else 0
+    longest = sorted(prompt_lengths)[-config.batch :]
+    num_batches, activations, working, logprobs = _update(model, dtype, config, longest, checkpoint_layers)
+    cache, decoding = _rollout(model, dtype, config, longest)
+    return Need(
+        weights=all_weights * dtype.size,
+        adapters=4 * masters,
+        optimizer=8 * trained,
+        cache=cache,
+        decoding=decoding,
+        gradients=4 * trained * (num_batches > 1),
+        activations=activations,
+        working=working,
+        logprobs=logprobs,
+        stepping=16 * trained,
+    )
+
+
+def _update(
+    model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
+) -> tuple[int, int, int, int]:
+    """
+    Number of micro-batches when all completions are as long as allowed, and bytes of what the largest of them keeps, of
+    its backward pass, and of its log-probabilities.
+    """
+    width, length, layers = model.hidden_size, config.max_tokens, model.num_hidden_layers
+    kept = max(layers - checkpoint_layers, 0)
+    working = WORKING_LAYERS if kept == layers else WORKING_LAYERS_CHECKPOINTED
+    rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.groups)]
+    lengths = np.full(len(rows), length)
+    shared, cut = micro_batch.plan(rows, lengths, config.train_token_budget, config.train_share_prefix)
+    most = (0, 0, 0)
+    for part, num_positions in cut:
+        longest = max(len(rows[row]) for row in part)
+        keys = float(longest + length - 1)
+        if shared:  # the prompt's own positions see the prompt alone
+            of_completions = len(part) * (length - 1)
+            keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
+        inputs = 8 * width * (layers - kept)  # a position's, of the layers that are computed again
+        one_layer = num_positions * layer_bytes(model, keys)
+        num_tokens = len(part) * length
+        logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
+        if config.logprobs == "reference":
+            logprobs += 6 * 4 * num_tokens * model.vocab_size
+        else:
+            logprobs += 4 * min(TILES_IN_FLIGHT * gwen.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
+            logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
+        one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
+        most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
+    return len(cut), *most
+
+
+def _rollout(model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
+    """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
+    batch_size = config.rollout_batch_size or dispatch.USUAL_ROWS
+    slots = min(batch_size, config.batch * config.groups)
+    together = sorted(prompts)[-max(2 * batch_size // config.groups, 1) :]
+    column = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
+    width = round_up(max(together))
+    own = round_up(config.max_tokens) + (width if gwen.on_gpu() else 0)
+    prefill = len(together) * max(together) * layer_bytes(model, max(together))
+    logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
+    return column * (len(together) * width + slots * own), int(max(prefill, logits))
+
+
+def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+    """
+    Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
+
+    Micro-batches are cut smaller first, which costs nothing where a model is large enough to matter; then as few layers
+    as possible are computed again, which costs a third of the update. To fit is to need nine tenths of what a GPU
+    offers, and without a GPU of what a laptop's would, so that a run on a CPU does not depend on the machine.
+    """
+    room, layers = 0.9 * (memory.of_device() if gwen.on_gpu() else LAPTOP), model.num_hidden_layers
+    budgets = [config.train_token_budget] if config.train_token_budget else BUDGETS[1 if gwen.on_gpu() else 0 :]
+    counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
+    options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
+    for budget, count in options:
+        config.train_token_budget = budget
+        config.checkpoint_layers = {0: "off", layers: "on"}.get(count, str(count))
+        if estimate(model, dtype, config, prompt_lengths, count).total <= room:
+            return
+
+
+def advice(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
+    """The flags that make a run fit which does not, or as far as flags can."""
+
+    def need(**changed: Any) -> Need:
+        other = dataclasses.replace(config, **changed)
+        return estimate(model, dtype, other, prompt_lengths, other.num_checkpointed(model.num_hidden_layers))
+
+    resident, flags = need().resident, []
+    if resident > room:
+        return "take a smaller model" if config.lora_rank else "set --lora-rank 16, or take a smaller model"
+    if resident + need().rollout > room:
+        rows = config.rollout_batch_size or dispatch.USUAL_ROWS
+        while rows > 1 and resident + need(rollout_batch_size=rows).rollout > room:
+            rows //= 2
+        flags.append(f"--rollout-batch-size {rows}")
+    if resident + need().update > room:
+        budget = config.train_token_budget
+        while budget > 64 and resident + need(train_token_budget=budget, checkpoint_layers="on").update > room:
+            budget //= 2
+        flags.append(
+            "--checkpoint-layers on" + (f" --train-token-budget {budget}" * (budget < config.train_token_budget))
+        )
+    return f"set {' '.join(flags)}"
+
+
+def line(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
+    """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
+    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
+    room = memory.of_device()
+    said = (
+        f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
+        f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + the larger of "
+        f"{_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and {_gb(need.update)} update "
+        f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
+        f"{_gb(need.working)} backward) "
+        f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
+    )
+    if need.total <= room:
+        return said
+    return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+# ---- the command
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = telemetry.Parser("preflight.py", "Say what a run would need. All flags of train.py, and:")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
+    parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
+    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        args = settings.parse(rest)
+        flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+        config, choice = settings.resolve(flags, args.config, args.resume)
+        if own.prompt_tokens < 1:
+            raise ValueError(f"--prompt-tokens is {own.prompt_tokens}; it must be at least 1")
+        dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
+        model = gwen.load_config(config.model)
+        lengths = [own.prompt_tokens] * config.batch
+        settle(model, dtype, config, lengths)
+        print(f"{choice}; {own.prompt_tokens} prompt tokens")
+        print(line(model, dtype, config, lengths))
+    except (ValueError, OSError) as error:
+        telemetry.fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,529 @@
+"""
+Every kernel against its formula in float64, forward and backward, with every access to memory watched.
+
+Shapes are small, odd and below 8 elements where they can be (MLX hands such inputs to a kernel in another address
+space); Qwen's vocabulary and 10,000 draws run at the emulator's full speed.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import QWEN3, YARN
+from mlx.utils import tree_flatten
+
+import gpu
+import grpo
+import gwen
+import hub
+from kv_cache import Group, KVCache, SlotCache, make_group
+from metal import emulator
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+EPSILON = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # relative; 16 bits: one rounding of the result
+RNG = np.random.default_rng(0)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, whichever tests ran before it."""
+    global RNG
+    RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""
+    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    for kernel in gpu.KERNELS.values():
+        monkeypatch.setattr(kernel, "_runs", {})
+        monkeypatch.setattr(kernel, "_is_trusted", lambda *_: True)
+    yield metal
+
+
+def array(*shape: int, dtype: mx.Dtype, scale: float = 1.0) -> mx.array:
+    return mx.array(RNG.normal(0, scale, shape).astype(np.float32)).astype(dtype)
+
+
+def wide(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def assert_close(ours: mx.array, expected: np.ndarray, dtype: mx.Dtype, slack: float = 1.0) -> None:
+    assert ours.shape == expected.shape
+    tolerance = EPSILON[dtype] * slack
+    np.testing.assert_allclose(wide(ours), expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_gradient(
+    function: Callable[..., Any], formula: Callable[..., Any], arrays: Sequence[mx.array], slack: float = 1.0
+) -> None:
+    """
+    The gradient of `function` in a random direction against that of its float64 `formula`, by central differences.
+
+    The size of what may be off is that of the terms which were added up, not that of their sum.
+    """
+    outputs = function(*arrays)
+    cotangents = [array(*out.shape, dtype=out.dtype) for out in outputs]
+    _, gradients = mx.vjp(function, list(arrays), cotangents)
+    exact, weights, step = [wide(a) for a in arrays], [wide(c) for c in cotangents], 1e-6
+
+    def loss(*moved: np.ndarray) -> float:
+        return sum(float((w * out).sum()) for w, out in zip(weights, formula(*moved), strict=True))
+
+    for index, (gradient, source) in enumerate(zip(gradients, arrays, strict=True)):
+        assert gradient.dtype == source.dtype and gradient.shape == source.shape
+        direction = RNG.normal(size=source.shape)
+        ends = [[x + sign * step * direction if i == index else x for i, x in enumerate(exact)] for sign in (1, -1)]
+        expected = (loss(*ends[0]) - loss(*ends[1])) / (2 * step)
+        terms = wide(gradient) * direction
+        allowed = EPSILON[source.dtype] * slack * (np.abs(terms).sum() + 1) + 1e-6
+        assert abs(terms.sum() - expected) <= allowed, (index, terms.sum(), expected, allowed)
+
+
+# ---- swiglu
+
+
+def swiglu_by_hand(gate_up: np.ndarray) -> list[np.ndarray]:
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return [gate / (1 + np.exp(-gate)) * up]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 2), (2, 6), (3, 1, 74), (5, 64), (300, 6)])
+def test_swiglu_equals_its_formula_and_so_does_its_gradient(kernels, shape, dtype):
+    x = array(*shape, dtype=dtype, scale=4)
+    assert_close(gwen.swiglu_kernel(x), swiglu_by_hand(wide(x))[0], dtype, 2)
+    assert_gradient(lambda x: [gwen.swiglu_kernel(x)], swiglu_by_hand, [x], 4)
+
+
+def test_swiglu_of_huge_gates_is_finite_and_has_a_finite_gradient(kernels):
+    x = mx.array([[-3e38, -200.0, -89.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
+    assert gwen.swiglu_kernel(x).tolist() == [[0.0, 0.0, pytest.approx(0.0, abs=1e-30), 200.0]]
+    assert mx.isfinite(mx.grad(lambda x: gwen.swiglu_kernel(x).sum())(x)).all().item()
+
+
+# ---- residual and norm
+
+
+def add_norm_by_hand(x: np.ndarray, delta: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
+    total = x + delta
+    return [total, total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * weight]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (3, 1, 37), (2, 256), (2, 1027)])
+def test_add_norm_equals_its_formula_and_so_does_its_gradient(kernels, shape, dtype):
+    arrays = array(*shape, dtype=dtype), array(*shape, dtype=dtype), array(shape[-1], dtype=dtype)
+    total, normed = gwen.add_norm_kernel(*arrays, 1e-6)
+    assert mx.array_equal(total, arrays[0] + arrays[1])  # rounded once, as the sum of the expression is
+    assert_close(normed, add_norm_by_hand(wide(total), np.zeros(1), wide(arrays[2]))[1], dtype, 2)
+    if shape[-1] > 1:  # the norm of one number is its sign
+        assert_gradient(lambda *given: gwen.add_norm_kernel(*given, 1e-6), add_norm_by_hand, arrays, 16)
+
+
+# ---- norm and rope
+
+
+def norm_rope_by_hand(
+    qkv: np.ndarray, weights: Sequence[np.ndarray], heads: int, rope: gwen.Rope, offsets: Sequence[int]
+) -> list[np.ndarray]:
+    length, all_heads = qkv.shape[1:3]
+    turned = heads + (all_heads - heads) // 2
+    out = qkv[:, :, :turned].copy()
+    if weights:
+        out /= np.sqrt((out**2).mean(-1, keepdims=True) + 1e-6)
+        out[:, :, :heads] *= weights[0]
+        out[:, :, heads:] *= weights[1]
+    positions = np.array(offsets)[:, None] + np.arange(length)
+    angles = (positions[..., None] * rope.frequencies)[:, :, None]
+    low, high = np.split(out * rope.magnitude, 2, axis=-1)
+    parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
+    out = np.concatenate(parts, axis=-1).transpose(0, 2, 1, 3)
+    return [out[:, :heads], out[:, heads:]]
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "length", "normed", "yarn"),
+    [
+        (1, 1, 64, 1, True, False),
+        (2, 1, 80, 3, True, False),
+        (3, 1, 96, 1, False, True),
+        (8, 2, 128, 2, True, True),
+        (5, 1, 64, 1, False, False),
+        (6, 1, 64, 1, True, False),
+        (7, 1, 64, 1, True, False),
+        (8, 1, 256, 1, True, False),
+        (1, 1, 2, 1, True, False),
+    ],
+)
+def test_norm_rope_equals_its_formula_and_so_does_its_gradient(
+    kernels, heads, kv_heads, size, length, normed, yarn, dtype
+):
+    config = hub.make_config(QWEN3 | ({"rope_scaling": YARN} if yarn else {}))
+    rope, offsets = gwen.Rope(dataclasses.replace(config, head_dim=size)), [0, -2, 700]
+    qkv = array(3, length, heads + 2 * kv_heads, size, dtype=dtype)
+    weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
+    given = heads, weights, 1e-6, rope, gwen.Rotation(mx.array(offsets), None, None)
+    queries, keys, values = gwen.norm_rope_kernel(qkv, *given)
+    expected = norm_rope_by_hand(wide(qkv), [wide(w) for w in weights or ()], heads, rope, offsets)
+    for ours, theirs in zip((queries, keys), expected, strict=True):
+        angle = 702 * 1.2e-7 * np.abs(theirs).max()  # what float32 leaves of an angle, at the farthest position
+        np.testing.assert_allclose(wide(ours), theirs, rtol=2 * EPSILON[dtype], atol=angle + 2 * EPSILON[dtype])
+    assert mx.array_equal(values, qkv[:, :, heads + kv_heads :].transpose(0, 2, 1, 3))
+    if size > 2 and not yarn:
+        rotation = rope.at(mx.array(offsets), length)
+
+        def function(qkv: mx.array, *weights: mx.array) -> list[mx.array]:
+            pair = (weights[0], weights[1]) if weights else None
+            return list(gwen.norm_rope_kernel(qkv, heads, pair, 1e-6, rope, rotation)[:2])
+
+        formula = lambda qkv, *weights: norm_rope_by_hand(qkv, weights, heads, rope, offsets)  # noqa: E731
+        assert_gradient(function, formula, [qkv, *(weights or ())], 64)
+
+
+# ---- decode attention over shared prompts
+
+
+def slot_attention_by_hand(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, own_keys: np.ndarray, own_values: np.ndarray, **seen: Any
+) -> list[np.ndarray]:
+    heads, size = queries.shape[1], queries.shape[3]
+    out = np.zeros_like(queries)
+    for row, prompt in enumerate(seen["prompt_of"]):
+        columns = np.concatenate([seen["mask"][prompt], seen["own_mask"][row]])
+        for head in range(heads):
+            kv = head // (heads // keys.shape[1])
+            k = np.concatenate([keys[prompt, kv], own_keys[row, kv]])[columns]
+            v = np.concatenate([values[prompt, kv], own_values[row, kv]])[columns]
+            scores = k @ queries[row, head, 0] / np.sqrt(size)
+            weights = np.exp(scores - scores.max())
+            out[row, head, 0] = weights @ v / weights.sum()
+    return [out]
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("ratio", "kv_heads", "size", "prompt_of", "masked"),
+    [
+        (1, 1, 64, [0], False),
+        (2, 2, 128, [0, 0, 1, 1], False),
+        (3, 1, 80, [0, 1, 1, 0, 1], True),
+        (4, 1, 96, [1, 0, 1], True),
+        (5, 1, 64, [0, 0], True),
+        (6, 1, 64, [0, 0], False),
+        (7, 1, 64, [0, 0], False),
+        (8, 1, 256, [0, 1], True),
+    ],
+)
+def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
+    kernels, ratio, kv_heads, size, prompt_of, masked, dtype
+):
+    rows, prompts, length, width = len(prompt_of), max(prompt_of) + 1, 11, 5
+    queries = array(rows, ratio * kv_heads, 1, size, dtype=dtype, scale=2)
+    by_column = array(prompts, 16, kv_heads, size, dtype=dtype).transpose(0, 2, 1, 3)  # views, as projections and
+    held = [by_column[:, :, :length], array(prompts, kv_heads, 16, size, dtype=dtype)[:, :, :length]]  # caches give
+    own = [array(rows, kv_heads, 8, size, dtype=dtype)[:, :, :width] for _ in range(2)]
+    mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
+    if masked:
+        mask[0, :3], own_mask[-1, :4], own_mask[0, 1] = False, False, False
+    layout = [
+        make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
+        Group(None, None, mx.array(own_mask)[:, None, None] if masked else None),
+    ]
+    seen = {"prompt_of": prompt_of, "mask": mask, "own_mask": own_mask}
+    arrays = [queries, *held, *own]
+
+    def function(*arrays: mx.array) -> list[mx.array]:
+        return [gwen.slot_attention_kernel(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
+
+    expected = slot_attention_by_hand(*[wide(a) for a in arrays], **seen)[0]
+    assert_close(function(*arrays)[0], expected, dtype, 2)
+    assert_gradient(function, lambda *moved: slot_attention_by_hand(*moved, **seen), arrays, 16)
+
+
+# ---- rows of logits
+
+
+def logsumexp(x: np.ndarray) -> np.ndarray:
+    peak = x.max(-1, keepdims=True)
+    return np.log(np.exp(x - peak).sum(-1, keepdims=True)) + peak
+
+
+def row_logprobs_by_hand(logits: np.ndarray, ids: np.ndarray, temperature: float) -> list[np.ndarray]:
+    logprobs = logits / temperature - logsumexp(logits / temperature)
+    with np.errstate(invalid="ignore"):
+        terms = np.where(np.isfinite(logprobs), np.exp(logprobs) * logprobs, 0)
+    return [logprobs[np.arange(len(ids)), ids], -terms.sum(-1)]
+
+
+def rows_of_logits(size: int, dtype: mx.Dtype) -> mx.array:
+    """Four rows: plain, all equal, mostly -inf, of huge magnitude."""
+    rows = np.stack([RNG.normal(0, scale, size) for scale in (3, 0, 3, 1)])
+    rows[2, RNG.random(size) < 0.7] = -np.inf
+    rows[2, size // 2] = 1.0
+    rows[3] = np.clip(rows[3] * 1e37, -6e4, 6e4) if dtype == mx.float16 else rows[3] * 1e37
+    return mx.array(rows.astype(np.float32)).astype(dtype)
+
+
+SIZES = [1, 2, 7, 31, 33, 1000, 1024, 1025, 3000]
+each_row = pytest.mark.parametrize(
+    ("size", "dtype"), [(size, mx.float32) for size in SIZES] + [(s, d) for d in DTYPES[1:] for s in (1, 7, 1025)]
+)
+
+
+@each_row
+def test_row_logprobs_equal_their_formula(kernels, size, dtype):
+    logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
+    for rows in (slice(0, 4), slice(0, 1)):  # one row of few elements is in another address space
+        ours = gwen.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
+        scaled = wide(logits[rows]) / 0.7
+        largest = np.abs(np.where(np.isfinite(scaled), scaled, 0)).max(-1)  # subtracting two is off by their rounding
+        for mine, theirs in zip(ours[:2], row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True):
+            assert (np.abs(np.array(mine) - theirs) <= 1e-5 + 2e-7 * largest + 1e-6 * np.abs(theirs)).all()
+        assert (np.array(ours.peaks) == np.array((logits[rows].astype(mx.float32) / 0.7).max(-1))).all()
+
+
+@each_row
+def test_the_gradient_of_row_logprobs_is_that_of_their_formula(kernels, size, dtype):
+    logits, ids = array(3, size, dtype=dtype, scale=2), RNG.integers(0, size, 3)
+    function = lambda x: list(gwen.row_logprobs_kernel(x, mx.array(ids), 0.7)[:2])  # noqa: E731
+    assert_gradient(function, lambda x: row_logprobs_by_hand(x, ids, 0.7), [logits], 8)
+    strange = rows_of_logits(size, dtype)
+    chosen = mx.full((4,), size // 2)
+    gradient = mx.grad(lambda x: sum(part.sum() for part in gwen.row_logprobs_kernel(x, chosen)[:2]))(strange)
+    expected = mx.grad(lambda x: sum(part.sum() for part in gwen.row_logprobs_ref(x, chosen)[:2]))(
+        mx.where(mx.isfinite(strange), strange, -6e4 if dtype == mx.float16 else -1e30)
+    )
+    assert_close(gradient, wide(expected), dtype, 4)
+
+
+@each_row
+def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, dtype):
+    logits = rows_of_logits(size, dtype)
+    scaled = wide(logits) / 0.7
+    expected = scaled - logsumexp(scaled)
+    for ours, row, x in zip(gwen.log_softmax_kernel(logits, 0.7), expected, scaled, strict=True):
+        largest = np.abs(x[np.isfinite(x)]).max()  # subtracting two logits is off by what they are rounded to
+        np.testing.assert_allclose(np.array(ours), row, rtol=1e-6, atol=1e-5 + 2e-7 * largest)
+    formula = lambda x: [x / 0.7 - logsumexp(x / 0.7)]  # noqa: E731
+    x = array(2, size, dtype=dtype)
+    assert_gradient(lambda x: [gwen.log_softmax_kernel(x, 0.7)], formula, [x], 8)
+
+
+@fast
+@each_dtype
+def test_qwens_vocabulary_is_exact(kernels, dtype):
+    logits, ids = array(3, 151_936, dtype=dtype, scale=3), np.array([0, 77_777, 151_935])
+    expected = row_logprobs_by_hand(wide(logits), ids, 0.9)
+    held = gwen.row_logprobs_kernel(logits, mx.array(ids), 0.9)
+    for ours, theirs in zip(held[:2], expected, strict=True):
+        np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-6, atol=1e-5)
+    scaled = wide(logits) / 0.9
+    np.testing.assert_allclose(np.array(gwen.log_softmax_kernel(logits, 0.9)), scaled - logsumexp(scaled), atol=2e-5)
+    cotangents = [mx.array([1.0, -2.0, 0.5]), mx.array([0.3, 0.1, -0.2])]
+    gradient = gwen.row_logprobs_vjp_kernel(logits, mx.array(ids), held, cotangents, 0.9)
+    logprobs = scaled - logsumexp(scaled)
+    p, first, second = np.exp(logprobs), *(wide(c)[:, None] for c in cotangents)
+    by_hand = -p * (first + second * (logprobs + expected[1][:, None]))
+    by_hand[np.arange(3), ids] += first[:, 0]
+    np.testing.assert_allclose(wide(gradient), by_hand / 0.9, rtol=4 * EPSILON[dtype], atol=1e-7)
+
+
+# ---- sampling
+
+
+def conditionals(logits: np.ndarray, token: int) -> list[tuple[float, float]]:
+    """Of each of the four choices that lead to `token`: the share before it and up to it, in float64."""
+    weights = np.zeros(2**20)
+    weights[: len(logits)] = np.exp(logits - logits.max())
+    shares, begin, width = [], 0, 2**20
+    for _ in range(4):
+        parts = weights[begin : begin + width].reshape(32, -1).sum(-1)
+        width //= 32
+        place = (token - begin) // width
+        until = np.cumsum(parts) / parts.sum()
+        shares.append((until[place - 1] if place else 0.0, until[place]))
+        begin += place * width
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(size, mx.float32) for size in (1, 2, 7, 33, 1025, 40_000)] + [(1500, dtype) for dtype in DTYPES[1:]],
+)
+def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(kernels, size, dtype):
+    logits = rows_of_logits(size, dtype)[:3]
+    uniforms = RNG.random((3, 4)).astype(np.float32)
+    tokens, logprobs, entropies = gwen.sample_token_kernel(logits, mx.array(uniforms), 0.7)
+    by_hand = row_logprobs_by_hand(wide(logits), np.array(tokens), 0.7)
+    np.testing.assert_allclose(np.array(logprobs), by_hand[0], rtol=2e-6, atol=2e-5)
+    np.testing.assert_allclose(np.array(entropies), by_hand[1], rtol=2e-6, atol=2e-5)
+    for row in range(3):
+        for (before, until), number in zip(
+            conditionals(wide(logits)[row] / 0.7, int(tokens[row].item())), uniforms[row], strict=True
+        ):
+            assert before - 1e-6 <= number <= until + 1e-6
+
+
+@fast
+@pytest.mark.parametrize(("size", "rows", "scale"), [(151_936, 1000, 3.0), (151_936, 200, 0.0), (8192, 4000, 2.0)])
+def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scale):
+    """With the test below 10,000 draws, of which 1,000 from rows of Qwen's size and 200 from rows of equal logits."""
+    for begin in range(0, rows, 200):
+        logits = array(min(200, rows - begin), size, dtype=mx.float32, scale=scale)
+        uniforms = mx.array(RNG.random((len(logits), 4)).astype(np.float32))
+        ours, theirs = gwen.sample_token_kernel(logits, uniforms), gwen.sample_token_ref(logits, uniforms)
+        assert mx.array_equal(ours[0], theirs[0])
+        for mine, other in zip(ours[1:], theirs[1:], strict=True):
+            np.testing.assert_allclose(np.array(mine), np.array(other), atol=2e-5)
+
+
+@fast
+def test_the_kernels_draws_follow_the_distribution(kernels):
+    """Chi-square over 4,800 draws from one row of 1,100 logits; 99.9% quantiles by Wilson-Hilferty."""
+    logits = RNG.normal(0, 2, 1100).astype(np.float32)
+    logits[RNG.integers(0, 1100, 200)] = -np.inf
+    num_draws = 4800
+    rows = mx.broadcast_to(mx.array(logits), (num_draws, 1100))
+    uniforms = mx.array(RNG.random((num_draws, 4)).astype(np.float32))
+    tokens = gwen.sample_token_kernel(rows, uniforms)[0]
+    assert mx.array_equal(tokens, gwen.sample_token_ref(rows, uniforms)[0])
+    probs = np.exp(logits.astype(np.float64))
+    probs /= probs.sum()
+    counts = np.bincount(np.array(tokens), minlength=1100)
+    assert (counts[probs == 0] == 0).all()
+    common = probs * num_draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(probs[common], probs[~common].sum()) * num_draws
+    freedom = len(observed) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert ((observed - expected) ** 2 / expected).sum() < limit
+
+
+def test_a_row_without_support_draws_its_first_token_and_reads_nothing_beyond_it(kernels):
+    logits = mx.full((2, 1030), -mx.inf)
+    tokens, logprobs, _ = gwen.sample_token_kernel(logits, mx.full((2, 4), 0.5))
+    assert tokens.tolist() == [0, 0] and mx.isnan(logprobs).all().item()
+
+
+# ---- the kernels in place
+
+
+@pytest.mark.parametrize("head", ["frozen", "trained"])
+def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient(kernels, head, monkeypatch):
+    monkeypatch.setattr(gwen, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
+    hidden, frozen, ids = array(2, 5, 8, dtype=mx.float32), array(70, 8, dtype=mx.float32), RNG.integers(0, 70, (2, 5))
+
+    def function(hidden: mx.array, *trained: mx.array) -> list[mx.array]:
+        (weight,) = trained or (frozen,)
+        return list(gwen.token_logprobs(hidden, weight, mx.array(ids), temperature=0.8, head=head))
+
+    def formula(hidden: np.ndarray, *trained: np.ndarray) -> list[np.ndarray]:
+        (weight,) = trained or (wide(frozen),)
+        rows = row_logprobs_by_hand((hidden @ weight.T).reshape(10, 70), ids.reshape(-1), 0.8)
+        return [part.reshape(2, 5) for part in rows]
+
+    for ours, theirs in zip(function(hidden), formula(wide(hidden)), strict=True):
+        np.testing.assert_allclose(np.array(ours), theirs, atol=2e-5)
+    assert any(gpu.KERNELS["row_logprobs"]._runs.values())
+    assert_gradient(function, formula, [hidden] if head == "frozen" else [hidden, frozen], 16)
+
+
+@pytest.mark.parametrize("policy", ["on", "off"])
+def test_the_token_loss_of_grpo_has_its_formulas_gradient_by_the_logits(kernels, policy):
+    """The clipped objective, where every ratio is 1 and where not, with a bonus for entropy."""
+    size, ids = 90, RNG.integers(0, 90, 6)
+    logits, advantages = array(6, size, dtype=mx.float32, scale=2), mx.array([1.0, -1.0, 0.5, -2.0, 1.5, 0.0])
+    at_first = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
+    old = at_first if policy == "on" else at_first + np.array([0.5, -0.5, 0.05, 0.1, -0.6, 0.3])
+
+    def function(logits: mx.array) -> list[mx.array]:
+        logprobs, entropy = gwen.row_logprobs_kernel(logits, mx.array(ids), 0.8)[:2]
+        before = mx.array(old.astype(np.float32)) if policy == "off" else mx.stop_gradient(logprobs)
+        loss, _ = grpo.policy_loss(logprobs[None], before[None], advantages[:1], mx.ones((1, 6)), level="token")
+        each = [
+            grpo.policy_loss(
+                logprobs[i : i + 1, None], before[i : i + 1, None], advantages[i : i + 1], mx.ones((1, 1))
+            )[0]
+            for i in range(6)
+        ]
+        return [loss, sum(each) - 0.01 * entropy.sum()]
+
+    def formula(logits: np.ndarray) -> list[np.ndarray]:
+        logprobs, entropy = row_logprobs_by_hand(logits, ids, 0.8)
+        ratio, a = np.exp(logprobs - old), np.array(advantages).astype(np.float64)
+        clipped = np.clip(ratio, 0.8, 1.2)
+        same = -np.minimum(ratio * a[0], clipped * a[0]).mean()
+        return [same, -np.minimum(ratio * a, clipped * a).sum() - 0.01 * entropy.sum()]
+
+    for ours, theirs in zip(function(logits), formula(wide(logits)), strict=True):
+        assert ours.item() == pytest.approx(theirs, abs=1e-5)
+    assert_gradient(function, formula, [logits], 16)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-gqa8", "qwen3-yarn"])
+def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
+    model = gwen.load_model(checkpoints[name], mx.float32)
+    tokens = mx.array(RNG.integers(0, 320, (2, 5)).astype(np.int32))
+
+    def outputs() -> list[mx.array]:
+        cache = KVCache(len(model.layers))
+        prefilled = model(tokens, cache)
+        slots = SlotCache(cache, [5, 5], 8)
+        slots.assign([0, 1, 0], [0, 0, 0])
+        steps = [model(mx.array([[3], [t], [7]]), slots) for t in range(3)]
+        return [model(tokens), prefilled, *steps]
+
+    def gradients() -> list[mx.array]:
+        loss = lambda parameters: (model.update(parameters), model(tokens).square().mean())[1]  # noqa: E731
+        return [g for _, g in sorted(tree_flatten(mx.grad(loss)(model.parameters())))]
+
+    ours = outputs() + gradients()
+    assert {name for name, kernel in gpu.KERNELS.items() if any(kernel._runs.values())} >= {
+        "swiglu",
+        "swiglu_vjp",
+        "add_norm",
+        "norm_rope",
+        "slot_attention",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GWEN_KERNELS", "off")
+        theirs = outputs() + gradients()
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(np.array(mine), np.array(other), rtol=1e-4, atol=2e-5 * float(mx.abs(other).max()))
+
+
+@pytest.mark.parametrize("name", list(gpu.KERNELS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, name, dtype):
+    assert gpu.KERNELS[name].check(dtype) == ""
+    assert gpu.disagreement(gpu.KERNELS[name].example(dtype, False), dtype) < 0.25
+
+
+BARRIERS = [
+    (name, index)
+    for name, kernel in gpu.KERNELS.items()
+    for index in range(len(re.findall("threadgroup_barrier", kernel.source)))
+]
+
+
+@pytest.mark.parametrize(("name", "index"), BARRIERS)
+def test_without_any_one_of_its_barriers_a_kernel_is_caught(kernels, name, index, monkeypatch):
+    if kernels == "gpu":
+        pytest.skip("a GPU does not tell")
+    kernel = gpu.KERNELS[name]
+    begin = [match.start() for match in re.finditer("threadgroup_barrier", kernel.source)][index]
+    end = kernel.source.index(";", begin)
+    monkeypatch.setattr(kernel, "source", kernel.source[:begin] + kernel.source[end:])
+    monkeypatch.setattr(kernel, "_made", {})
+    with pytest.raises(emulator.MetalRuntimeError, match="race"):
+        kernel.example(mx.float32, False).kernel()

@@ -1,0 +1,193 @@
+"""Micro-batches in both forms: every row keeps its past, its positions and its gradient."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import gwen
+import lora
+import micro_batch
+import sampler
+
+RNG = np.random.default_rng(0)
+GROUPS, WIDTH = 4, 7
+PROMPTS = [RNG.integers(3, 320, length).tolist() for length in (5, 9, 2)]
+ROWS = [prompt for prompt in PROMPTS for _ in range(GROUPS)]
+LENGTHS = np.array([7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7])  # one group has completions of a single token
+
+
+def rollout_of(lengths, width=WIDTH, vocab=320):
+    """Random completions of these lengths, what is outside the mask too."""
+    ids = RNG.integers(3, vocab, (len(lengths), width)).astype(np.int32)
+    mask = (np.arange(width) < np.asarray(lengths)[:, None]).astype(np.float32)
+    logprobs = mx.array(RNG.normal(size=mask.shape).astype(np.float32))
+    return sampler.Rollout(mx.array(ids), logprobs, mx.array(mask), ["stop"] * len(lengths), None)
+
+
+ROLLOUT = rollout_of(LENGTHS)
+SLOPES = mx.array(RNG.normal(size=(12, WIDTH)).astype(np.float32))
+
+
+def load(directory, rank):
+    model = gwen.load_model(directory)
+    if rank:
+        lora.apply(model, rank, 2.0)
+        for _, layer in lora.layers(model):  # at 0, as they begin, A would have no gradient
+            layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(1))
+    return model
+
+
+def gradient(model, batches, checkpoint_layers=0):
+    """A weighted sum of all completion tokens' log-probabilities and its gradient by name, batch after batch."""
+    head = "trained" if "lm_head" in model or not any(True for _ in lora.layers(model)) else "frozen"
+    total, grads = 0.0, {}
+    for batch in batches:
+
+        def loss(model, batch=batch):
+            hidden = micro_batch.completion_hidden(model, batch, checkpoint_layers)
+            logprobs, _ = gwen.token_logprobs(hidden, model.head_weight, batch.completion_ids, head=head)
+            return (logprobs * batch.mask * SLOPES[batch.rows, : logprobs.shape[1]]).sum()
+
+        value, part = nn.value_and_grad(model, loss)(model)
+        total += value.item()
+        for name, array in tree_flatten(part):
+            grads[name] = array + grads.get(name, 0)
+    return total, grads
+
+
+def assert_same(found, expected, tolerance):
+    assert found[0] == pytest.approx(expected[0], abs=1e-3)
+    assert found[1].keys() == expected[1].keys()
+    for name, array in expected[1].items():
+        largest = mx.abs(array).max().item()
+        assert largest > 0, f"{name} has no gradient"
+        assert mx.abs(found[1][name] - array).max().item() < tolerance * largest, name
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize("sharing", ["on", "off"])
+def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family, rank, sharing):
+    """Against one row after the other, alone and without padding."""
+    model = load(checkpoints[family], rank)
+    alone = micro_batch.micro_batches(ROWS, ROLLOUT, 1, "off")
+    assert len(alone) == 12 and all(batch.num_positions == batch.num_tokens for batch in alone)
+    expected = gradient(model, alone)
+    numbers = set()
+    for budget in (1, 3 * 8, 40, 10**6):
+        batches = micro_batch.micro_batches(ROWS, ROLLOUT, budget, sharing)
+        numbers.add(len(batches))
+        assert_same(gradient(model, batches), expected, 1e-5)
+    assert len(numbers) == 4 and {1, 12} < numbers
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("sharing", ["on", "off"])
+@pytest.mark.parametrize("checkpoint_layers", [1, 2])
+def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
+    checkpoints, family, rank, sharing, checkpoint_layers
+):
+    """`mx.checkpoint` of a module drops them, and of a cache that was filled once more doubles the keys."""
+    model = load(checkpoints[family], rank)
+    batches = micro_batch.micro_batches(ROWS, ROLLOUT, 60, sharing)
+    before = dict(tree_flatten(model.parameters()))
+    assert_same(gradient(model, batches, checkpoint_layers), gradient(model, batches), 1e-5)
+    after = dict(tree_flatten(model.parameters()))
+    assert all(mx.array_equal(array, after[name]) for name, array in before.items())
+
+
+def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(checkpoints):
+    model = load(checkpoints["qwen3"], 0)
+    rows = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4
+    (batch,) = micro_batch.micro_batches(rows, ROLLOUT, 10**6, "on")
+    assert batch.prefix.lengths in ([5, 9], [9, 5])
+    assert_same(gradient(model, [batch]), gradient(model, micro_batch.micro_batches(rows, ROLLOUT, 1)), 1e-5)
+
+
+@pytest.mark.parametrize("sharing", micro_batch.SHARING)
+@pytest.mark.parametrize("budget", [1, 30, 55, 10**6])
+def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(sharing, budget):
+    lengths = LENGTHS.copy()
+    lengths[5] = 0  # a row without a counted token goes nowhere
+    rollout = rollout_of(lengths)
+    batches = micro_batch.micro_batches(ROWS, rollout, budget, sharing)
+    assert sorted(row for batch in batches for row in batch.rows.tolist()) == [n for n in range(12) if n != 5]
+    for batch in batches:
+        assert batch.num_positions <= budget or len(batch.rows) == 1
+        assert batch.num_tokens <= batch.num_positions
+        for index, row in enumerate(batch.rows.tolist()):
+            prompt, length = ROWS[row], int(lengths[row])
+            whole = [*prompt, *rollout.completion_ids[row].tolist()[:length]][:-1]
+            read = batch.tokens[index].tolist()[: batch.lengths[index]]
+            if batch.prefix:
+                place = batch.prefix.parents[index]
+                read = batch.prefix.tokens[place].tolist()[: batch.prefix.lengths[place]] + read
+            assert read == whole
+            assert batch.completion_ids[index].tolist()[:length] == rollout.completion_ids[row].tolist()[:length]
+            assert batch.mask[index].sum().item() == length
+            assert mx.array_equal(batch.sampled_logprobs[index, :length], rollout.logprobs[row, :length])
+
+
+def test_positions_are_what_goes_through_the_model(checkpoints, monkeypatch):
+    model, seen, embed = load(checkpoints["qwen3"], 0), [], nn.Embedding.__call__
+    monkeypatch.setattr(nn.Embedding, "__call__", lambda self, ids: seen.append(ids.size) or embed(self, ids))
+    for sharing in ("on", "off"):
+        seen.clear()
+        batches = micro_batch.micro_batches(ROWS, ROLLOUT, 55, sharing)
+        for batch in batches:
+            micro_batch.completion_hidden(model, batch)
+        assert sum(seen) == sum(batch.num_positions for batch in batches)
+
+
+def test_prompts_are_shared_where_that_saves_enough_positions():
+    def shared(prompt, completion, groups):
+        rows = [[1] * prompt] * groups
+        return micro_batch.plan(rows, np.full(groups, completion), 10**6, "auto")[0]
+
+    assert shared(96, 64, 8) and shared(512, 64, 2)
+    assert not shared(4, 256, 8)  # 3 of 259 positions a row
+    assert not shared(96, 64, 1)  # nobody to share with
+
+
+def test_prompts_are_not_shared_unasked_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    rows, lengths = [[1] * 96] * 8, np.full(8, 64)
+    assert not micro_batch.plan(rows, lengths, 10**6, "auto")[0]
+    assert micro_batch.plan(rows, lengths, 10**6, "on")[0]
+
+
+def test_a_step_without_a_counted_token_has_no_micro_batch():
+    assert micro_batch.micro_batches(ROWS, rollout_of(np.zeros(12, int)), 100, "auto") == []
+
+
+def peak_of(compute):
+    """Bytes above what is held before."""
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(compute())
+    return mx.get_peak_memory() - held
+
+
+def test_computing_layers_again_and_sharing_prompts_both_save_memory():
+    model = gwen.random_model("random:2m")
+    lora.apply(model, 8, 2.0)
+    mx.eval(model.parameters())
+    rollout = rollout_of([32] * 8, 32)
+    rows = [RNG.integers(3, 320, 64).tolist()] * 8
+
+    def peak(sharing, checkpoint_layers):
+        (batch,) = micro_batch.micro_batches(rows, rollout, 10**6, sharing)
+
+        def loss(model):
+            return (micro_batch.completion_hidden(model, batch, checkpoint_layers) ** 2).sum()
+
+        return peak_of(lambda: nn.value_and_grad(model, loss)(model))
+
+    plain = peak("off", 0)
+    assert peak("off", 5) < 0.7 * plain
+    assert peak("on", 0) < 0.6 * plain
+    assert peak("on", 5) < 0.35 * plain

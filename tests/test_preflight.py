@@ -1,0 +1,198 @@
+"""What a run is said to need against what it takes, what `auto` makes of it, and what the line advises."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import grpo
+import gwen
+import lora
+import memory
+import micro_batch
+import preflight
+import sampler
+import settings
+import update
+
+GB = 10**9
+BIG = gwen.random_config("random:0.6b")
+
+
+def make_config(**flags):
+    chosen = {"model": "random:2m", "task": "demo", "batch": 2, "groups": 4, "max_tokens": 48} | flags
+    config, _ = settings.resolve(chosen, None, None)
+    return config
+
+
+def one_step(model, config, prompts):
+    """A rollout and an update as `train.py` takes them; completions have `max_tokens` tokens."""
+    learner = update.Learner(model, config)
+    rollout = sampler.rollout(
+        model,
+        prompts,
+        group_size=config.groups,
+        max_tokens=config.max_tokens,
+        temperature=1.0,
+        eos_ids=(),
+        pad_id=0,
+        rollout_batch_size=config.rollout_batch_size,
+        key=0,
+    )
+    rewards = mx.array(np.arange(config.batch * config.groups).reshape(config.batch, -1) % 3.0)
+    rows = [prompt for prompt in prompts for _ in range(config.groups)]
+    batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
+    update.update(learner, batches, rollout, grpo.group_advantages(rewards).reshape(-1), None, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"train_share_prefix": "off"},
+        {"train_share_prefix": "off", "train_token_budget": 300},
+        {"checkpoint_layers": "on"},
+        {"checkpoint_layers": "on", "train_share_prefix": "off"},
+        {"lora_rank": 0},
+        {"lora_rank": 0, "train_token_budget": 300},
+        {"max_tokens": 160, "batch": 1},
+    ],
+    ids=str,
+)
+def test_a_step_takes_what_was_said_within_a_quarter(flags):
+    config = make_config(**flags)
+    before = mx.get_active_memory()
+    model = gwen.random_model("random:2m")
+    prompts = np.random.default_rng(0).integers(3, 8000, (config.batch, 80)).tolist()
+    lengths = [len(prompt) for prompt in prompts]
+    preflight.settle(model.config, mx.float32, config, lengths)
+    need = preflight.estimate(model.config, mx.float32, config, lengths, config.num_checkpointed(5))
+    if config.lora_rank:
+        lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    one_step(model, config, prompts)
+    assert mx.get_peak_memory() - before == pytest.approx(need.total, rel=0.25)
+
+
+def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
+    config = make_config(lora_rank=8)
+    model = gwen.random_model("random:2m", mx.float16)
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    lora.apply(model, 8, 2.0)
+    learner = update.Learner(model, config)
+    need = preflight.estimate(model.config, mx.float16, config, [80, 80], 0)
+    assert need.weights == held
+    assert need.adapters == sum(array.nbytes for array in learner.trainable.values())
+    moments = [array for name, array in tree_flatten(learner.optimizer.state) if name.endswith((".m", ".v"))]
+    assert need.optimizer == sum(array.nbytes for array in moments)
+
+
+def test_16_bit_weights_that_train_have_float32_masters():
+    for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
+        need = preflight.estimate(BIG, dtype, make_config(lora_rank=0), [80], 0)
+        assert need.adapters == expected * need.weights / dtype.size
+
+
+def test_a_small_model_needs_neither_small_micro_batches_nor_layers_computed_again():
+    config = make_config()
+    preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
+    assert (config.train_token_budget, config.checkpoint_layers) == (8192, "off")
+
+
+def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch):
+    settled = []
+    for room in (40 * GB, 8 * GB, 6 * GB, 5 * GB, 1 * GB):
+        monkeypatch.setattr(preflight, "LAPTOP", room)
+        config = make_config(batch=8, groups=8, max_tokens=256)
+        preflight.settle(BIG, mx.float16, config, [128] * 8)
+        settled.append((config.train_token_budget, config.num_checkpointed(28)))
+        need = preflight.estimate(BIG, mx.float16, config, [128] * 8, settled[-1][1])
+        assert need.total <= 0.9 * room or settled[-1] == (1024, 28)
+    budgets, counts = zip(*settled, strict=True)
+    assert budgets[0] == 8192 and list(budgets) == sorted(budgets, reverse=True)
+    assert counts[0] == 0 and list(counts) == sorted(counts) and 0 < counts[-2] < counts[-1] == 28
+
+
+def test_what_was_asked_for_stays_as_it_was():
+    config = make_config(train_token_budget=5000, checkpoint_layers="3")
+    preflight.settle(BIG, mx.float16, config, [4000] * 2)
+    assert (config.train_token_budget, config.checkpoint_layers) == (5000, "3")
+
+
+def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
+    monkeypatch.setattr(memory, "of_device", lambda: 1)
+    config = make_config()
+    preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
+    assert config.checkpoint_layers == "off"
+
+
+def test_the_full_size_step_fits_a_laptop():
+    config = make_config(model="random:0.6b", batch=8, groups=8, max_tokens=256)
+    preflight.settle(BIG, mx.float16, config, [128] * 8)
+    need = preflight.estimate(BIG, mx.float16, config, [128] * 8, config.num_checkpointed(28))
+    assert need.total < 10 * GB
+    assert config.checkpoint_layers == "off"
+
+
+@pytest.mark.parametrize(
+    ("flags", "room", "advised"),
+    [
+        ({}, 0.5 * GB, "take a smaller model"),
+        ({"lora_rank": 0}, 5 * GB, "set --lora-rank 16"),
+        ({"max_tokens": 2048, "rollout_batch_size": 64, "batch": 16, "groups": 8}, 8 * GB, "set --rollout-batch-size"),
+        ({"train_token_budget": 4096, "checkpoint_layers": "off"}, 5 * GB, "set --checkpoint-layers on"),
+        ({"train_token_budget": 8192}, 4 * GB, "set --checkpoint-layers on --train-token-budget"),
+        (
+            {"train_token_budget": 8192, "batch": 16},
+            3 * GB,
+            "set --rollout-batch-size 32 --checkpoint-layers on --train",
+        ),
+    ],
+)
+def test_the_advice_is_the_flag_that_makes_the_run_fit(monkeypatch, flags, room, advised):
+    monkeypatch.setattr(memory, "of_device", lambda: int(room))
+    config = make_config(**{"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": "off"} | flags)
+    config.train_token_budget = config.train_token_budget or 1024
+    said = preflight.line(BIG, mx.float16, config, [128] * config.batch)
+    advice = said.partition("it does not fit: ")[2]
+    assert advice.startswith(advised)
+    if not advice.startswith("set") or "smaller" in advice:
+        return
+    words = advice.removeprefix("set ").split()
+    changed = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(*[iter(words)] * 2, strict=True)}
+    changed = {name: value if name == "checkpoint_layers" else int(value) for name, value in changed.items()}
+    config = dataclasses.replace(config, **changed)
+    assert "does not fit" not in preflight.line(BIG, mx.float16, config, [128] * config.batch)
+
+
+def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):
+    monkeypatch.setattr(memory, "of_device", lambda: 16 * GB)
+    config = make_config()
+    preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
+    said = preflight.line(gwen.random_config("random:2m"), mx.float32, config, [80])
+    assert said.startswith("memory: 0.") and "of 16.00 GB" in said and "fit" not in said
+
+
+def test_the_command_needs_no_weights(capsys):
+    preflight.main(["--model", "random:0.6b", "--dtype", "float16", "--prompt-tokens", "128", "--batch", "8"])
+    assert "1.19 weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--prompt-tokens", "0"], "--prompt-tokens is 0; it must be at least 1"),
+        (["--model", "random:7b"], "--model random:7b: the random models are"),
+        (["--checkpoint-layers", "some"], "--checkpoint-layers is 'some'; it must be auto, on, off or a number"),
+        (["--colour", "red"], "--colour is no flag of train.py"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(argv, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        preflight.main(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

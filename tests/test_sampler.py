@@ -234,8 +234,9 @@ def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     held = mx.get_active_memory()
     rollout = roll(model, group_size=16, max_tokens=100, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
-    assert mx.get_active_memory() - held <= kept + 4096
-    assert rollout.stats.peak_bytes >= weights + rollout.stats.cache_bytes > weights
+    assert rollout.stats.cache_bytes > 1e7
+    assert mx.get_active_memory() - held <= kept + 1e5  # MLX may give an array a larger buffer that it had at hand
+    assert rollout.stats.peak_bytes >= weights + rollout.stats.cache_bytes
     assert rollout.stats.peak_bytes <= mx.get_peak_memory()
 
 

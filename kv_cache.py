@@ -219,6 +219,7 @@ class SlotCache:
         self.layers = [SlotLayer(layer, round_up(width), share) for layer in prompts.layers]
         self.prompt_of: list[int] = []  # of each slot
         self.starts: list[int] = []  # the step at which each slot's row began
+        self._most_bytes = 0  # before slots were dropped
 
     @property
     def step(self) -> int:
@@ -230,6 +231,11 @@ class SlotCache:
         """Bytes held by prompts and slots."""
         own = (buffer for layer in self.layers for buffer in (layer.keys, layer.values))
         return self.prompts.nbytes + sum(buffer.nbytes for buffer in own if buffer is not None)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that it has held."""
+        return max(self._most_bytes, self.nbytes)
 
     def advance(self, num_steps: int) -> None:
         """As if so many steps had been decoded, with zeros for their keys: for timing the middle of a completion."""
@@ -284,7 +290,7 @@ class SlotCache:
 
     def keep(self, slots: list[int]) -> None:
         """Drops all slots but these, in this order."""
-        index = mx.array(slots)
+        index, self._most_bytes = mx.array(slots), self.most_bytes
         for layer in self.layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = layer.keys[index], layer.values[index]

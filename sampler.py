@@ -295,7 +295,7 @@ def sample_batch(
     for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // batch_size)):
         cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)
         decode(model, cache, prompt_logits, part, record, num_slots=batch_size, compact=refill, pad_id=pad_id, **how)
-        cache_bytes = max(cache_bytes, cache.nbytes)
+        cache_bytes = max(cache_bytes, cache.most_bytes)
     return prefill_s, cache_bytes
 
 

@@ -234,7 +234,8 @@ def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     held = mx.get_active_memory()
     rollout = roll(model, group_size=16, max_tokens=100, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
-    assert rollout.stats.cache_bytes > 1e7
+    column = 2 * 4 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+    assert rollout.stats.cache_bytes >= 64 * 100 * column  # at first, of which 16 slots are left in the end
     assert mx.get_active_memory() - held <= kept + 1e5  # MLX may give an array a larger buffer that it had at hand
     assert rollout.stats.peak_bytes >= weights + rollout.stats.cache_bytes
     assert rollout.stats.peak_bytes <= mx.get_peak_memory()

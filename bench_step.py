@@ -109,6 +109,7 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -
 
     trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
     model, tokenizer = load(str(directory))[:2]
+    tokenizer.eos_token_ids = []  # every completion has all its tokens
     model.set_dtype(gwen.default_dtype())
     model.freeze()
     projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [

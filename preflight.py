@@ -31,7 +31,8 @@ from kv_cache import round_up
 from settings import Config
 
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
-BUDGETS = [8192, 2048, 1024]  # positions of a micro-batch that `auto` chooses from; a GPU gains nothing beyond 2048
+# Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
+BUDGET, GPU_BUDGET = 1024, 2048
 # What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.7 to 3.5 over seven shapes.
 WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 3.2
 TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
@@ -160,18 +161,21 @@ def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: l
     """
     Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
 
-    Micro-batches are cut smaller first, which costs nothing where a model is large enough to matter; then as few layers
-    as possible are computed again, which costs a third of the update. To fit is to need nine tenths of what a GPU
-    offers, and without a GPU of what a laptop's would, so that a run on a CPU does not depend on the machine.
+    Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
+    update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
+    run on a CPU does not depend on the machine.
     """
     room, layers = 0.9 * (memory.of_device() if gwen.on_gpu() else LAPTOP), model.num_hidden_layers
-    budgets = [config.train_token_budget] if config.train_token_budget else BUDGETS[1 if gwen.on_gpu() else 0 :]
+    budgets = [config.train_token_budget or (GPU_BUDGET if gwen.on_gpu() else BUDGET)]
+    if not config.train_token_budget and gwen.on_gpu():
+        budgets.append(BUDGET)
     counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
     for budget, count in options:
         config.train_token_budget = budget
         config.checkpoint_layers = {0: "off", layers: "on"}.get(count, str(count))
-        if estimate(model, dtype, config, prompt_lengths, count).total <= room:
+        need = estimate(model, dtype, config, prompt_lengths, count)
+        if need.resident + need.update <= room:  # a rollout has flags of its own
             return
 
 

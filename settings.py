@@ -98,7 +98,10 @@ class Config:
     dynamic_sampling: bool = _flag(False, "draw more prompts until --batch groups have rewards that differ")
     dynamic_sampling_cap: int = _flag(4, "most batches of prompts that a step draws for that", low=2, high=2**10)
     train_token_budget: int = _flag(
-        0, "most positions in one micro-batch, with padding; auto: as many as memory allows", low=1, auto=True
+        0,
+        "most positions in one micro-batch, with padding; auto: 1024; on a GPU 2048 where memory allows",
+        low=1,
+        auto=True,
     )
     train_share_prefix: str = _flag(
         "auto",

@@ -99,6 +99,19 @@ def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
     assert all(mx.array_equal(array, after[name]) for name, array in before.items())
 
 
+def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_graph(checkpoints):
+    model = load(checkpoints["qwen3"], 4)
+    before = dict(tree_flatten(model.parameters()))
+    (batch,) = micro_batch.micro_batches(ROWS, ROLLOUT, 10**6, "on")
+    head = mx.random.normal((320, 48), key=mx.random.key(2))
+
+    def total(head):
+        return (micro_batch.completion_hidden(model, batch, 2) @ head.T).sum()
+
+    mx.eval(mx.grad(total)(head))
+    assert all(array is before[name] for name, array in tree_flatten(model.parameters()))
+
+
 def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(checkpoints):
     model = load(checkpoints["qwen3"], 0)
     rows = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4

@@ -183,7 +183,8 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
     with_rewards(monkeypatch, equal)
     trained, update_whole = [], update.update
     monkeypatch.setattr(update, "update", lambda *a: trained.append(a[1:4]) or update_whole(*a))
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--dynamic-sampling")
+    flags = ["--steps", "1", "--eval-every", "0", "--dynamic-sampling", "--train-share-prefix", "off"]
+    run = make_run(tmp_path, *flags)
     train.train(run.config, run)
     (metrics,), lines = records(tmp_path / "metrics.jsonl"), records(tmp_path / "rollouts.jsonl")
     assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
@@ -590,7 +591,7 @@ def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
     for flags in ([], ["--rollout-batch-size", "auto", "--train-token-budget", "auto"]):
         run = make_run(tmp_path, *flags)
         settled = (run.config.rollout_batch_size, run.config.train_token_budget, run.config.checkpoint_layers)
-        assert settled == (12, 8192, "off")
+        assert settled == (12, 1024, "off")
     assert make_config("--batch", "16", "--groups", "8").rollout_batch_size == 64
 
 

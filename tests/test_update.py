@@ -1,5 +1,7 @@
 """What the loss sees, and what an update changes, on the bundled model."""
 
+import dataclasses
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -225,8 +227,15 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     for size in (1, 3, 8, 12):
         batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
         found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
-    batches = update.micro_batches(rows, rollout, 150)
-    found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    for budget, sharing in ((150, "off"), (1, "on"), (150, "on"), (100_000, "on")):
+        batches = update.micro_batches(rows, rollout, budget, sharing)
+        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    others = [{"checkpoint_layers": "on"}]
+    if not run.config.entropy_coef:  # whose plain expression is off by 3e-5
+        others.append({"logprobs": "reference"})
+    for other in others:
+        run.learner.config = dataclasses.replace(run.config, **other)
+        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
     for result, grads in found[1:]:
         assert result.loss == pytest.approx(found[0][0].loss, abs=1e-6)
         for name, gradient in grads.items():

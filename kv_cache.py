@@ -61,13 +61,6 @@ class LayerCache:
             buffer[:, :, : self.length] = old[:, :, : self.length]
         return buffer
 
-    def take(self, rows: mx.array, capacity: int) -> "LayerCache":
-        """A copy whose row i is row `rows[i]` of this one, with room for `capacity` columns."""
-        assert self.keys is not None and self.values is not None
-        taken = LayerCache(max(capacity, self.length))
-        taken.update(self.keys[rows, :, : self.length], self.values[rows, :, : self.length])
-        return taken
-
 
 class KVCache:
     """
@@ -113,20 +106,6 @@ class KVCache:
         # and 0 * NaN in the values would then reach the real tokens.
         visible = (column >= self.pad[:, None, None]) | (column == query)
         return ((column <= query) & visible)[:, None]
-
-    def take(self, rows: list[int], capacity: int) -> "KVCache":
-        """
-        A cache whose row i is row `rows[i]` of this one, with room for `capacity` columns.
-
-        Repeating a row broadcasts its prompt to a group; leaving rows out drops them.
-        """
-        held = self.layers[0].keys
-        assert held is not None, "nothing to take: the cache is empty"
-        assert all(0 <= row < held.shape[0] for row in rows), f"{rows} of {held.shape[0]} rows"  # MLX reads beyond
-        index = mx.array(rows, dtype=mx.int32)
-        taken = KVCache(0, pad=None if self.pad is None else self.pad[index])
-        taken.layers = [layer.take(index, capacity) for layer in self.layers]
-        return taken
 
 
 class Group(NamedTuple):

@@ -93,17 +93,6 @@ def test_a_ragged_batch_of_seven_prompts_equals_each_prompt_alone(checkpoints, n
         assert relative_error(batch[row : row + 1], alone) < 1e-4
 
 
-def test_a_prompt_broadcast_to_a_group_continues_as_it_would_alone(checkpoints):
-    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
-    prompts, follow = TOKENS[:2, :6], mx.array(RNG.integers(0, 320, (4, 3)).astype(np.int32))
-    cache = KVCache(len(model.layers))
-    model(prompts, cache)
-    group = cache.take([0, 0, 1, 1], capacity=10)
-    steps = mx.concatenate([model(follow[:, t : t + 1], group) for t in range(3)], axis=1)
-    whole = mx.concatenate([prompts[mx.array([0, 0, 1, 1])], follow], axis=1)
-    assert relative_error(steps, model(whole)[:, 6:]) < 1e-4
-
-
 def test_padding_on_the_right_changes_nothing_before_it(checkpoints):
     model = gwen.load_model(checkpoints["qwen2"], mx.float32)
     padded = mx.concatenate([TOKENS, mx.zeros((3, 4), mx.int32)], axis=1)

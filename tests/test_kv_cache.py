@@ -81,33 +81,6 @@ def test_a_decode_step_writes_in_place():
     assert mx.get_peak_memory() - held < 4 * 2**20
 
 
-@pytest.mark.parametrize("rows", [[0, 0, 0, 1, 1, 1], [2], [2, 0], [1, 1, 2, 0, 2]])
-def test_take_repeats_and_drops_rows(rows):
-    pad = mx.array([0, 2, 1], dtype=mx.int32)
-    cache = filled(pad=pad)
-    taken = cache.take(rows, capacity=200)
-    assert taken.length == cache.length and len(taken.layers) == len(cache.layers)
-    assert taken.pad is not None and taken.pad.tolist() == [pad[row].item() for row in rows]
-    for old, new in zip(cache.layers, taken.layers, strict=True):
-        assert new.keys is not None and new.keys.shape[2] == round_up(200)
-        assert mx.array_equal(new.keys[:, :, :5], old.keys[mx.array(rows), :, :5])
-        assert mx.array_equal(new.values[:, :, :5], old.values[mx.array(rows), :, :5])
-
-
-def test_what_was_taken_is_a_copy():
-    cache = filled()
-    taken = cache.take([0, 1, 2], capacity=0)
-    before = mx.array(cache.layers[0].keys)
-    taken.layers[0].update(entries(3, 1), entries(3, 1))
-    assert cache.length == 5 and taken.length == 6
-    assert mx.array_equal(cache.layers[0].keys, before)
-
-
-def test_take_can_leave_less_room_than_it_had_but_never_less_than_it_holds():
-    cache = filled(length=CHUNK + 1)
-    assert cache.take([0], capacity=1).layers[0].capacity == 2 * CHUNK
-
-
 def test_without_padding_one_token_needs_no_mask_and_more_are_causal():
     cache = filled()
     assert cache.mask(1) is None and cache.mask(2) == "causal"
@@ -153,17 +126,6 @@ def test_an_entry_that_would_be_broadcast_or_cast_is_refused(num_rows, heads, he
 def test_keys_and_values_of_different_shapes_are_refused():
     with pytest.raises(AssertionError):
         LayerCache().update(entries(2, 3), entries(2, 2))
-
-
-@pytest.mark.parametrize("rows", [[3], [-1], [0, 7]])
-def test_a_row_that_does_not_exist_is_refused(rows):
-    with pytest.raises(AssertionError):
-        filled().take(rows, capacity=0)
-
-
-def test_an_empty_cache_has_nothing_to_take():
-    with pytest.raises(AssertionError, match="empty"):
-        KVCache(2).take([0], capacity=0)
 
 
 def test_padding_of_another_number_of_rows_is_refused():

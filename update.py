@@ -21,7 +21,6 @@ import gwen
 import lora
 import sampler
 from micro_batch import MicroBatch, completion_hidden
-from micro_batch import micro_batches as micro_batches
 from settings import Config
 
 # what a step measures, as means over its counted tokens; `_max` is the largest

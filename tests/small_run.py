@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 import grpo
+import micro_batch
 import sampler
 import settings
 import tasks
@@ -52,7 +53,7 @@ def update_once(run, budget=100_000, advantages=None):
     if advantages is None:
         rewards = mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3))
         advantages = grpo.group_advantages(rewards).reshape(-1)
-    batches = update.micro_batches(rows, rollout, budget)
+    batches = micro_batch.micro_batches(rows, rollout, budget)
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.kl_coef else None
     lr = update.learning_rate(run.config, run.step)
     result = update.update(run.learner, batches, rollout, advantages, ref, lr)

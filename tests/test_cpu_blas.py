@@ -160,7 +160,7 @@ def test_a_cache_directory_that_cannot_be_written_is_no_crash(tmp_path):
 @on_linux
 @needs_compiler
 def test_the_shim_is_built_once_and_found_again(tmp_path):
-    pytest.importorskip("scipy_openblas32")
+    pytest.importorskip("scipy_openblas32", reason="its wheel is for Linux only")
     environment = {
         "LD_LIBRARY_PATH": without_system_library(tmp_path / "lib"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),

@@ -20,6 +20,7 @@ from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, WIDE, array, our
 import grpo
 import gwen
 import hub
+import micro_batch
 import sampler
 import settings
 import update
@@ -135,7 +136,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
     rollout = sampler.Rollout(
         mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
     )
-    batches = update.micro_batches(prompts, rollout, 20)
+    batches = micro_batch.micro_batches(prompts, rollout, 20)
     config = settings.Config(temp=0.8, lora_rank=0)
 
     def loss_of(model):

@@ -14,6 +14,7 @@ from small_run import make_config, make_run, sample, update_once
 import grpo
 import gwen
 import lora
+import micro_batch
 import train
 import update
 
@@ -34,7 +35,7 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags,
     run = make_run(tmp_path, *flags)
     _, rows, rollout = sample(run)
     seen = []
-    for batch in update.micro_batches(rows, rollout, budget):
+    for batch in micro_batch.micro_batches(rows, rollout, budget):
         logprobs, _ = update.completion_logprobs(run.model, batch, run.config)
         gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
         assert gap.max().item() < 1e-4
@@ -45,8 +46,8 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags,
 def test_the_loss_sees_each_completion_after_its_own_prompt(tmp_path):
     run = make_run(tmp_path)
     _, rows, rollout = sample(run)
-    (whole,) = update.micro_batches(rows, rollout, 100_000)
-    (other,) = update.micro_batches(rows[4:] + rows[:4], rollout, 100_000)
+    (whole,) = micro_batch.micro_batches(rows, rollout, 100_000)
+    (other,) = micro_batch.micro_batches(rows[4:] + rows[:4], rollout, 100_000)
     ours, _ = update.completion_logprobs(run.model, whole, run.config)
     theirs, _ = update.completion_logprobs(run.model, other, run.config)
     ours, theirs = ours[mx.argsort(whole.rows)], theirs[mx.argsort(other.rows)]
@@ -57,7 +58,7 @@ def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
     run = make_run(tmp_path, "--max-tokens", "7")
     _, rows, rollout = sample(run)
     assert {"stop", "length"} == set(rollout.finish_reasons)
-    for batch in update.micro_batches(rows, rollout, 100_000):
+    for batch in micro_batch.micro_batches(rows, rollout, 100_000):
         for row, ids, mask in zip(
             batch.rows.tolist(), np.array(batch.completion_ids), np.array(batch.mask), strict=True
         ):
@@ -68,7 +69,7 @@ def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
 def test_what_the_model_reads_is_the_prompt_and_the_ids_that_were_drawn(tmp_path):
     run = make_run(tmp_path)
     _, rows, rollout = sample(run)
-    for batch in update.micro_batches(rows, rollout, 150):
+    for batch in micro_batch.micro_batches(rows, rollout, 150):
         for index, row in enumerate(batch.rows.tolist()):
             length = int(batch.mask[index].sum().item())
             drawn = rollout.completion_ids[row].tolist()[:length]
@@ -150,7 +151,7 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
     shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
     rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
     advantages = mx.random.normal((12,), key=mx.random.key(1))
-    batches = update.micro_batches(rows, rollout, 150)
+    batches = micro_batch.micro_batches(rows, rollout, 150)
     assert len(batches) > 1
     config = run.config
     ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.kl_coef else None
@@ -193,7 +194,7 @@ def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tm
         for coef in ("0", "0.25"):
             run = make_run(tmp_path, "--loss", loss, "--entropy-coef", coef, "--top-entropy", f"{share}")
             _, rows, rollout = sample(run)
-            batches = update.micro_batches(rows, rollout, 150)
+            batches = micro_batch.micro_batches(rows, rollout, 150)
             results.append(gradient_of_update(run, batches, rollout, mx.ones((12,)))[0].loss)
         entropy, mask = np.array(whole_step(run, batches, rollout.mask.shape)[1]), np.array(rollout.mask) > 0
         highest = entropy[mask][entropy[mask] >= np.quantile(entropy[mask], 1 - share) - 1e-5]
@@ -221,14 +222,14 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
     _, rows, rollout = sample(run)
     advantages, order = mx.random.normal((12,), key=mx.random.key(1)), np.random.default_rng(2).permutation(12)
-    (whole,) = update.micro_batches(rows, rollout, 100_000)
+    (whole,) = micro_batch.micro_batches(rows, rollout, 100_000)
     ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.kl_coef else None
     found = []
     for size in (1, 3, 8, 12):
         batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
         found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
     for budget, sharing in ((150, "off"), (1, "on"), (150, "on"), (100_000, "on")):
-        batches = update.micro_batches(rows, rollout, budget, sharing)
+        batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
         found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
     others = [{"checkpoint_layers": "on"}]
     if not run.config.entropy_coef:  # whose plain expression is off by 3e-5
@@ -258,18 +259,18 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         return run, rows, rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
 
     run, rows, rollout = begin("--epochs-per-rollout", "4", *flags)
-    batches = update.micro_batches(rows, rollout, 150)
+    batches = micro_batch.micro_batches(rows, rollout, 150)
     result = update.update(run.learner, batches, rollout, advantages, None, 0.02)
     assert result.means["clip_frac"] > 0
 
     def singly(old, *flags):
         other, rows, rollout = begin(*flags)
-        logprobs, entropy = whole_step(other, update.micro_batches(rows, rollout, 150), rollout.mask.shape)
+        logprobs, entropy = whole_step(other, micro_batch.micro_batches(rows, rollout, 150), rollout.mask.shape)
         trusted = grpo.mismatch_weights(logprobs, rollout.logprobs, rollout.mask, run.config.mismatch)
         chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.top_entropy)
         weights, original = trusted * chosen, rollout.logprobs
         rollout = rollout._replace(logprobs=logprobs if old == "first" else original)
-        batches = update.micro_batches(rows, rollout, 150)
+        batches = micro_batch.micro_batches(rows, rollout, 150)
 
         def weighted(*args, **settings):
             rows = next(b.rows for b in batches if b.mask is args[3])
@@ -307,7 +308,7 @@ def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less
     run = make_run(tmp_path, "--lr", "0.0003", "--warmup-steps", "0")
     _, rows, rollout = sample(run)
     advantages = mx.random.normal((12,), key=mx.random.key(3))
-    batches = update.micro_batches(rows, rollout, 150)
+    batches = micro_batch.micro_batches(rows, rollout, 150)
 
     def gain():
         total = 0.0
@@ -372,7 +373,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(
     run = make_run(tmp_path, "--kl-coef", "0.1", "--lr", "0.01")
     update_once(run)
     _, rows, rollout = sample(run)
-    batches = update.micro_batches(rows, rollout, 100_000)
+    batches = micro_batch.micro_batches(rows, rollout, 100_000)
     ref = update.reference_logprobs(run.learner, batches, rollout)
     base = train.Run(run.config, tmp_path)
     expected = update.reference_logprobs(base.learner, batches, rollout)
@@ -604,18 +605,18 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     run = make_run(tmp_path, "--loss", "grpo")
     _, rows, rollout = sample(run)
     advantages = mx.random.normal((12,), key=mx.random.key(1))
-    whole, _ = gradient_of_update(run, update.micro_batches(rows, rollout, 150), rollout, advantages)
+    whole, _ = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages)
     keep = mx.array([1.0, 0.0] * 6)
     left = rollout._replace(mask=rollout.mask * keep[:, None])
     run.learner.num_forwards = 0
-    result, half = gradient_of_update(run, update.micro_batches(rows, left, 150), left, advantages)
+    result, half = gradient_of_update(run, micro_batch.micro_batches(rows, left, 150), left, advantages)
     assert run.learner.num_forwards == 6
     # a row that is left out is a row without advantage: the mean is still over all 12
-    expected, same = gradient_of_update(run, update.micro_batches(rows, rollout, 150), rollout, advantages * keep)
+    expected, same = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages * keep)
     assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)
     for name, gradient in half.items():
         np.testing.assert_allclose(np.array(gradient), np.array(same[name]), atol=1e-6)
     nothing = rollout._replace(mask=rollout.mask * 0)
-    assert update.micro_batches(rows, nothing, 150) == []
+    assert micro_batch.micro_batches(rows, nothing, 150) == []
     result = update.update(run.learner, [], nothing, advantages, None, 1e-3)
     assert (result.loss, result.grad_norm, result.skipped) == (0, 0, 0)

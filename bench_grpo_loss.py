@@ -2,7 +2,7 @@
 The loss over Qwen's vocabulary with its gradient: `uv run bench_grpo_loss.py --impl ours` against `--impl reference`.
 
 Hidden states and a head in, the clipped GRPO loss and its gradients out: by the hidden states, and with `--head
-trained` by the head too. "ours" is `gwen.token_logprobs`; "reference" is `gwen.token_logprobs_ref`, the plain
+trained` by the head too. "ours" is `lm_head.token_logprobs`; "reference" is `lm_head.token_logprobs_ref`, the plain
 expression, which both give log-probabilities and entropies. A process measures one of them, since their peaks must not
 mix. `--gradcheck` compares the two instead, on random or, with `--model`, on real weights.
 
@@ -25,6 +25,7 @@ import mlx.core as mx
 
 import grpo
 import gwen
+import lm_head
 import telemetry
 
 TOLERANCES = {"loss": 1e-4, "logprob": 5e-3, "dlogits": 5e-2, "dhidden": 5e-2, "dhead": 5e-2}
@@ -44,8 +45,8 @@ class Work(NamedTuple):
 def logprobs_of(args: argparse.Namespace, impl: str, hidden: mx.array, head: mx.array, ids: mx.array) -> Any:
     """Log-probabilities and entropies (B, T) by one of the two implementations."""
     if impl == "reference":
-        return gwen.token_logprobs_ref(hidden, head, ids, temperature=args.temperature)
-    return gwen.token_logprobs(
+        return lm_head.token_logprobs_ref(hidden, head, ids, temperature=args.temperature)
+    return lm_head.token_logprobs(
         hidden, head, ids, temperature=args.temperature, head=args.head, gradient="logprobs", chunk=args.chunk
     )
 
@@ -75,7 +76,7 @@ def make_work(args: argparse.Namespace) -> Work:
         ids = mx.random.randint(0, args.vocab, (args.batch, args.time), key=keys[2])
     work = Work(hidden, head, ids, mx.random.normal((args.batch,), key=keys[3]), None)
     if args.mode == "off_policy":
-        logprobs, _ = gwen.token_logprobs(hidden, head, ids, temperature=args.temperature, gradient="none")
+        logprobs, _ = lm_head.token_logprobs(hidden, head, ids, temperature=args.temperature, gradient="none")
         noise = mx.random.normal(logprobs.shape, key=keys[4])
         work = work._replace(old_logprobs=logprobs + args.old_logp_noise_scale * noise)
     mx.eval(work)
@@ -234,7 +235,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="B, rows")
     parser.add_argument("--time", type=int, default=2048, help="T, positions of a row")
     parser.add_argument("--hidden", type=int, default=256, help="D, width of the hidden states")
-    parser.add_argument("--head", choices=gwen.HEADS, default="frozen", help="whether the head has a gradient")
+    parser.add_argument("--head", choices=lm_head.HEADS, default="frozen", help="whether the head has a gradient")
     parser.add_argument("--vocab", type=int, default=151_936, help="V")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), default="float32", help="of hidden states and head")
     parser.add_argument("--iters", type=int, default=3, help="timed calls")
@@ -243,7 +244,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip-low", type=float, default=0.2)
     parser.add_argument("--clip-high", type=float, default=0.2)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--chunk", type=int, default=gwen.LOGPROB_CHUNK, help="positions that ours takes at once")
+    parser.add_argument("--chunk", type=int, default=lm_head.LOGPROB_CHUNK, help="positions that ours takes at once")
     parser.add_argument(
         "--gradcheck", action="store_true", help="compares ours with the reference; exit status 1 if off"
     )

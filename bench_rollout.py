@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 import bench_judge
 import dispatch
+import gpu
 import gwen
 import hub
 import sampler
@@ -254,7 +255,7 @@ def memory_bandwidth() -> float:
 
 def matmul_rate(dtype: mx.Dtype) -> float:
     """Floating-point operations a second of a large square product."""
-    size = 4096 if gwen.on_gpu() else 1024
+    size = 4096 if gpu.on_gpu() else 1024
     square = mx.ones((size, size), dtype)
     mx.eval(square)
     return 2 * size**3 / best_seconds(lambda: square @ square)
@@ -355,7 +356,7 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     if args.lengths:
         args.max_tokens = parse_lengths(args.lengths)[1]
     if not args.model:
-        args.model = gwen.choose_model(None)[0] if gwen.on_gpu() else "random:30m"
+        args.model = gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m"
     return args
 
 

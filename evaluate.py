@@ -18,6 +18,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
 import dispatch
+import gpu
 import gwen
 import judge
 import sampler
@@ -106,7 +107,7 @@ def evaluate(
             tasks.reward_columns(name, reward, tasks.reward_arguments(problems))
     if rollout_batch_size is None:
         rollout_batch_size = dispatch.USUAL_ROWS
-        if gwen.on_gpu():
+        if gpu.on_gpu():
             lengths = [len(prompt) for prompt in prompts]
             num_rows = len(prompts) * samples
             chosen, why = dispatch.choose(model, lengths, max_tokens=max_tokens, group_size=samples, most_rows=num_rows)

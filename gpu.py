@@ -7,10 +7,11 @@ that explains Metal's words to CUDA. At its first use on a device it must agree 
 once for each version of either, device and type; a kernel that does not, or does not compile, is left out for the run
 and named on stderr. On a CPU the expressions run. GWEN_KERNELS=off|on|name,name chooses.
 
-What is left out: the kernels themselves, which are in gwen.py.
+What is left out: the kernels themselves, which are in ops.py and softmax.py.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -59,6 +60,11 @@ __device__ inline float simd_max(float x) {
 """
 
 
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU (Metal or CUDA)."""
+    return mx.default_device().type == mx.gpu
+
+
 def backend() -> str:
     """Where kernels would run now: "metal", "cuda", or "" on a CPU."""
     if mx.default_device().type != mx.gpu:
@@ -78,6 +84,17 @@ class Example(NamedTuple):
 
     kernel: Callable[[], Sequence[mx.array]]
     reference: Callable[[], Sequence[mx.array]]
+
+
+def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
+    """An array for an example, the same every time."""
+    return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
+def constant(value: float | bool) -> mx.array:
+    """A number for a kernel, which takes arrays only; of the models' settings, so few are ever made."""
+    return mx.array([value])
 
 
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}

@@ -30,12 +30,14 @@ from tqdm import tqdm
 
 import calibration
 import endpoint
+import gpu
 import grader
 import gwen
 import lora
 import memory
 import rubrics
 import sampler
+import softmax
 import telemetry
 from grader import Evaluations, Grader, Judgement, Stats, no_evaluations
 from kv_cache import SlotCache, TreeCache
@@ -228,7 +230,7 @@ class Judge(Grader):
 
     def _read_logits(self, hidden: mx.array, _: TreeCache) -> list[tuple[float, float, str]]:
         """Expectations over the score tokens at the first answer position."""
-        logprobs = gwen.log_softmax(hidden @ self.model.head_weight.T)
+        logprobs = softmax.log_softmax(hidden @ self.model.head_weight.T)
         by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
         mass = by_score.sum(-1)
         expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
@@ -268,7 +270,7 @@ class Judge(Grader):
         num_rows = logits.shape[0]
         flat, lengths = cache.flat()
         # On a GPU a copy, for which MLX has a kernel; else read where it lies.
-        slots = SlotCache(flat, lengths, limit, share=not gwen.on_gpu())
+        slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
         record = sampler.Record(num_rows, limit, -1)
         with tqdm(disable=True) as progress:
             sampler.decode(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+import gpu
 import gwen
 import sampler
 from kv_cache import TreeCache
@@ -85,7 +86,7 @@ def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sh
         return False, plain
     shared = _cut_shared(rows, prompts, num_tokens, token_budget)
     saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
-    if sharing == "on" or (saved >= LEAST_SAVED and not gwen.on_gpu()):
+    if sharing == "on" or (saved >= LEAST_SAVED and not gpu.on_gpu()):
         return True, shared
     return False, plain
 

@@ -20,8 +20,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import dispatch
+import gpu
 import gwen
 import hub
+import lm_head
 import lora
 import memory
 import micro_batch
@@ -78,7 +80,7 @@ def layer_bytes(model: hub.Config, keys: float) -> float:
     """
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
     kept = 24 * model.intermediate_size + 17 * model.hidden_size + 18 * num_queries + 10 * num_kv
-    has_kernel = gwen.on_gpu() and model.head_dim in (64, 128)
+    has_kernel = gpu.on_gpu() and model.head_dim in (64, 128)
     return kept + (0 if has_kernel else 4 * model.num_attention_heads * keys)
 
 
@@ -137,7 +139,7 @@ def _update(
         if config.logprobs == "reference":
             logprobs += 6 * 4 * num_tokens * model.vocab_size
         else:
-            logprobs += 4 * min(TILES_IN_FLIGHT * gwen.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
+            logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
             logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
         one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
@@ -151,7 +153,7 @@ def _rollout(model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[i
     together = sorted(prompts)[-max(2 * batch_size // config.groups, 1) :]
     column = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
     width = round_up(max(together))
-    own = round_up(config.max_tokens) + (width if gwen.on_gpu() else 0)
+    own = round_up(config.max_tokens) + (width if gpu.on_gpu() else 0)
     prefill = len(together) * max(together) * layer_bytes(model, max(together))
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
     return column * (len(together) * width + slots * own), int(max(prefill, logits))
@@ -165,9 +167,9 @@ def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: l
     update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
     run on a CPU does not depend on the machine.
     """
-    room, layers = 0.9 * (memory.of_device() if gwen.on_gpu() else LAPTOP), model.num_hidden_layers
-    budgets = [config.train_token_budget or (GPU_BUDGET if gwen.on_gpu() else BUDGET)]
-    if not config.train_token_budget and gwen.on_gpu():
+    room, layers = 0.9 * (memory.of_device() if gpu.on_gpu() else LAPTOP), model.num_hidden_layers
+    budgets = [config.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
+    if not config.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
     counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]

@@ -24,8 +24,11 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+import gpu
 import gwen
 import memory
+import ops
+import softmax
 import tasks
 import telemetry
 from kv_cache import KVCache, SlotCache
@@ -96,17 +99,17 @@ def choose_token(
     """
     if temperature == 0:
         token = logits.argmax(-1)
-        held = gwen.row_logprobs(logits, token)
+        held = softmax.row_logprobs(logits, token)
         return token.astype(mx.int32), held.logprobs, held.entropies
     if support:
-        logits = gwen.truncate_logits(logits.astype(mx.float32) / temperature, **support)
+        logits = softmax.truncate_logits(logits.astype(mx.float32) / temperature, **support)
         temperature = 1.0
-    return gwen.sample_token(logits, uniforms, temperature)
+    return softmax.sample_token(logits, uniforms, temperature)
 
 
 def prefill_tokens() -> int:
     """Positions that go through the model at once in a prefill, padding included, by measurement: see LOG.md."""
-    return 2048 if gwen.on_gpu() else 256
+    return 2048 if gpu.on_gpu() else 256
 
 
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
@@ -260,8 +263,8 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
-    if gwen.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-        return gwen.SLOT_ATTENTION.runs(dtype)
+    if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
+        return ops.SLOT_ATTENTION.runs(dtype)
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 

@@ -18,6 +18,7 @@ import cpu_blas  # before mlx
 import yaml
 
 import dispatch
+import gpu
 import grpo
 import gwen
 import judge
@@ -305,7 +306,7 @@ def _checked(settings: dict[str, Any]) -> Config:
             if choices and one not in choices:
                 raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
     config = Config(**settings)
-    if not gwen.on_gpu():  # there `auto` waits for the model, which is then measured
+    if not gpu.on_gpu():  # there `auto` waits for the model, which is then measured
         usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
         config.rollout_batch_size = config.rollout_batch_size or usual
     judge.check(config.judge)

@@ -32,6 +32,7 @@ from tqdm import tqdm
 import checkpoint
 import dispatch
 import evaluate
+import gpu
 import grpo
 import gwen
 import judge
@@ -264,7 +265,7 @@ class Run:
     def _settle_rollouts(self) -> sampler.BatchSize:
         """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
         config = self.config
-        if not config.rollout_batch_size or (config.share_prefix == "auto" and gwen.on_gpu()):
+        if not config.rollout_batch_size or (config.share_prefix == "auto" and gpu.on_gpu()):
             num_held_out = len(self.task.held_out[: config.eval_limit or None]) if config.eval_every else 0
             chosen, why = dispatch.choose(
                 self.model,
@@ -510,7 +511,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = settings.resolve(flags, args.config, args.resume)
-        if gwen.on_gpu():
+        if gpu.on_gpu():
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import grpo
 import gwen
+import lm_head
 import lora
 import sampler
 from micro_batch import MicroBatch, completion_hidden
@@ -61,9 +62,9 @@ def completion_logprobs(
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
     distribution: Any = {"temperature": config.temp, "support": config.support}
     if config.logprobs == "reference":
-        return gwen.token_logprobs_ref(hidden, model.head_weight, batch.completion_ids, **distribution)
+        return lm_head.token_logprobs_ref(hidden, model.head_weight, batch.completion_ids, **distribution)
     head = "frozen" if config.lora_rank else "trained"
-    return gwen.token_logprobs(
+    return lm_head.token_logprobs(
         hidden, model.head_weight, batch.completion_ids, **distribution, head=head, gradient=gradient
     )
 

@@ -57,6 +57,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"]
 
 
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> mx.array:
+    return mx.array(RNG.normal(0, scale, shape).astype(np.float32))
+
+
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    ours, theirs = np.array(ours.astype(mx.float32)), np.array(theirs.astype(mx.float32))
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     """Tensors by Hugging Face name, float32, none of them at the value that training would begin with."""
     rng = np.random.default_rng(seed)

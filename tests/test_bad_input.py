@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 import checkpoint
 import evaluate
+import gpu
 import gwen
 import hub
 import judge
@@ -847,7 +848,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @examples(500)
 @given(text=YAML_SOUP | dumped(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4)) | dumped(JSON))
 def test_any_recipe_is_taken_or_refused(scratch, monkeypatch, text):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: False)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     (scratch / "recipe.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
     one_line(lambda: settings.resolve({}, str(scratch / "recipe.yaml"), None))
 

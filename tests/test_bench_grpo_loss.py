@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bench_grpo_loss as bench
-import gwen
+import lm_head
 
 TINY = ["--batch", "2", "--time", "70", "--hidden", "16", "--vocab", "900", "--iters", "1", "--warmup", "0"]
 KEYS = "impl mode device shape dtype loss first_call_s avg_step_ms mem_after_alloc mem_after_run peak_bytes".split()
@@ -19,7 +19,7 @@ def run(capsys, *flags):
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "off_policy"])
-@pytest.mark.parametrize("head", gwen.HEADS)
+@pytest.mark.parametrize("head", lm_head.HEADS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_both_implementations_report_the_same_loss_and_every_key(capsys, mode, head, dtype):
     records = [
@@ -51,7 +51,7 @@ def test_the_loss_is_the_formula_off_policy(capsys, impl):
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "off_policy"])
-@pytest.mark.parametrize("head", gwen.HEADS)
+@pytest.mark.parametrize("head", lm_head.HEADS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_check_passes_for_every_dtype(capsys, mode, head, dtype):
     flags = ["--gradcheck", "--mode", mode, "--head", head, "--dtype", dtype, "--temperature", "0.7"]
@@ -72,7 +72,7 @@ def test_the_check_takes_real_weights(capsys):
     [("logprobs", "logprob"), ("hidden", "dhidden"), ("head", "dlogits"), ("nan", "logprob")],
 )
 def test_the_check_ends_with_status_1_where_an_implementation_is_wrong(capsys, monkeypatch, place, wrong):
-    right = gwen.token_logprobs
+    right = lm_head.token_logprobs
 
     def off(hidden, weight, ids, **settings):
         if place == "hidden":  # the right values, 1.2 times the gradient
@@ -82,7 +82,7 @@ def test_the_check_ends_with_status_1_where_an_implementation_is_wrong(capsys, m
         logprobs, entropy = right(hidden, weight, ids, **settings)
         return logprobs + {"logprobs": 0.1, "nan": mx.nan}.get(place, 0), entropy
 
-    monkeypatch.setattr(gwen, "token_logprobs", off)
+    monkeypatch.setattr(lm_head, "token_logprobs", off)
     with pytest.raises(SystemExit) as ended:
         bench.main([*TINY, "--gradcheck", "--head", "trained"])
     assert ended.value.code == 1

@@ -14,6 +14,7 @@ import checkpoint
 import dispatch
 import evaluate
 import gwen
+import ops
 import sampler
 import settings
 import tasks
@@ -67,13 +68,13 @@ def test_a_real_measurement_gives_speeds_and_memory_of_every_way(model):
 
 
 def test_steps_are_timed_in_the_middle_of_completions(model, monkeypatch):
-    widths, original = [], gwen.tree_attention
+    widths, original = [], ops.tree_attention
 
     def noting(queries, parts, layout):
         widths.append(parts[1][0].shape)  # of the slots' own keys
         return original(queries, parts, layout)
 
-    monkeypatch.setattr(gwen, "tree_attention", noting)
+    monkeypatch.setattr(ops, "tree_attention", noting)
     dispatch.time_work(model, KIND._replace(max_tokens=1024), 4, [True])
     assert {shape[0] for shape in widths} == {4}
     assert min(shape[2] for shape in widths) > 500 and max(shape[2] for shape in widths) < 525

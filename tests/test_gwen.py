@@ -1,5 +1,5 @@
 """
-The model against mlx_lm on random weights, its expressions against float64 formulas, its files against their readers.
+The model against mlx_lm on random weights, its files against their readers.
 """
 
 import json
@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,31 +17,23 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import CONFIGS, FAMILIES, QWEN2, QWEN3, YARN, random_weights, write_checkpoint
+from conftest import CONFIGS, FAMILIES, QWEN2, QWEN3, YARN, normal, random_weights, relative_error, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+import gpu
 import gwen
 import hub
+import ops
 from kv_cache import KVCache, TreeCache
 
-VOCAB = 151_936
 RNG = np.random.default_rng(0)
 TOKENS = mx.array(RNG.integers(0, 320, (3, 12)).astype(np.int32))
 
 
-def relative_error(ours: mx.array, theirs: mx.array) -> float:
-    ours, theirs = np.array(ours.astype(mx.float32)), np.array(theirs.astype(mx.float32))
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-
-
 def load_with_mlx_lm(directory: Path) -> Any:
     return mlx_lm.utils.load_model(directory)[0]
-
-
-def normal(*shape: int, scale: float = 1.0) -> mx.array:
-    return mx.array(RNG.normal(0, scale, shape).astype(np.float32))
 
 
 # ---- logits
@@ -118,30 +109,6 @@ def test_every_parameter_of_the_model_has_a_gradient(checkpoints):
             assert mx.isfinite(gradient).all().item() and mx.abs(gradient).max().item() > 1e-6, path
 
 
-# ---- rope
-
-
-def yarn_by_hand(head_dim: int, theta: float, factor: float, trained: int) -> tuple[np.ndarray, float]:
-    """Frequencies and magnitude of YaRN in float64, from the paper's sections 3.2 and 3.4: alpha 1, beta 32."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-
-    def pair_of(rotations):  # the (fractional) pair whose wavelength fits `rotations` times into the trained context
-        return head_dim * math.log(trained / (2 * math.pi * rotations)) / (2 * math.log(theta))
-
-    low, high = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), head_dim - 1)
-    kept = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
-    return frequencies * kept + frequencies / factor * (1 - kept), 0.1 * math.log(factor) + 1
-
-
-def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, magnitude: float) -> np.ndarray:
-    """Rotary positions of (L, D) in float64: pair i is (x_i, x_{i + D/2})."""
-    angles = positions[:, None] * frequencies
-    first, second = np.split(x.astype(np.float64) * magnitude, 2, axis=-1)
-    return np.concatenate(
-        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
-    )
-
-
 def ragged(rows: list[list[int]]) -> mx.array:
     return mx.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
 
@@ -198,229 +165,6 @@ def test_the_gradient_through_a_shared_run_is_that_of_the_whole_sequences(checkp
         assert relative_error(gradient, other) < 1e-4, path
 
 
-@pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])
-@pytest.mark.parametrize("length", [1, 9])
-def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
-    config = hub.make_config(QWEN3)
-    x, rope = normal(2, length, 3, 32), gwen.Rope(config)
-    ours = np.array(rope(x, rope.at(mx.array(offsets), length)))
-    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
-    for row, offset in enumerate(offsets):
-        for head in range(3):
-            expected = rotate_by_hand(np.array(x)[row, :, head], offset + np.arange(length), frequencies, 1.0)
-            np.testing.assert_allclose(ours[row, :, head], expected, atol=3e-5)
-
-
-def test_rope_equals_that_of_mlx():
-    x, offsets, rope = normal(2, 5, 3, 32), mx.array([7, 3000]), gwen.Rope(hub.make_config(QWEN3))
-    arguments = dict(traditional=False, base=1e6, scale=1.0, offset=offsets)
-    theirs = mx.fast.rope(x.transpose(0, 2, 1, 3), 32, **arguments).transpose(0, 2, 1, 3)
-    assert relative_error(rope(x, rope.at(offsets, 5)), theirs) < 3e-4  # an angle of 3,000 has that rounding
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
-def test_rms_norm_equals_its_formula(dtype, tolerance):
-    x, weight = normal(3, 5, 48, scale=300).astype(dtype), normal(48).astype(dtype)  # squares pass float16's range
-    wide, scale = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, weight))
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * scale
-    ours = gwen.rms_norm(x, weight, 1e-6)
-    assert ours.dtype == dtype
-    np.testing.assert_allclose(np.array(ours.astype(mx.float32)), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_norm_rope_normalizes_and_rotates_queries_and_keys_and_leaves_values_alone(normed):
-    rope, offsets = gwen.Rope(hub.make_config(QWEN3)), mx.array([0, 40])
-    qkv, weights = normal(2, 4, 3 + 2 * 1, 32), (normal(32), normal(32))
-    rotation = rope.at(offsets, 4)
-    outs = gwen.norm_rope(qkv, 3, weights if normed else None, 1e-6, rope, rotation)
-    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
-    for row, offset in enumerate(offsets.tolist()):
-        for head in range(5):
-            expected = np.array(qkv)[row, :, head].astype(np.float64)
-            if head < 4:
-                if normed:
-                    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-6)
-                    expected = expected * np.array(weights[head // 3])
-                expected = rotate_by_hand(expected, offset + np.arange(4), frequencies, 1.0)
-            part, place = ((0, head), (1, head - 3), (2, head - 4))[min(head // 3 + head // 4, 2)]
-            np.testing.assert_allclose(np.array(outs[part])[row, place], expected, atol=3e-5)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "theta", "factor", "trained"),
-    [(32, 1e6, 4.0, 64), (128, 1e6, 4.0, 32768), (64, 1e6, 2.5, 32768), (128, 1e4, 8.0, 4096), (16, 1e4, 1.0, 64)],
-)
-def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
-    scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
-    config = hub.make_config(QWEN3 | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
-    frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
-    rope = gwen.Rope(config)
-    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
-    x = normal(1, 40, 1, head_dim)
-    expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
-    ours = rope(x, rope.at(mx.array([7]), 40))
-    np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
-
-
-@pytest.mark.parametrize("name", ["qwen2-yarn", "qwen3-yarn"])
-def test_yarn_equals_what_transformers_computes(checkpoints, name, monkeypatch):
-    """Its function is written for torch, which is not installed; the five calls it makes are given to it by numpy."""
-    from transformers import AutoConfig, modeling_rope_utils
-
-    class Tensor(np.ndarray):
-        def to(self, device=None, dtype=None):
-            return self.astype(dtype)
-
-    torch = SimpleNamespace(float=np.float64, float32=np.float64, clamp=np.clip)
-    torch.arange = lambda *args, dtype=np.float64: np.arange(*args, dtype=dtype).view(Tensor)
-    monkeypatch.setattr(modeling_rope_utils, "torch", torch, raising=False)
-    theirs = AutoConfig.from_pretrained(str(checkpoints[name]))
-    frequencies, magnitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    rope = gwen.Rope(hub.load_config(checkpoints[name]))
-    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
-    assert rope.magnitude == pytest.approx(magnitude)
-
-
-def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
-    config = hub.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
-    assert config.rope_scaling == {
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    }
-
-
-def test_both_layouts_of_rope_settings_give_the_same_configuration():
-    old = hub.make_config(QWEN3 | {"rope_scaling": YARN})
-    plain = {key: value for key, value in QWEN3.items() if key != "rope_theta"}
-    new = hub.make_config(plain | {"rope_parameters": YARN | {"rope_theta": 1e6}})
-    assert (old.rope_theta, old.rope_scaling) == (new.rope_theta, new.rope_scaling)
-    assert hub.make_config(plain | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}).rope_theta == 5e5
-
-
-# ---- exp, swiglu, attention
-
-
-def test_exp_equals_that_of_numpy_and_takes_minus_infinity_to_zero():
-    x = np.linspace(-8, 8, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(gwen.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
-    x = np.linspace(-80, 80, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(gwen.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
-    assert gwen.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
-
-
-def test_the_gradient_of_exp_is_exp():
-    x = normal(100)
-    np.testing.assert_allclose(np.array(mx.grad(lambda x: gwen.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
-    assert mx.grad(lambda x: gwen.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
-
-
-GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]
-
-
-def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate():
-    # an earlier form had a nan gradient for gates below -88.7, where exp(-gate) overflows
-    gate, up = np.array(GATES), np.linspace(-2, 2, len(GATES))
-    sigmoid = np.where(gate < -700, 0, 1 / (1 + np.exp(-np.maximum(gate, -700))))
-    gate_up = mx.array(np.concatenate([gate, up]).astype(np.float32))
-    np.testing.assert_allclose(np.array(gwen.swiglu(gate_up)), gate * sigmoid * up, rtol=2e-6, atol=1e-12)
-    gradient = mx.grad(lambda x: gwen.swiglu(x).sum())(gate_up)
-    expected = np.concatenate([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid])
-    np.testing.assert_allclose(np.array(gradient), expected, rtol=5e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize(("dtype", "ulp"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)])
-def test_swiglu_of_16_bit_weights_is_as_exact_as_16_bits_are(dtype, ulp):
-    gate_up = normal(50, 64, scale=4).astype(dtype)
-    gate, up = np.split(np.array(gate_up.astype(mx.float32)).astype(np.float64), 2, axis=-1)
-    ours = np.array(gwen.swiglu(gate_up).astype(mx.float32))
-    assert gwen.swiglu(gate_up).dtype == dtype
-    np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1.5 * ulp, atol=1e-6)
-
-
-def attention_by_hand(q, k, v, visible) -> np.ndarray:
-    """(H, L, D) x (K, S, D) in float64, one query at a time; `visible[query]` lists the keys that it sees."""
-    out = np.zeros(q.shape)
-    for head in range(q.shape[0]):
-        kv_head = head * k.shape[0] // q.shape[0]
-        for query, seen in enumerate(visible):
-            scores = k[kv_head, seen] @ q[head, query] / math.sqrt(q.shape[-1])
-            weights = np.exp(scores - scores.max())
-            out[head, query] = weights @ v[kv_head, seen] / weights.sum()
-    return out
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
-@pytest.mark.parametrize(("length", "num_keys"), [(1, 1), (1, 9), (6, 6), (3, 9)])
-@pytest.mark.parametrize("mask", [None, "causal", "array"])
-def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(heads, kv_heads, length, num_keys, mask):
-    q, k, v = normal(2, heads, length, 8), normal(2, kv_heads, num_keys, 8), normal(2, kv_heads, num_keys, 8)
-    visible = np.ones((2, length, num_keys), bool)
-    if mask == "causal":
-        visible &= np.tri(length, num_keys, num_keys - length, dtype=bool)
-    if mask == "array":
-        visible = RNG.random((2, length, num_keys)) < 0.6
-        visible[:, :, -1] = True
-    given_mask = mx.array(visible[:, None]) if mask == "array" else mask
-    ours = gwen.attention_ref(q, k, v, given_mask)
-    for row in range(2):
-        seen = [np.flatnonzero(line) for line in visible[row]]
-        expected = attention_by_hand(*(np.array(a[row]).astype(np.float64) for a in (q, k, v)), seen)
-        np.testing.assert_allclose(np.array(ours[row]), expected, atol=2e-6)
-
-    weight = normal(*ours.shape)
-
-    def mlx_own(q, k, v):
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=8**-0.5, mask=given_mask)
-
-    np.testing.assert_allclose(np.array(ours), np.array(mlx_own(q, k, v)), atol=2e-6)
-    our_gradients, their_gradients = (
-        mx.grad(lambda *qkv, attend=attend: (attend(*qkv) * weight).sum(), argnums=(0, 1, 2))(q, k, v)
-        for attend in (lambda *qkv: gwen.attention_ref(*qkv, given_mask), mlx_own)
-    )
-    for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
-        np.testing.assert_allclose(np.array(our_gradient), np.array(their_gradient), atol=5e-6)
-
-
-def test_a_query_that_sees_nothing_gives_neither_nan_nor_a_gradient_of_nan():
-    q, k, v = normal(1, 2, 2, 8), normal(1, 2, 3, 8), normal(1, 2, 3, 8)
-    mask = mx.array([[[[False, False, False], [True, True, False]]]])
-    assert mx.isfinite(gwen.attention_ref(q, k, v, mask)).all().item()
-    for gradient in mx.grad(lambda *qkv: gwen.attention_ref(*qkv, mask).sum(), argnums=(0, 1, 2))(q, k, v):
-        assert mx.isfinite(gradient).all().item()
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_scores_of_16_bit_weights_are_float32(dtype):
-    # All scores lie near 300, a few tenths apart: rounded to 16 bits (steps of 0.25 and 2) they would be a coin toss.
-    direction = np.ones(16) / 4
-    queries = np.tile(direction * 120, (5, 1)) + RNG.normal(0, 0.5, (5, 16))
-    keys = np.tile(direction * 10, (9, 1)) + RNG.normal(0, 0.02, (9, 16))
-    q, k, v = (
-        mx.array(a[None, None].astype(np.float32)).astype(dtype) for a in (queries, keys, RNG.normal(0, 1, (9, 16)))
-    )
-    exact_q, exact_k, exact_v = (np.array(a.astype(mx.float32))[0].astype(np.float64) for a in (q, k, v))
-    expected = attention_by_hand(exact_q, exact_k, exact_v, [np.arange(9)] * 5)
-    scores = exact_q[0] @ exact_k[0].T / 4
-    assert scores.min() > 250
-    rounded = np.array(mx.array(scores.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
-    weights = np.exp(rounded - rounded.max(-1, keepdims=True))
-    in_16_bits = weights / weights.sum(-1, keepdims=True) @ exact_v[0]
-    ours = np.array(gwen.attention(q, k, v, None).astype(mx.float32))
-    ulp = {mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
-    assert np.abs(ours[0] - expected).max() < 2 * ulp
-    assert np.abs(in_16_bits - expected[0]).max() > 10 * ulp  # else the data would prove nothing
-
-
-def test_scores_beyond_the_range_of_float16_are_finite():
-    q = mx.full((1, 1, 2, 16), 200.0, dtype=mx.float16)
-    k = mx.full((1, 1, 3, 16), 300.0, dtype=mx.float16)  # a score of 240,000; float16 ends at 65,504
-    out = gwen.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
-    assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))
-
-
 @pytest.mark.parametrize(("dtype", "error"), [(mx.float16, 5e-3), (mx.bfloat16, 4e-2)])
 def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(checkpoints, dtype, error):
     for name in ("qwen2", "qwen3-yarn"):
@@ -428,228 +172,6 @@ def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(ch
         logits = rounded(TOKENS)
         assert logits.dtype == dtype
         assert relative_error(logits, exact(TOKENS)) < error
-
-
-# ---- log-probabilities
-
-
-def log_softmax_by_hand(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def kept_by_hand(row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
-    """The support of one row, token by token: top_k, then min_p, then top_p of what is left."""
-    order = sorted(range(len(row)), key=lambda token: -row[token])
-    if top_k:
-        order = [token for token in order if row[token] >= row[order[min(top_k, len(row)) - 1]]]
-    if min_p:
-        order = [token for token in order if math.exp(row[token] - row[order[0]]) >= min_p]
-    if top_p < 1:
-        total, mass, kept = sum(math.exp(row[token] - row[order[0]]) for token in order), 0.0, []
-        for token in order:
-            if mass >= top_p and row[token] != row[kept[-1]]:
-                break
-            kept.append(token)
-            mass += math.exp(row[token] - row[order[0]]) / total
-        order = kept
-    kept_mask = np.zeros(len(row), bool)
-    kept_mask[order] = True
-    return kept_mask
-
-
-def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarray, np.ndarray]:
-    """(M, C) x (V, C) x (M,) in float64 -> log-probabilities and entropies."""
-    logits = hidden @ head.T / temperature
-    if support:
-        for row, chosen in zip(logits, ids, strict=True):
-            kept = kept_by_hand(row, **support)
-            kept[chosen] = True
-            row[~kept] = -np.inf
-    logprobs = log_softmax_by_hand(logits)
-    probs = np.exp(logprobs)
-    entropy = -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
-    return logprobs[np.arange(len(ids)), ids], entropy
-
-
-SUPPORTS: list[dict[str, float]] = [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}]
-
-
-@pytest.mark.parametrize("head", ["frozen", "trained"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("support", SUPPORTS, ids=str)
-@pytest.mark.parametrize("chunk", [3, 1000])
-def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, head, temperature, support, chunk):
-    vocab = 600
-    monkeypatch.setattr(gwen, "LOGPROB_TILE", 3 * 170)  # chunks of 3: three tiles of 170 ids and one of 90
-    hidden, weight = normal(2, 5, 6), normal(vocab, 6)
-    ids = mx.array(RNG.integers(0, vocab, (2, 5)).astype(np.int32))
-    choice = {"temperature": temperature, "head": head, "support": support, "chunk": chunk}
-    logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, **choice)
-    flat, exact_weight = np.array(hidden).reshape(10, 6).astype(np.float64), np.array(weight).astype(np.float64)
-    flat_ids = np.array(ids).reshape(-1)
-    expected, expected_entropy = logprobs_by_hand(flat, exact_weight, flat_ids, temperature, support)
-    np.testing.assert_allclose(np.array(logprobs).reshape(-1), expected, atol=5e-6, rtol=1e-6)
-    np.testing.assert_allclose(np.array(entropy).reshape(-1), expected_entropy, atol=5e-6, rtol=1e-6)
-
-    a, b = normal(2, 5), normal(2, 5)
-
-    def ours(hidden, weight):
-        logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, **choice)
-        return (a * logprobs + b * entropy).sum()
-
-    def definition(hidden, weight):
-        logprobs, entropy = gwen.token_logprobs_ref(hidden, weight, ids, temperature=temperature, support=support)
-        return (a * logprobs + b * entropy).sum()
-
-    def by_hand(hidden, weight):
-        logprobs, entropy = logprobs_by_hand(hidden, weight, flat_ids, temperature, support)
-        return (np.array(a).reshape(-1) * logprobs + np.array(b).reshape(-1) * entropy).sum()
-
-    d_hidden, d_weight = mx.grad(ours, argnums=(0, 1))(hidden, weight)
-    r_hidden, r_weight = mx.grad(definition, argnums=(0, 1))(hidden, weight)
-    np.testing.assert_allclose(np.array(d_hidden), np.array(r_hidden), atol=2e-5)
-    if head == "frozen":
-        assert mx.abs(d_weight).max().item() == 0
-    else:
-        np.testing.assert_allclose(np.array(d_weight), np.array(r_weight), atol=2e-5)
-    for gradient, values, which in ((d_hidden, flat, 0), (r_weight, exact_weight, 1)):
-        direction, small = RNG.normal(size=values.shape), 1e-6
-        ends = [values + sign * small * direction for sign in (1, -1)]
-        pairs = [(end, exact_weight) if which == 0 else (flat, end) for end in ends]
-        slope = (by_hand(*pairs[0]) - by_hand(*pairs[1])) / (2 * small)
-        assert float((np.array(gradient).reshape(values.shape) * direction).sum()) == pytest.approx(slope, abs=2e-4)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dtype):
-    """Logits rounded to 16 bits would be off by 4e-3 in float16 and 0.06 in bfloat16."""
-    hidden, weight = normal(1, 4, 64).astype(dtype), normal(700, 64).astype(dtype)
-    ids = mx.array([[1, 2, 3, 699]])
-
-    def total(hidden, weight):
-        logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, head="trained")
-        assert logprobs.dtype == entropy.dtype == mx.float32
-        return logprobs.sum() + entropy.sum()
-
-    flat, exact_weight = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (hidden[0], weight))
-    expected, expected_entropy = logprobs_by_hand(flat, exact_weight, np.array(ids[0]), 1.0, {})
-    logprobs, entropy = gwen.token_logprobs(hidden, weight, ids)
-    np.testing.assert_allclose(np.array(logprobs[0]), expected, atol=2e-5)
-    np.testing.assert_allclose(np.array(entropy[0]), expected_entropy, atol=2e-5)
-    gradients = mx.grad(total, argnums=(0, 1))(hidden, weight)
-    exact = mx.grad(total, argnums=(0, 1))(hidden.astype(mx.float32), weight.astype(mx.float32))
-    for rounded, reference in zip(gradients, exact, strict=True):
-        assert rounded.dtype == dtype
-        np.testing.assert_allclose(np.array(rounded.astype(mx.float32)), np.array(reference), rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.parametrize("head", gwen.HEADS)
-@pytest.mark.parametrize("support", SUPPORTS[:2], ids=str)
-def test_the_cheaper_forms_give_the_same_values_and_the_gradient_of_what_they_differentiate(head, support):
-    hidden, weight, a = normal(2, 5, 6), normal(600, 6), normal(2, 5)
-    ids = mx.array(RNG.integers(0, 600, (2, 5)).astype(np.int32))
-    choice = {"head": head, "support": support, "temperature": 0.7}
-    expected = gwen.token_logprobs(hidden, weight, ids, **choice)
-
-    def ours(hidden, weight, **more):
-        logprobs, entropy = gwen.token_logprobs(hidden, weight, ids, **choice, **more)
-        return (a * logprobs).sum() + (1000 * entropy if more else 0 * entropy).sum()
-
-    gradients = mx.grad(ours, argnums=(0, 1))(hidden, weight)
-    for gradient in ("logprobs", "none"):
-        values = gwen.token_logprobs(hidden, weight, ids, **choice, gradient=gradient)
-        for value, other in zip(values, expected, strict=True):
-            np.testing.assert_allclose(np.array(value), np.array(other), atol=1e-6)
-        cheaper = mx.grad(lambda h, w, g=gradient: ours(h, w, gradient=g), argnums=(0, 1))(hidden, weight)
-        for array, other in zip(cheaper, gradients, strict=True):
-            np.testing.assert_allclose(np.array(array), np.array(other if gradient == "logprobs" else 0), atol=1e-5)
-
-
-def test_a_temperature_of_zero_an_unknown_head_and_an_unknown_gradient_are_refused():
-    for choice in ({"temperature": 0.0}, {"head": "thawed"}, {"gradient": "entropy"}):
-        with pytest.raises(AssertionError):
-            gwen.token_logprobs(normal(1, 1, 4), normal(8, 4), mx.array([[0]]), **choice)
-
-
-@pytest.mark.parametrize(("head", "gradient", "most"), [("frozen", "both", 60), ("trained", "both", 75)])
-def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, gradient, most):
-    """One (N, T, V) array is 149 MiB for 256 positions and 595 for 1,024; no memory limit is set."""
-    weight = normal(VOCAB, 4)  # 2.3 MiB
-    peaks = []
-    for length in (256, 1024):
-        hidden, ids = normal(1, length, 4), mx.array(RNG.integers(0, VOCAB, (1, length)).astype(np.int32))
-        mx.eval(hidden, weight, ids)
-
-        def total(hidden, weight, ids=ids):
-            return sum(x.sum() for x in gwen.token_logprobs(hidden, weight, ids, head=head, gradient=gradient))
-
-        held = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(mx.value_and_grad(total, argnums=(0, 1))(hidden, weight))
-        peaks.append((mx.get_peak_memory() - held) / 2**20)
-    assert max(peaks) < most and peaks[1] < 1.3 * peaks[0] + 1, peaks
-
-
-def peaked_rows() -> np.ndarray:
-    """Rows of Qwen's vocabulary on which one running float32 sum goes wrong."""
-    flat, noise = np.zeros((1, VOCAB)), RNG.normal(size=(1, VOCAB))
-    peak = np.where(np.arange(VOCAB) == 7, 12.0, 0.0)[None]
-    return np.concatenate([flat, noise, 5 * noise, 30 + noise, peak + 0.1 * noise, 0.01 * noise - 100]).astype(
-        np.float32
-    )
-
-
-def test_logsumexp_of_qwens_vocabulary_is_exact_to_2e_5():
-    rows = peaked_rows()
-    exact = rows.max(-1) + np.log(np.exp(rows.astype(np.float64) - rows.max(-1, keepdims=True)).sum(-1))
-    assert np.abs(np.array(gwen.logsumexp(mx.array(rows))) - exact).max() < 2e-5
-
-
-def test_logprobs_and_entropies_of_qwens_vocabulary_are_exact_to_5e_5():
-    for row in peaked_rows():
-        logprobs = log_softmax_by_hand(row.astype(np.float64))
-        ids = np.array([7, 0, VOCAB - 1])
-        ours, entropy = gwen.token_logprobs(mx.ones((1, 3, 1)), mx.array(row[:, None]), mx.array(ids[None]))
-        assert np.abs(np.array(ours) - logprobs[ids]).max() < 5e-5
-        assert np.abs(np.array(entropy) + (np.exp(logprobs) * logprobs).sum()).max() < 5e-5
-
-
-@pytest.mark.parametrize("size", [1, 511, 512, 513, 1024, 1200])
-def test_a_tiled_sum_counts_every_element_once(size):
-    assert gwen.tiled_sum(mx.ones((2, size))).tolist() == [size, size]
-    x = mx.array(RNG.integers(-9, 9, (2, 3, size)).astype(np.float32))
-    assert mx.array_equal(gwen.tiled_sum(x), x.sum(-1))
-
-
-def test_logsumexp_has_the_softmax_as_its_gradient():
-    x = normal(2, 700, scale=3)
-    gradient = mx.grad(lambda x: gwen.logsumexp(x).sum())(x)
-    np.testing.assert_allclose(np.array(gradient), np.array(mx.softmax(x, axis=-1)), atol=1e-6)
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
-@pytest.mark.parametrize("top_k", [0, 1, 7, 99])
-@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
-def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k, min_p):
-    logits = RNG.normal(0, 2, (6, 40)).astype(np.float32)
-    logits[1] = np.round(logits[1])  # ties
-    logits[2] = 0.5
-    ours = np.array(gwen.truncate_logits(mx.array(logits), top_p=top_p, top_k=top_k, min_p=min_p))
-    for row in range(6):
-        kept = kept_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
-        assert (ours[row][kept] == logits[row][kept]).all() and np.isneginf(ours[row][~kept]).all()
-
-
-def test_top_p_of_qwens_vocabulary_keeps_that_mass():
-    rows = peaked_rows()[1:4]
-    probs = np.exp(log_softmax_by_hand(rows.astype(np.float64)))
-    descending = -np.sort(-probs, axis=-1)
-    for top_p in (0.5, 0.9):
-        kept = np.isfinite(np.array(gwen.truncate_logits(mx.array(rows), top_p=top_p)))
-        until = np.cumsum(descending, axis=-1)
-        expected = [line[np.searchsorted(line, top_p)] for line in until]
-        np.testing.assert_allclose((probs * kept).sum(-1), expected, atol=2e-4)
 
 
 # ---- files
@@ -740,7 +262,7 @@ def test_the_end_ids_are_those_of_the_generation_config_else_of_the_config(check
 
 def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, monkeypatch):
     monkeypatch.delenv("GWEN_DTYPE", raising=False)
-    assert gwen.default_dtype() == (mx.float16 if gwen.on_gpu() else mx.float32)
+    assert gwen.default_dtype() == (mx.float16 if gpu.on_gpu() else mx.float32)
     monkeypatch.setenv("GWEN_DTYPE", "bfloat16")
     assert gwen.load_model(checkpoints["qwen3"]).head_weight.dtype == mx.bfloat16
     assert gwen.load_model(checkpoints["qwen3"], mx.float16).head_weight.dtype == mx.float16
@@ -1011,7 +533,8 @@ KEYS = [*QWEN3, "rope_scaling", "rope_parameters", "layer_types", "quantization_
 def test_no_configuration_raises_anything_but_a_value_error(checkpoints, changes):
     raw = json.loads(json.dumps(QWEN3 | changes))
     try:
-        gwen.Rope(hub.make_config(raw, raw.get("eos_token_id")))
+        config = hub.make_config(raw, raw.get("eos_token_id"))
+        ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
     except ValueError as error:
         assert "\n" not in str(error)
 
@@ -1138,9 +661,9 @@ def test_a_hub_model_in_the_cache_loads_without_the_hub(model_directory, tmp_pat
 
 def test_the_model_is_the_one_asked_for_else_the_demo_where_there_is_no_gpu(monkeypatch):
     assert gwen.choose_model("some/model") == ("some/model", "as asked")
-    monkeypatch.setattr(gwen, "on_gpu", lambda: False)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     assert gwen.choose_model(None) == ("demo", "the default without a GPU")
-    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(hub, "DEFAULT_MODEL", "nobody/nothing")
     model, why = gwen.choose_model(None)
     assert model == "demo" and "the hub is out of reach" in why

@@ -21,6 +21,7 @@ from conftest import CONFIGS, QWEN3, write_checkpoint
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, filter_repo_objects
 
+import gpu
 import gwen
 import hub
 import settings
@@ -245,19 +246,19 @@ def test_no_module_trusts_remote_code_or_reads_pickles(path):
 
 
 def test_the_model_that_is_asked_for_is_taken_without_a_look_at_the_hub(monkeypatch):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(hub, "hub_directory", lambda _: pytest.fail("the hub was asked"))
     assert gwen.choose_model("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", "as asked")
     assert gwen.choose_model("demo") == ("demo", "as asked")
 
 
 def test_without_a_gpu_the_demo_is_taken_even_when_the_default_is_cached(offline, monkeypatch):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: False)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     assert gwen.choose_model(None) == ("demo", "the default without a GPU")
 
 
 def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     assert hub.DEFAULT_MODEL == QWEN
     assert gwen.choose_model(None) == (QWEN, "the default on a GPU")
     config, line = settings.resolve({}, None, None)
@@ -268,7 +269,7 @@ def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
 
 
 def test_on_a_gpu_without_cache_and_hub_the_demo_is_taken_and_the_line_says_why(unreachable, monkeypatch, tmp_path):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     config, line = settings.resolve({}, None, None)
     why = f"because {QWEN}: not in the local hub cache, and the hub is out of reach"

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+import gpu
 import gwen
+import lm_head
 import lora
 import micro_batch
 import sampler
@@ -47,7 +49,7 @@ def gradient(model, batches, checkpoint_layers=0):
 
         def loss(model, batch=batch):
             hidden = micro_batch.completion_hidden(model, batch, checkpoint_layers)
-            logprobs, _ = gwen.token_logprobs(hidden, model.head_weight, batch.completion_ids, head=head)
+            logprobs, _ = lm_head.token_logprobs(hidden, model.head_weight, batch.completion_ids, head=head)
             return (logprobs * batch.mask * SLOPES[batch.rows, : logprobs.shape[1]]).sum()
 
         value, part = nn.value_and_grad(model, loss)(model)
@@ -166,7 +168,7 @@ def test_prompts_are_shared_where_that_saves_enough_positions():
 
 
 def test_prompts_are_not_shared_unasked_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     rows, lengths = [[1] * 96] * 8, np.full(8, 64)
     assert not micro_batch.plan(rows, lengths, 10**6, "auto")[0]
     assert micro_batch.plan(rows, lengths, 10**6, "on")[0]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+import gpu
 import grpo
 import gwen
 import lora
@@ -103,20 +104,20 @@ def test_a_small_model_computes_no_layer_again():
     assert (config.train_token_budget, config.checkpoint_layers) == (1024, "off")
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, gpu):
-    monkeypatch.setattr(gwen, "on_gpu", lambda: gpu)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on_gpu):
+    monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     settled = []
     for room in (40 * GB, 8 * GB, 5 * GB, 4.5 * GB, 1 * GB):
-        monkeypatch.setattr(preflight, "LAPTOP", 1 if gpu else room)
-        monkeypatch.setattr(memory, "of_device", lambda room=room: room if gpu else 1)
+        monkeypatch.setattr(preflight, "LAPTOP", 1 if on_gpu else room)
+        monkeypatch.setattr(memory, "of_device", lambda room=room: room if on_gpu else 1)
         config = make_config(batch=8, groups=8, max_tokens=256)
         preflight.settle(BIG, mx.float16, config, [128] * 8)
         settled.append((config.train_token_budget, config.num_checkpointed(28)))
         need = preflight.estimate(BIG, mx.float16, config, [128] * 8, settled[-1][1])
         assert need.resident + need.update <= 0.9 * room or settled[-1] == (1024, 28)
     budgets, counts = zip(*settled, strict=True)
-    assert budgets[0] == (2048 if gpu else 1024) and budgets[-1] == 1024
+    assert budgets[0] == (2048 if on_gpu else 1024) and budgets[-1] == 1024
     assert list(budgets) == sorted(budgets, reverse=True) and list(counts) == sorted(counts)
     assert all(budget == 1024 for budget, count in settled if count)
     assert counts[0] == 0 and 0 < counts[-2] < counts[-1] == 28

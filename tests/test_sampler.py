@@ -12,7 +12,10 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import dispatch
 import gwen
+import lm_head
+import ops
 import sampler
+import softmax
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)
@@ -61,7 +64,7 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
     for row, (ids, logprobs) in enumerate(rows_of(rollout)):
         prompt = PROMPTS[row // 4]
         hidden = model.hidden(mx.array([prompt + ids]))[:, len(prompt) - 1 : -1]
-        expected, _ = gwen.token_logprobs(
+        expected, _ = lm_head.token_logprobs(
             hidden, model.head_weight, mx.array([ids]), temperature=temperature, support=support
         )
         gaps.extend(np.abs(logprobs - np.array(expected)[0]))
@@ -348,8 +351,8 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(model, monkeypatch):
 
 def test_one_token_decode_of_equal_lengths_uses_no_mask(model, monkeypatch):
     layouts = []
-    original = gwen.tree_attention
-    monkeypatch.setattr(gwen, "tree_attention", lambda *args: layouts.append(args[2]) or original(*args))
+    original = ops.tree_attention
+    monkeypatch.setattr(ops, "tree_attention", lambda *args: layouts.append(args[2]) or original(*args))
     roll(model, prompts=[[1, 2, 4], [5, 6, 7]], max_tokens=3, share_prefix=True)
     assert layouts and all(field is None for layout in layouts for group in layout for field in group)
 
@@ -387,7 +390,7 @@ def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled
         prompt = PROMPTS[row // 4]
         logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]
         if temperature:
-            logits = gwen.truncate_logits(logits / temperature, **support)
+            logits = softmax.truncate_logits(logits / temperature, **support)
         wide = np.array(logits, dtype=np.float64)
         probs = np.exp(wide - wide.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)
@@ -400,8 +403,8 @@ def test_entropies_are_not_computed_unless_asked_for(model, monkeypatch):
     assert roll(model).entropy is None
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
     # an array of this size cannot be allocated: to evaluate it would fail
-    draw, huge = gwen.sample_token, mx.zeros((2**20, 2**20, 2**10)).sum((0, 1, 2))
-    monkeypatch.setattr(gwen, "sample_token", lambda *args: (*draw(*args)[:2], huge))
+    draw, huge = softmax.sample_token, mx.zeros((2**20, 2**20, 2**10)).sum((0, 1, 2))
+    monkeypatch.setattr(softmax, "sample_token", lambda *args: (*draw(*args)[:2], huge))
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
 
 
@@ -426,7 +429,7 @@ def test_the_draw_follows_the_distribution():
     logits[rng.integers(0, 1500, 300)] = -np.inf
     num_draws = 20_000
     uniforms = mx.array(rng.random((num_draws, 4), dtype=np.float32))
-    tokens, logprobs, entropy = gwen.sample_token(mx.broadcast_to(mx.array(logits), (num_draws, 1500)), uniforms)
+    tokens, logprobs, entropy = softmax.sample_token(mx.broadcast_to(mx.array(logits), (num_draws, 1500)), uniforms)
     probs = np.exp(logits.astype(np.float64) - logits.max())
     probs /= probs.sum()
     counts = np.bincount(np.array(tokens), minlength=1500)
@@ -445,13 +448,13 @@ def test_the_draw_follows_the_distribution():
 @pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 1023, 1024, 1025, 40_000])
 def test_the_draw_is_right_at_the_ends_of_the_unit_interval(size):
     logits = mx.random.normal((3, size), key=mx.random.key(size))
-    first, _, _ = gwen.sample_token(logits, mx.zeros((3, 4)))
-    last, _, _ = gwen.sample_token(logits, mx.full((3, 4), 1.0 - 2**-24))
+    first, _, _ = softmax.sample_token(logits, mx.zeros((3, 4)))
+    last, _, _ = softmax.sample_token(logits, mx.full((3, 4), 1.0 - 2**-24))
     assert (first == 0).all().item()
     assert (last == size - 1).all().item()
     peaked = mx.where(mx.arange(size) == size // 2, 0.0, -mx.inf)[None]
     for uniform in (0.0, 0.3, 1.0 - 2**-24):
-        token, logprob, entropy = gwen.sample_token(peaked, mx.full((1, 4), uniform))
+        token, logprob, entropy = softmax.sample_token(peaked, mx.full((1, 4), uniform))
         assert (token.item(), logprob.item(), entropy.item()) == (size // 2, 0.0, 0.0)
 
 
@@ -460,7 +463,7 @@ def test_four_choices_lead_to_the_token_and_huge_vocabularies_stay_exact(size):
     """Each number must lie between the shares, in float64, before and up to what it chose among its 32."""
     rng = np.random.default_rng(1)
     logits, uniforms = rng.normal(0, 3, (6, size)).astype(np.float32), rng.random((6, 4), dtype=np.float32)
-    tokens, logprobs, _ = gwen.sample_token(mx.array(logits), mx.array(uniforms), 0.7)
+    tokens, logprobs, _ = softmax.sample_token(mx.array(logits), mx.array(uniforms), 0.7)
     wide = logits.astype(np.float64) / 0.7
     logprob = (
         wide - np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1, keepdims=True)) - wide.max(1, keepdims=True)

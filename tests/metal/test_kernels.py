@@ -5,7 +5,6 @@ Shapes are small, odd and below 8 elements where they can be (MLX hands such inp
 space); Qwen's vocabulary and 10,000 draws run at the emulator's full speed.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,9 @@ import gpu
 import grpo
 import gwen
 import hub
+import lm_head
+import ops
+import softmax
 from kv_cache import Group, KVCache, SlotCache, make_group
 from metal import emulator
 
@@ -100,14 +102,14 @@ def swiglu_by_hand(gate_up: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("shape", [(1, 2), (2, 6), (3, 1, 74), (5, 64), (300, 6)])
 def test_swiglu_equals_its_formula_and_so_does_its_gradient(kernels, shape, dtype):
     x = array(*shape, dtype=dtype, scale=4)
-    assert_close(gwen.swiglu_kernel(x), swiglu_by_hand(wide(x))[0], dtype, 2)
-    assert_gradient(lambda x: [gwen.swiglu_kernel(x)], swiglu_by_hand, [x], 4)
+    assert_close(ops.swiglu_kernel(x), swiglu_by_hand(wide(x))[0], dtype, 2)
+    assert_gradient(lambda x: [ops.swiglu_kernel(x)], swiglu_by_hand, [x], 4)
 
 
 def test_swiglu_of_huge_gates_is_finite_and_has_a_finite_gradient(kernels):
     x = mx.array([[-3e38, -200.0, -89.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
-    assert gwen.swiglu_kernel(x).tolist() == [[0.0, 0.0, pytest.approx(0.0, abs=1e-30), 200.0]]
-    assert mx.isfinite(mx.grad(lambda x: gwen.swiglu_kernel(x).sum())(x)).all().item()
+    assert ops.swiglu_kernel(x).tolist() == [[0.0, 0.0, pytest.approx(0.0, abs=1e-30), 200.0]]
+    assert mx.isfinite(mx.grad(lambda x: ops.swiglu_kernel(x).sum())(x)).all().item()
 
 
 # ---- residual and norm
@@ -122,18 +124,18 @@ def add_norm_by_hand(x: np.ndarray, delta: np.ndarray, weight: np.ndarray) -> li
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (3, 1, 37), (2, 256), (2, 1027)])
 def test_add_norm_equals_its_formula_and_so_does_its_gradient(kernels, shape, dtype):
     arrays = array(*shape, dtype=dtype), array(*shape, dtype=dtype), array(shape[-1], dtype=dtype)
-    total, normed = gwen.add_norm_kernel(*arrays, 1e-6)
+    total, normed = ops.add_norm_kernel(*arrays, 1e-6)
     assert mx.array_equal(total, arrays[0] + arrays[1])  # rounded once, as the sum of the expression is
     assert_close(normed, add_norm_by_hand(wide(total), np.zeros(1), wide(arrays[2]))[1], dtype, 2)
     if shape[-1] > 1:  # the norm of one number is its sign
-        assert_gradient(lambda *given: gwen.add_norm_kernel(*given, 1e-6), add_norm_by_hand, arrays, 16)
+        assert_gradient(lambda *given: ops.add_norm_kernel(*given, 1e-6), add_norm_by_hand, arrays, 16)
 
 
 # ---- norm and rope
 
 
 def norm_rope_by_hand(
-    qkv: np.ndarray, weights: Sequence[np.ndarray], heads: int, rope: gwen.Rope, offsets: Sequence[int]
+    qkv: np.ndarray, weights: Sequence[np.ndarray], heads: int, rope: ops.Rope, offsets: Sequence[int]
 ) -> list[np.ndarray]:
     length, all_heads = qkv.shape[1:3]
     turned = heads + (all_heads - heads) // 2
@@ -169,11 +171,11 @@ def test_norm_rope_equals_its_formula_and_so_does_its_gradient(
     kernels, heads, kv_heads, size, length, normed, yarn, dtype
 ):
     config = hub.make_config(QWEN3 | ({"rope_scaling": YARN} if yarn else {}))
-    rope, offsets = gwen.Rope(dataclasses.replace(config, head_dim=size)), [0, -2, 700]
+    rope, offsets = ops.Rope(size, config.rope_theta, config.rope_scaling), [0, -2, 700]
     qkv = array(3, length, heads + 2 * kv_heads, size, dtype=dtype)
     weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
-    given = heads, weights, 1e-6, rope, gwen.Rotation(mx.array(offsets), None, None)
-    queries, keys, values = gwen.norm_rope_kernel(qkv, *given)
+    given = heads, weights, 1e-6, rope, ops.Rotation(mx.array(offsets), None, None)
+    queries, keys, values = ops.norm_rope_kernel(qkv, *given)
     expected = norm_rope_by_hand(wide(qkv), [wide(w) for w in weights or ()], heads, rope, offsets)
     for ours, theirs in zip((queries, keys), expected, strict=True):
         angle = 702 * 1.2e-7 * np.abs(theirs).max()  # what float32 leaves of an angle, at the farthest position
@@ -184,7 +186,7 @@ def test_norm_rope_equals_its_formula_and_so_does_its_gradient(
 
         def function(qkv: mx.array, *weights: mx.array) -> list[mx.array]:
             pair = (weights[0], weights[1]) if weights else None
-            return list(gwen.norm_rope_kernel(qkv, heads, pair, 1e-6, rope, rotation)[:2])
+            return list(ops.norm_rope_kernel(qkv, heads, pair, 1e-6, rope, rotation)[:2])
 
         formula = lambda qkv, *weights: norm_rope_by_hand(qkv, weights, heads, rope, offsets)  # noqa: E731
         assert_gradient(function, formula, [qkv, *(weights or ())], 64)
@@ -243,7 +245,7 @@ def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
     arrays = [queries, *held, *own]
 
     def function(*arrays: mx.array) -> list[mx.array]:
-        return [gwen.slot_attention_kernel(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
+        return [ops.slot_attention_kernel(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
 
     expected = slot_attention_by_hand(*[wide(a) for a in arrays], **seen)[0]
     assert_close(function(*arrays)[0], expected, dtype, 2)
@@ -284,7 +286,7 @@ each_row = pytest.mark.parametrize(
 def test_row_logprobs_equal_their_formula(kernels, size, dtype):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):  # one row of few elements is in another address space
-        ours = gwen.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
+        ours = softmax.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
         scaled = wide(logits[rows]) / 0.7
         largest = np.abs(np.where(np.isfinite(scaled), scaled, 0)).max(-1)  # subtracting two is off by their rounding
         for mine, theirs in zip(ours[:2], row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True):
@@ -295,12 +297,12 @@ def test_row_logprobs_equal_their_formula(kernels, size, dtype):
 @each_row
 def test_the_gradient_of_row_logprobs_is_that_of_their_formula(kernels, size, dtype):
     logits, ids = array(3, size, dtype=dtype, scale=2), RNG.integers(0, size, 3)
-    function = lambda x: list(gwen.row_logprobs_kernel(x, mx.array(ids), 0.7)[:2])  # noqa: E731
+    function = lambda x: list(softmax.row_logprobs_kernel(x, mx.array(ids), 0.7)[:2])  # noqa: E731
     assert_gradient(function, lambda x: row_logprobs_by_hand(x, ids, 0.7), [logits], 8)
     strange = rows_of_logits(size, dtype)
     chosen = mx.full((4,), size // 2)
-    gradient = mx.grad(lambda x: sum(part.sum() for part in gwen.row_logprobs_kernel(x, chosen)[:2]))(strange)
-    expected = mx.grad(lambda x: sum(part.sum() for part in gwen.row_logprobs_ref(x, chosen)[:2]))(
+    gradient = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs_kernel(x, chosen)[:2]))(strange)
+    expected = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs_ref(x, chosen)[:2]))(
         mx.where(mx.isfinite(strange), strange, -6e4 if dtype == mx.float16 else -1e30)
     )
     assert_close(gradient, wide(expected), dtype, 4)
@@ -311,12 +313,12 @@ def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, 
     logits = rows_of_logits(size, dtype)
     scaled = wide(logits) / 0.7
     expected = scaled - logsumexp(scaled)
-    for ours, row, x in zip(gwen.log_softmax_kernel(logits, 0.7), expected, scaled, strict=True):
+    for ours, row, x in zip(softmax.log_softmax_kernel(logits, 0.7), expected, scaled, strict=True):
         largest = np.abs(x[np.isfinite(x)]).max()  # subtracting two logits is off by what they are rounded to
         np.testing.assert_allclose(np.array(ours), row, rtol=1e-6, atol=1e-5 + 2e-7 * largest)
     formula = lambda x: [x / 0.7 - logsumexp(x / 0.7)]  # noqa: E731
     x = array(2, size, dtype=dtype)
-    assert_gradient(lambda x: [gwen.log_softmax_kernel(x, 0.7)], formula, [x], 8)
+    assert_gradient(lambda x: [softmax.log_softmax_kernel(x, 0.7)], formula, [x], 8)
 
 
 @fast
@@ -324,13 +326,13 @@ def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, 
 def test_qwens_vocabulary_is_exact(kernels, dtype):
     logits, ids = array(3, 151_936, dtype=dtype, scale=3), np.array([0, 77_777, 151_935])
     expected = row_logprobs_by_hand(wide(logits), ids, 0.9)
-    held = gwen.row_logprobs_kernel(logits, mx.array(ids), 0.9)
+    held = softmax.row_logprobs_kernel(logits, mx.array(ids), 0.9)
     for ours, theirs in zip(held[:2], expected, strict=True):
         np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-6, atol=1e-5)
     scaled = wide(logits) / 0.9
-    np.testing.assert_allclose(np.array(gwen.log_softmax_kernel(logits, 0.9)), scaled - logsumexp(scaled), atol=2e-5)
+    np.testing.assert_allclose(np.array(softmax.log_softmax_kernel(logits, 0.9)), scaled - logsumexp(scaled), atol=2e-5)
     cotangents = [mx.array([1.0, -2.0, 0.5]), mx.array([0.3, 0.1, -0.2])]
-    gradient = gwen.row_logprobs_vjp_kernel(logits, mx.array(ids), held, cotangents, 0.9)
+    gradient = softmax.row_logprobs_vjp_kernel(logits, mx.array(ids), held, cotangents, 0.9)
     logprobs = scaled - logsumexp(scaled)
     p, first, second = np.exp(logprobs), *(wide(c)[:, None] for c in cotangents)
     by_hand = -p * (first + second * (logprobs + expected[1][:, None]))
@@ -363,7 +365,7 @@ def conditionals(logits: np.ndarray, token: int) -> list[tuple[float, float]]:
 def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(kernels, size, dtype):
     logits = rows_of_logits(size, dtype)[:3]
     uniforms = RNG.random((3, 4)).astype(np.float32)
-    tokens, logprobs, entropies = gwen.sample_token_kernel(logits, mx.array(uniforms), 0.7)
+    tokens, logprobs, entropies = softmax.sample_token_kernel(logits, mx.array(uniforms), 0.7)
     by_hand = row_logprobs_by_hand(wide(logits), np.array(tokens), 0.7)
     np.testing.assert_allclose(np.array(logprobs), by_hand[0], rtol=2e-6, atol=2e-5)
     np.testing.assert_allclose(np.array(entropies), by_hand[1], rtol=2e-6, atol=2e-5)
@@ -381,7 +383,7 @@ def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scal
     for begin in range(0, rows, 200):
         logits = array(min(200, rows - begin), size, dtype=mx.float32, scale=scale)
         uniforms = mx.array(RNG.random((len(logits), 4)).astype(np.float32))
-        ours, theirs = gwen.sample_token_kernel(logits, uniforms), gwen.sample_token_ref(logits, uniforms)
+        ours, theirs = softmax.sample_token_kernel(logits, uniforms), softmax.sample_token_ref(logits, uniforms)
         assert mx.array_equal(ours[0], theirs[0])
         for mine, other in zip(ours[1:], theirs[1:], strict=True):
             np.testing.assert_allclose(np.array(mine), np.array(other), atol=2e-5)
@@ -395,8 +397,8 @@ def test_the_kernels_draws_follow_the_distribution(kernels):
     num_draws = 4800
     rows = mx.broadcast_to(mx.array(logits), (num_draws, 1100))
     uniforms = mx.array(RNG.random((num_draws, 4)).astype(np.float32))
-    tokens = gwen.sample_token_kernel(rows, uniforms)[0]
-    assert mx.array_equal(tokens, gwen.sample_token_ref(rows, uniforms)[0])
+    tokens = softmax.sample_token_kernel(rows, uniforms)[0]
+    assert mx.array_equal(tokens, softmax.sample_token_ref(rows, uniforms)[0])
     probs = np.exp(logits.astype(np.float64))
     probs /= probs.sum()
     counts = np.bincount(np.array(tokens), minlength=1100)
@@ -411,7 +413,7 @@ def test_the_kernels_draws_follow_the_distribution(kernels):
 
 def test_a_row_without_support_draws_its_first_token_and_reads_nothing_beyond_it(kernels):
     logits = mx.full((2, 1030), -mx.inf)
-    tokens, logprobs, _ = gwen.sample_token_kernel(logits, mx.full((2, 4), 0.5))
+    tokens, logprobs, _ = softmax.sample_token_kernel(logits, mx.full((2, 4), 0.5))
     assert tokens.tolist() == [0, 0] and mx.isnan(logprobs).all().item()
 
 
@@ -420,12 +422,12 @@ def test_a_row_without_support_draws_its_first_token_and_reads_nothing_beyond_it
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])
 def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient(kernels, head, monkeypatch):
-    monkeypatch.setattr(gwen, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
+    monkeypatch.setattr(lm_head, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
     hidden, frozen, ids = array(2, 5, 8, dtype=mx.float32), array(70, 8, dtype=mx.float32), RNG.integers(0, 70, (2, 5))
 
     def function(hidden: mx.array, *trained: mx.array) -> list[mx.array]:
         (weight,) = trained or (frozen,)
-        return list(gwen.token_logprobs(hidden, weight, mx.array(ids), temperature=0.8, head=head))
+        return list(lm_head.token_logprobs(hidden, weight, mx.array(ids), temperature=0.8, head=head))
 
     def formula(hidden: np.ndarray, *trained: np.ndarray) -> list[np.ndarray]:
         (weight,) = trained or (wide(frozen),)
@@ -447,7 +449,7 @@ def test_the_token_loss_of_grpo_has_its_formulas_gradient_by_the_logits(kernels,
     old = at_first if policy == "on" else at_first + np.array([0.5, -0.5, 0.05, 0.1, -0.6, 0.3])
 
     def function(logits: mx.array) -> list[mx.array]:
-        logprobs, entropy = gwen.row_logprobs_kernel(logits, mx.array(ids), 0.8)[:2]
+        logprobs, entropy = softmax.row_logprobs_kernel(logits, mx.array(ids), 0.8)[:2]
         before = mx.array(old.astype(np.float32)) if policy == "off" else mx.stop_gradient(logprobs)
         loss, _ = grpo.policy_loss(logprobs[None], before[None], advantages[:1], mx.ones((1, 6)), level="token")
         each = [

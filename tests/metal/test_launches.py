@@ -11,6 +11,7 @@ import gpu
 import gwen
 import hub
 import kv_cache
+import softmax
 from metal import launches
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
@@ -162,6 +163,6 @@ def test_sampling_is_one_launch(trusted: None, monkeypatch: pytest.MonkeyPatch) 
     logits, uniforms, heat = mx.zeros((4, 151_936)), mx.zeros((4, 4)), mx.array([0.7])
     mx.eval(heat)
     monkeypatch.setattr(mx, "array", lambda *_, **__: heat)
-    assert launches.count(lambda x, u: gwen.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
+    assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
     monkeypatch.setenv("GWEN_KERNELS", "off")
-    assert launches.count(lambda x, u: gwen.sample_token(x, u, 0.7), logits, uniforms).total() > 40
+    assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms).total() > 40

@@ -1,0 +1,264 @@
+"""
+Log-probabilities of chosen tokens from hidden states, over a vocabulary whose logits never exist at once.
+
+What is left out: the loss that is made of them, which is in grpo.py.
+
+Axes: N rows, T positions, M = N * T of them or a part, C hidden, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+import ops
+import softmax
+
+
+def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: dict[str, Any]) -> mx.array:
+    """
+    Scores of some or all of the vocabulary, (M, C) x (V, C) -> (M, V) float32; -1e9 outside the support.
+
+    A sampled id stays in its own support: rounding may put a borderline token outside when it is scored again.
+    """
+    logits = x @ weight.astype(mx.float32).T
+    if support:  # only ever with the whole vocabulary
+        kept = mx.isfinite(softmax.truncate_logits(logits, **support)) | (mx.arange(logits.shape[-1]) == ids[:, None])
+        logits = mx.where(mx.stop_gradient(kept), logits, -1e9)
+    return logits
+
+
+def token_logprobs_ref(
+    hidden: mx.array,
+    head_weight: mx.array,
+    ids: mx.array,
+    *,
+    temperature: float = 1.0,
+    support: dict[str, Any] | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The definition of `token_logprobs`, as one writes it: all (N, T, V) log-probabilities at once, and autodiff."""
+    x = hidden.reshape(-1, hidden.shape[-1]).astype(mx.float32) / temperature
+    logits = logits_of(x, head_weight, ids.reshape(-1), support or {})
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, ids.reshape(-1, 1), axis=-1)
+    entropy = -(mx.exp(logprobs) * logprobs).sum(-1)
+    return chosen.reshape(ids.shape), entropy.reshape(ids.shape)
+
+
+LOGPROB_CHUNK = 256  # positions whose logits exist at once
+LOGPROB_TILE = 2**20  # logits that exist at once, 4 MB: they stay in a core's cache from the matmul to the last sum
+HEADS = ("frozen", "trained")
+GRADIENTS = ("none", "logprobs", "both")
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
+
+
+ROWS_AT_ONCE = 256  # whose logits exist at once where a kernel takes them: 78 MB at Qwen's vocabulary in 16 bits
+
+
+def token_logprobs_in_rows(
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, head: str
+) -> tuple[mx.array, mx.array]:
+    """
+    `token_logprobs` for a GPU, from (M, C), (V, C) and (M,): whole rows of logits in the head's type, some at a time.
+
+    A kernel reads a chunk's logits once for its results; the backward pass makes the logits again, and another kernel
+    turns them into their gradient. MLX's matmuls do the rest in 16 bits.
+    """
+    chunks = [slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, ids.size, ROWS_AT_ONCE)]
+
+    @mx.custom_function
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
+        parts: list[softmax.RowLogprobs] = []
+        for chunk in chunks:
+            source = hidden[chunk]
+            if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
+                (source,) = mx.depends([source], list(parts[-1]))
+            parts.append(softmax.row_logprobs(source @ head_weight.T, ids[chunk], temperature))
+        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+
+    @forward.vjp
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+        hidden, head_weight = primals
+        d_hidden: list[mx.array] = []
+        done: list[mx.array] = []
+        d_head = mx.zeros(head_weight.shape, mx.float32)
+        for chunk in chunks:
+            source = mx.depends([hidden[chunk]], done)[0] if done else hidden[chunk]
+            held, given = softmax.RowLogprobs(*(a[chunk] for a in outputs)), [a[chunk] for a in cotangents[:2]]
+            d_logits = softmax.row_logprobs_vjp(source @ head_weight.T, ids[chunk], held, given, temperature)
+            d_hidden.append(d_logits @ head_weight)
+            done = [d_hidden[-1]]
+            if head == "trained":
+                d_head = d_head + d_logits.T @ source
+                done.append(d_head)
+        return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
+
+    out: Any = forward(hidden, head_weight)
+    return out[0], out[1]
+
+
+def token_logprobs(
+    hidden: mx.array,
+    head_weight: mx.array,
+    ids: mx.array,
+    *,
+    temperature: float = 1.0,
+    head: str = "frozen",
+    support: dict[str, Any] | None = None,
+    gradient: str = "both",
+    chunk: int = LOGPROB_CHUNK,
+) -> tuple[mx.array, mx.array]:
+    """
+    Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
+
+    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32 whatever
+    the weights are. `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
+    head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
+    gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
+    chunk: positions at once; `LOGPROB_TILE // chunk` ids at once, or all of them where there is a support.
+
+    The vocabulary goes by in tiles under a running maximum, as keys do in attention. For a softmax over the head's rows
+    W is both keys and values: sum(p W) comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the
+    gradient of `hidden` needs, so the backward pass of a frozen head has no matmul. Each tile waits for the one before;
+    as many as MLX runs ahead with (some ten) are in memory, whatever T is.
+    Source: online softmax, arXiv:1805.02867; FlashAttention, arXiv:2205.14135; a head cut up, arXiv:2411.09009.
+    """
+    assert head in HEADS, head
+    assert gradient in GRADIENTS, gradient
+    assert temperature > 0, temperature
+    if not support and softmax.ROW_LOGPROBS.runs(head_weight.dtype):
+        rows = token_logprobs_in_rows(
+            hidden.reshape(-1, hidden.shape[-1]), head_weight, ids.reshape(-1), temperature, head
+        )
+        return rows[0].reshape(ids.shape), rows[1].reshape(ids.shape)
+    shape, (vocab, width) = ids.shape, head_weight.shape
+    ids, support = ids.reshape(-1), support or {}
+    if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
+        chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
+    rows_of_chunks = _slices(ids.size, chunk)
+    columns = [slice(0, vocab)] if support else _slices(vocab, max(1, LOGPROB_TILE // min(chunk, ids.size)))
+
+    @mx.custom_function
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
+        scaled, parts = hidden.astype(mx.float32) / temperature, []
+        done: list[mx.array] = []
+        for rows in rows_of_chunks:
+            state = _Softmax.start(scaled[rows], gradient)
+            for tile in columns:
+                state = state.after(_wait(scaled[rows], done), head_weight, ids[rows], tile, support)
+                done = [array for array in state if array is not None]
+            parts.append(state.results(head_weight[ids[rows]], temperature))
+        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+
+    @forward.vjp
+    def backward(
+        primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> tuple[mx.array, mx.array]:
+        hidden, head_weight = primals
+        d_logprobs, d_entropy = (cotangent[:, None] for cotangent in cotangents[:2])
+        _, entropy, total, *kept = outputs
+        d_hidden = sum((d * array for d, array in zip((d_logprobs, d_entropy), kept, strict=False)), mx.array(0.0))
+        d_hidden = mx.broadcast_to(d_hidden, hidden.shape).astype(hidden.dtype)
+        if head == "frozen" or gradient == "none":
+            return d_hidden, mx.zeros_like(head_weight)
+        scaled, d_tiles = hidden.astype(mx.float32) / temperature, []
+        done: list[mx.array] = []
+        for tile in columns:
+            d_tile = mx.zeros((tile.stop - tile.start, width), mx.float32)
+            for rows in rows_of_chunks:
+                x, d_logprob = _wait(scaled[rows], done), d_logprobs[rows]
+                logprobs = logits_of(x, head_weight[tile], ids[rows], support) - total[rows, None]  # (M, tile)
+                # d logprob[id] = onehot - p, d entropy = -p (log p + entropy)
+                factor = d_logprob
+                if gradient == "both":
+                    factor = d_logprob + d_entropy[rows] * (logprobs + entropy[rows, None])
+                place, inside = _place(ids[rows], tile)
+                row = mx.arange(x.shape[0])[:, None]
+                slopes = (ops.exp(logprobs) * factor).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
+                d_tile = d_tile - slopes.T @ x
+                done = [d_tile]
+            d_tiles.append(d_tile.astype(head_weight.dtype))
+        return d_hidden, mx.concatenate(d_tiles)
+
+    outputs: Any = forward(hidden.reshape(-1, width), head_weight)
+    return outputs[0].reshape(shape), outputs[1].reshape(shape)
+
+
+def _wait(x: mx.array, done: list[mx.array]) -> mx.array:
+    """`x`, but not before `done`: what waits for nothing is computed, and held, at once."""
+    return mx.depends([x], done)[0] if done else x
+
+
+def _place(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
+    """Where in a tile each id stands, the nearest place if outside, and whether it is inside; (M, 1) each."""
+    place = ids[:, None] - tile.start
+    last = tile.stop - tile.start - 1
+    return mx.clip(place, 0, last), (place >= 0) & (place <= last)
+
+
+class _Softmax(NamedTuple):
+    """
+    What is known of M distributions after some of the vocabulary; every sum is over exp(logit - peak).
+
+    Peaks begin finite: -inf less -inf would be nan.
+    """
+
+    peak: mx.array  # (M, 1) the largest logit
+    total: mx.array  # (M, 1) sum of the weights
+    moment: mx.array  # (M, 1) sum of weight * (logit - peak)
+    chosen: mx.array  # (M, 1) the logit of the id
+    mean: mx.array | None  # (M, C) sum of weight * row of the head
+    slope: mx.array | None  # (M, C) sum of weight * (logit - peak) * row of the head
+
+    @staticmethod
+    def start(x: mx.array, gradient: str) -> "_Softmax":
+        nothing = mx.zeros((x.shape[0], 1))
+        return _Softmax(
+            nothing - 1e30,
+            nothing,
+            nothing,
+            nothing,
+            None if gradient == "none" else mx.zeros(x.shape),
+            mx.zeros(x.shape) if gradient == "both" else None,
+        )
+
+    def after(
+        self, x: mx.array, head_weight: mx.array, ids: mx.array, tile: slice, support: dict[str, Any]
+    ) -> "_Softmax":
+        """The state with one more tile of the vocabulary taken in."""
+        weight = head_weight[tile].astype(mx.float32)
+        logits = logits_of(x, weight, ids, support)  # (M, tile)
+        place, inside = _place(ids, tile)
+        found = mx.take_along_axis(logits, place, axis=-1)
+        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        logits, moved = logits - peak, self.peak - peak
+        shrunk = ops.exp(moved)
+        weights = ops.exp(logits)
+        weighted = weights * logits
+
+        def moments(total: Any, moment: Any) -> Any:  # a sum of weight * (logit - peak) under the new peak
+            return shrunk * (moment + moved * total)
+
+        return _Softmax(
+            peak,
+            shrunk * self.total + softmax.tiled_sum(weights)[:, None],
+            moments(self.total, self.moment) + softmax.tiled_sum(weighted)[:, None],
+            mx.where(inside, found, self.chosen),
+            None if self.mean is None else shrunk * self.mean + weights @ weight,
+            None if self.slope is None else moments(self.mean, self.slope) + weighted @ weight,
+        )
+
+    def results(self, chosen_rows: mx.array, temperature: float) -> tuple[mx.array, ...]:
+        """Log-probabilities, entropies and logsumexps (M,), and the first two's gradients by `hidden`, (M, C)."""
+        log_total, moment = mx.log(self.total), self.moment / self.total
+        logprobs, entropy = self.chosen - self.peak - log_total, log_total - moment
+        kept = []
+        if self.mean is not None:
+            kept.append((chosen_rows.astype(mx.float32) - self.mean / self.total) / temperature)
+        if (
+            self.slope is not None and self.mean is not None
+        ):  # -sum(p (log p + entropy) W), log p = logit - peak - log_total
+            kept.append((moment * self.mean - self.slope) / self.total / temperature)
+        return *(array.squeeze(-1) for array in (logprobs, entropy, self.peak + log_total)), *kept

@@ -1,0 +1,642 @@
+"""
+What a layer computes between its matmuls, each expression beside the kernel that equals it.
+
+Each comes in this order: the expression, which defines what is computed; the kernel's body; the call that gives it a
+grid, with its gradient; an example, on which the kernel must agree before it is used; and the choice between the two.
+What is left out: the matmuls, which are MLX's, and the layer that joins all of it, which is in gwen.py.
+
+Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, S keys.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import gpu
+from kv_cache import Group, Layout, Parts, make_group
+
+
+def exp(x: mx.array) -> mx.array:
+    """e**x of float32. On a CPU as a power of two, which MLX computes 2.8 times faster, within 1e-6 for |x| < 8."""
+    return mx.exp(x) if gpu.on_gpu() else mx.power(2.0, x * (1 / math.log(2)))
+
+
+def swiglu_ref(gate_up: mx.array) -> mx.array:
+    """The definition of `swiglu`."""
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    if gpu.on_gpu():
+        return gate * mx.sigmoid(gate) * up
+    # Three times as fast as mx.sigmoid. Below -40 silu is 0 to 1e-13, but exp would overflow at 89 and the gradient
+    # would be inf * 0; in 16 bits the power of two would be off by 2%.
+    wide = gate.astype(mx.float32)
+    return (wide / (1 + exp(-mx.maximum(wide, -40)))).astype(up.dtype) * up
+
+
+def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:
+    """The gradient of `swiglu_ref`."""
+    return mx.vjp(swiglu_ref, [gate_up], [cotangent])[1][0]
+
+
+SWIGLU = gpu.Kernel(
+    "swiglu",
+    ["gate_up"],
+    ["out"],
+    """
+    // A thread makes one element.
+    uint at = thread_position_in_grid.x;
+    if (at >= uint(gate_up_shape[0]) * F) return;
+    uint row = at / F, column = at % F;
+    float gate = float(gate_up[size_t(row) * 2 * F + column]);
+    float up = float(gate_up[size_t(row) * 2 * F + F + column]);
+    out[at] = static_cast<T>(gate / (1.0f + metal::exp(-gate)) * up);
+""",
+)
+SWIGLU_VJP = gpu.Kernel(
+    "swiglu_vjp",
+    ["gate_up", "cotangent"],
+    ["d_gate_up"],
+    """
+    // A thread makes the gradients of the two elements behind one element of the result.
+    uint at = thread_position_in_grid.x;
+    if (at >= uint(gate_up_shape[0]) * F) return;
+    uint row = at / F, column = at % F;
+    size_t low = size_t(row) * 2 * F + column, high = low + F;
+    float gate = float(gate_up[low]), up = float(gate_up[high]), d = float(cotangent[at]);
+    float open = 1.0f / (1.0f + metal::exp(-gate));
+    d_gate_up[low] = static_cast<T>(d * up * open * (1.0f + gate * (1.0f - open)));
+    d_gate_up[high] = static_cast<T>(d * gate * open);
+""",
+)
+
+
+def swiglu_vjp_kernel(gate_up: mx.array, cotangent: mx.array) -> mx.array:
+    width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
+    inputs, grid = [gate_up.reshape(-1, 2 * width), cotangent], (cotangent.size, 1, 1)
+    return SWIGLU_VJP(inputs, [(gate_up.shape, dtype)], grid=grid, threadgroup=(256, 1, 1), T=dtype, F=width)[0]
+
+
+def swiglu_kernel(gate_up: mx.array) -> mx.array:
+    width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
+    shape, grid = (*gate_up.shape[:-1], width), (gate_up.size // 2, 1, 1)
+
+    @mx.custom_function
+    def forward(gate_up: mx.array) -> mx.array:
+        rows = gate_up.reshape(-1, 2 * width)
+        return SWIGLU([rows], [(shape, dtype)], grid=grid, threadgroup=(256, 1, 1), T=dtype, F=width)[0]
+
+    @forward.vjp
+    def backward(gate_up: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+        return (swiglu_vjp_kernel if SWIGLU_VJP.runs(dtype) else swiglu_vjp_ref)(gate_up, cotangent)
+
+    out: Any = forward(gate_up)
+    return out
+
+
+@SWIGLU.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    x = gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=3)
+    return gpu.Example(lambda: [swiglu_kernel(x)], lambda: [swiglu_ref(x)])
+
+
+@SWIGLU_VJP.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    shape = (2048, 6144) if large else (3, 10)
+    x, d = gpu.normal(*shape, dtype=dtype, scale=3), gpu.normal(shape[0], shape[1] // 2, dtype=dtype, seed=1)
+    return gpu.Example(lambda: [swiglu_vjp_kernel(x, d)], lambda: [swiglu_vjp_ref(x, d)])
+
+
+def swiglu(gate_up: mx.array) -> mx.array:
+    """
+    silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202.
+
+    The kernel reads 2F elements a row and writes F, the gradient's reads 3F and writes 2F: the least there is, each in
+    one launch.
+    """
+    return swiglu_kernel(gate_up) if SWIGLU.runs(gate_up.dtype) else swiglu_ref(gate_up)
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """x / sqrt(mean(x**2) + eps) * weight over the last axis, in float32 inside. Source: arXiv:1910.07467."""
+    if gpu.on_gpu():
+        return mx.fast.rms_norm(x, weight, eps)
+    wide = x.astype(mx.float32)  # MLX's own expression for a CPU has twice the operations
+    out = (wide * mx.rsqrt((wide * wide).sum(-1, keepdims=True) * (1 / x.shape[-1]) + eps)).astype(x.dtype)
+    return out if weight is None else out * weight
+
+
+def add_norm_ref(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """The definition of `add_norm`."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
+ADD_NORM = gpu.Kernel(
+    "add_norm",
+    ["x", "delta", "weight", "eps"],
+    ["total", "normed"],
+    """
+    // One threadgroup of 256 a row; a thread holds every 256th element.
+    constexpr int HELD = (C + 255) / 256;
+    threadgroup float squares[8];
+    uint thread_index = thread_index_in_threadgroup;
+    size_t begin = size_t(threadgroup_position_in_grid.x) * C;
+    float held[HELD];
+    float square = 0.0f;
+    for (int i = 0; i < HELD; i++) {
+        uint column = thread_index + i * 256;
+        held[i] = 0.0f;
+        if (column < C) {
+            T sum = static_cast<T>(float(x[begin + column]) + float(delta[begin + column]));
+            total[begin + column] = sum;
+            held[i] = float(sum);  // what the next layer adds to is what is normalized
+        }
+        square += held[i] * held[i];
+    }
+    square = simd_sum(square);
+    if (thread_index_in_simdgroup == 0) squares[simdgroup_index_in_threadgroup] = square;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    square = 0.0f;
+    for (int i = 0; i < 8; i++) square += squares[i];
+    float scale = metal::rsqrt(square / float(C) + eps[0]);
+    for (int i = 0; i < HELD; i++) {
+        uint column = thread_index + i * 256;
+        if (column < C) normed[begin + column] = static_cast<T>(held[i] * scale * float(weight[column]));
+    }
+""",
+)
+
+
+def add_norm_kernel(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    size, dtype = x.shape[-1], x.dtype
+
+    @mx.custom_function
+    def forward(x: mx.array, delta: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
+        outputs, grid = [(x.shape, dtype)] * 2, (x.size // size * 256, 1, 1)
+        total, normed = ADD_NORM(
+            [x, delta, weight, gpu.constant(eps)], outputs, grid=grid, threadgroup=(256, 1, 1), T=dtype, C=size
+        )
+        return total, normed
+
+    @forward.vjp
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        _, (d_x, d_weight) = mx.vjp(lambda x, w: rms_norm(x, w, eps), [outputs[0], primals[2]], [cotangents[1]])
+        d_x = d_x + cotangents[0]
+        return d_x, d_x, d_weight
+
+    out: Any = forward(x, delta, weight)
+    return out
+
+
+@ADD_NORM.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    shape = (64, 1024) if large else (3, 260)
+    x, delta = (gpu.normal(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight = gpu.normal(shape[1], dtype=dtype)
+    return gpu.Example(lambda: add_norm_kernel(x, delta, weight, 1e-6), lambda: add_norm_ref(x, delta, weight, 1e-6))
+
+
+def add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """
+    The residual stream after a sublayer and what the next one reads: x + delta, and its RMS-norm; all (..., C).
+
+    The kernel reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C.
+    """
+    return (add_norm_kernel if ADD_NORM.runs(x.dtype) else add_norm_ref)(x, delta, weight, eps)
+
+
+class Rotation(NamedTuple):
+    """Where the tokens of a forward pass stand; made once and used by every layer."""
+
+    offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
+    cos: mx.array | None  # (N, L, 1, D) float32, and None on a GPU, where a kernel makes them
+    sin: mx.array | None  # with the sign that its half of D takes
+
+
+class Rope:
+    """
+    Rotary positions of one model: plain, or YaRN when its configuration has a `scaling`.
+
+    Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3.2 and 3.4.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: dict[str, float] | None = None):
+        self.head_dim, self.magnitude = head_dim, 1.0
+        self.frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # (D / 2,) float64
+        if scaling is not None:
+            self._make_yarn(theta, scaling)
+        self.periods = mx.array((1 / self.frequencies).astype(np.float32))
+
+    def _make_yarn(self, theta: float, scaling: dict[str, float]) -> None:
+        factor, trained, dims = scaling["factor"], scaling["original_max_position_embeddings"], self.head_dim
+
+        def dim_of(num_rotations: float) -> float:  # the pair that turns that often over the trained context
+            return dims * math.log(trained / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(dim_of(scaling["beta_fast"])), 0)
+        high = min(math.ceil(dim_of(scaling["beta_slow"])), dims - 1)
+        stretched = np.clip((np.arange(dims // 2) - low) / ((high - low) or 1e-3), 0, 1)  # 0: keep, 1: interpolate
+        self.frequencies = self.frequencies * (1 - stretched) + self.frequencies / factor * stretched
+        self.magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+    def at(self, offsets: mx.array, length: int) -> Rotation:
+        """The rotation of `length` tokens a row that begin at `offsets`, (N,) int32."""
+        if gpu.on_gpu():
+            return Rotation(offsets, None, None)
+        positions = (offsets[:, None] + mx.arange(length)).astype(mx.float32)
+        angles = (positions[:, :, None] / self.periods)[:, :, None]  # (N, L, 1, D / 2)
+        cos, sin = mx.cos(angles) * self.magnitude, mx.sin(angles) * self.magnitude
+        return Rotation(offsets, mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1))
+
+    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
+        """Rotates (N, L, heads, D): pairs are i and i + D / 2."""
+        if rotation.cos is None or rotation.sin is None:
+            x = x if self.magnitude == 1.0 else x * self.magnitude
+            rotated = mx.fast.rope(
+                x.transpose(0, 2, 1, 3),
+                self.head_dim,
+                traditional=False,
+                base=None,
+                scale=1.0,
+                offset=rotation.offsets,
+                freqs=self.periods,
+            )
+            return rotated.transpose(0, 2, 1, 3)
+        low, high = mx.split(x, 2, axis=-1)
+        return (x * rotation.cos + mx.concatenate([high, low], axis=-1) * rotation.sin).astype(x.dtype)
+
+
+def norm_rope_ref(
+    qkv: mx.array,
+    num_heads: int,
+    weights: tuple[mx.array, mx.array] | None,
+    eps: float,
+    rope: Rope,
+    rotation: Rotation,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The definition of `norm_rope`."""
+    num_kv_heads = (qkv.shape[2] - num_heads) // 2
+    turned, values = mx.split(qkv, [num_heads + num_kv_heads], axis=2)
+    if weights is not None:
+        counts, size = (num_heads, num_kv_heads), qkv.shape[-1]
+        weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(weights, counts, strict=True)])
+        turned = rms_norm(turned, None, eps) * weight
+    queries, keys = mx.split(rope(turned, rotation), [num_heads], axis=2)
+    return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+
+
+NORM_ROPE = gpu.Kernel(
+    "norm_rope",
+    ["qkv", "query_weight", "key_weight", "eps", "periods", "magnitude", "offsets"],
+    ["queries", "keys"],
+    """
+    // One simdgroup a head and token; a lane holds every 32nd pair (i, i + D / 2) of the head.
+    constexpr int HALF = D / 2;
+    constexpr int HELD = (HALF + 31) / 32;
+    uint lane = thread_index_in_simdgroup;
+    uint head = thread_position_in_grid.y, token = thread_position_in_grid.z;  // token = row * L + position
+    if (head >= H + K) return;
+    uint length = qkv_shape[1];
+    uint row = token / length, position = token % length;
+    size_t begin = (size_t(token) * (H + 2 * K) + head) * D;
+    float low[HELD], high[HELD];
+    float square = 0.0f;
+    for (int i = 0; i < HELD; i++) {
+        uint pair = lane + i * 32;
+        low[i] = pair < HALF ? float(qkv[begin + pair]) : 0.0f;
+        high[i] = pair < HALF ? float(qkv[begin + pair + HALF]) : 0.0f;
+        square += low[i] * low[i] + high[i] * high[i];
+    }
+    square = simd_sum(square);
+    float scale = magnitude[0] * (NORMED ? metal::rsqrt(square / float(D) + eps[0]) : 1.0f);
+    device T* out = head < H ? queries + ((size_t(row) * H + head) * length + position) * D
+                             : keys + ((size_t(row) * K + head - H) * length + position) * D;
+    float place = float(int(offsets[row]) + int(position));
+    for (int i = 0; i < HELD; i++) {
+        uint pair = lane + i * 32;
+        if (pair >= HALF) continue;
+        float x = low[i] * scale, y = high[i] * scale;
+        if (NORMED) {
+            x *= head < H ? float(query_weight[pair]) : float(key_weight[pair]);
+            y *= head < H ? float(query_weight[pair + HALF]) : float(key_weight[pair + HALF]);
+        }
+        float angle = place / periods[pair];
+        float c = metal::cos(angle), s = metal::sin(angle);
+        out[pair] = static_cast<T>(x * c - y * s);
+        out[pair + HALF] = static_cast<T>(y * c + x * s);
+    }
+""",
+)
+
+
+def norm_rope_kernel(
+    qkv: mx.array,
+    num_heads: int,
+    weights: tuple[mx.array, mx.array] | None,
+    eps: float,
+    rope: Rope,
+    rotation: Rotation,
+) -> tuple[mx.array, mx.array, mx.array]:
+    num_rows, length, all_heads, size = qkv.shape
+    num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
+    num_turned = num_heads + num_kv_heads
+    scalars = gpu.constant(eps), gpu.constant(rope.magnitude)
+
+    @mx.custom_function
+    def forward(qkv: mx.array, query_weight: mx.array, key_weight: mx.array) -> tuple[mx.array, mx.array]:
+        queries, keys = NORM_ROPE(
+            [qkv, query_weight, key_weight, scalars[0], rope.periods, scalars[1], rotation.offsets],
+            [((num_rows, heads, length, size), dtype) for heads in (num_heads, num_kv_heads)],
+            grid=(32, -(-num_turned // 8) * 8, num_rows * length),
+            threadgroup=(32, 8, 1),
+            T=dtype,
+            H=num_heads,
+            K=num_kv_heads,
+            D=size,
+            NORMED=weights is not None,
+        )
+        return queries, keys
+
+    @forward.vjp
+    def backward(primals: Any, cotangents: Any, _: Any) -> Any:
+        def reference(qkv: mx.array, *given: mx.array) -> tuple[mx.array, mx.array]:
+            pair = None if weights is None else (given[0], given[1])
+            return norm_rope_ref(qkv, num_heads, pair, eps, rope, rotation)[:2]
+
+        return tuple(mx.vjp(reference, list(primals), list(cotangents))[1])
+
+    turned: Any = forward(qkv, *(weights or scalars))
+    return turned[0], turned[1], qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
+
+
+@NORM_ROPE.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    rows, length, heads, kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
+    qkv, rope = gpu.normal(rows, length, heads + 2 * kv_heads, size, dtype=dtype), Rope(size, 1e6)
+    weights, offsets = (gpu.normal(size, dtype=dtype), gpu.normal(size, dtype=dtype, seed=1)), 40 * mx.arange(rows) - 1
+    given = heads, weights, 1e-6, rope, rope.at(offsets, length)
+    return gpu.Example(lambda: norm_rope_kernel(qkv, *given), lambda: norm_rope_ref(qkv, *given))
+
+
+def norm_rope(
+    qkv: mx.array,
+    num_heads: int,
+    weights: tuple[mx.array, mx.array] | None,
+    eps: float,
+    rope: Rope,
+    rotation: Rotation,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
+
+    Queries and keys are rotated and, where the family has `weights` (D,) for them, RMS-normalized over D before.
+    The kernel reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two
+    copies: MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays
+    of its own only, so the cache takes the keys in by a launch of its own.
+    """
+    run = norm_rope_kernel if NORM_ROPE.runs(qkv.dtype) else norm_rope_ref
+    return run(qkv, num_heads, weights, eps, rope, rotation)
+
+
+def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
+    """
+    The definition of `attention`: softmax(q k / sqrt(D)) v with scores and softmax in float32.
+
+    On a CPU it is also the fast form (2.4 times `mx.fast` at L=110): `exp` as above, one matmul for all queries of a
+    kv head, and the division by the sum after the product with the values, where it touches D columns and not S.
+    """
+    num_rows, num_heads, length, head_dim = queries.shape
+    num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
+    dtype = queries.dtype
+    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, -1, head_dim)
+    scores = queries @ keys.astype(mx.float32).swapaxes(-1, -2)  # (N, K, H / K * L, S)
+    if mask is not None:
+        scores = scores.reshape(num_rows, num_kv_heads, -1, length, num_keys)
+        if isinstance(mask, str):
+            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+        else:
+            mask = mask[:, :, None]
+        scores = scores + mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
+        scores = scores.reshape(num_rows, num_kv_heads, -1, num_keys)
+    weights = exp(scores - mx.stop_gradient(scores.max(-1, keepdims=True)))
+    out = (weights @ values.astype(mx.float32)) / weights.sum(-1, keepdims=True)
+    return out.reshape(num_rows, num_heads, length, head_dim).astype(dtype)
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
+    """
+    Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D); the L queries are the last of the S positions.
+
+    mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key; a query that sees none is not allowed.
+    """
+    # On a GPU MLX has kernels with float32 scores for Qwen's head sizes; other sizes fall back to scores in 16 bits.
+    if not gpu.on_gpu() or queries.shape[-1] not in (64, 128):
+        return attention_ref(queries, keys, values, mask)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+
+def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+    """
+    The definition of `tree_attention`.
+
+    The weights of all parts are taken from a common maximum and their sums added. All queries that read a row of a part
+    do so in one matmul, (H / K * G * L, D) x (D, S).
+    """
+    num_rows, num_heads, length, head_dim = queries.shape
+    num_kv_heads = parts[0][0].shape[1]
+    num_queries = num_heads // num_kv_heads * length  # of one row and kv head
+
+    def gather(x: mx.array, group: Group, num_blocks: int) -> mx.array:  # (N, K, Q, X) -> (R, K, G * Q, X)
+        if num_blocks == num_rows and group.members is None:
+            return x
+        if group.members is not None:
+            x = x[group.members.reshape(-1)]
+        size = x.shape[-1]
+        x = x.reshape(num_blocks, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
+        return x.reshape(num_blocks, num_kv_heads, -1, size)
+
+    def scatter(x: mx.array, group: Group) -> mx.array:  # (R, K, G * Q, X) -> (N, K, Q, X)
+        num_blocks, _, _, size = x.shape
+        if num_blocks == num_rows and group.places is None:
+            return x
+        x = x.reshape(num_blocks, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
+        x = x.reshape(-1, num_kv_heads, num_queries, size)
+        return x if group.places is None else x[group.places]
+
+    dtype = queries.dtype
+    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, num_queries, head_dim)
+    scores = []
+    for (keys, _), group in zip(parts, layout, strict=True):
+        score = gather(queries, group, keys.shape[0]) @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
+        if isinstance(group.mask, str):
+            shape, num_keys = score.shape, keys.shape[2]
+            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+            score = (score.reshape(*shape[:2], -1, length, num_keys) + mx.where(mask, 0.0, -1e30)).reshape(shape)
+        elif group.mask is not None:
+            score = score + mx.where(group.mask, 0.0, -1e30)
+        scores.append(score)
+    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout, strict=True)]
+    peak = mx.stop_gradient(functools.reduce(mx.maximum, peaks))  # (N, K, Q, 1)
+    sums, outs = [], []
+    for score, (_, values), group in zip(scores, parts, layout, strict=True):
+        weights = exp(score - gather(peak, group, values.shape[0]))
+        sums.append(scatter(weights.sum(-1, keepdims=True), group))
+        outs.append(scatter(weights @ values.astype(mx.float32), group))
+    total, out = functools.reduce(mx.add, sums), functools.reduce(mx.add, outs)
+    return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)
+
+
+SLOT_ATTENTION = gpu.Kernel(
+    "slot_attention",
+    ["queries", "keys", "values", "own_keys", "own_values", "members", "places", "mask", "own_mask"],
+    ["out"],
+    """
+    // One threadgroup of 8 simdgroups a slot and kv head. A simdgroup takes every 8th column, first of the prompt, then
+    // of the slot's own; a lane holds EACH of the D dims of the Q queries that share the kv head, and of their results.
+    constexpr int EACH = (D + 31) / 32;
+    constexpr int NUM_PARTS = 8 * 32 * EACH;
+    threadgroup float parts[NUM_PARTS];
+    threadgroup float peaks[8];
+    threadgroup float sums[8];
+    int slot = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y;
+    int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+    int group = FULL ? queries_shape[0] / keys_shape[0] : members_shape[1];
+    int prompt = (FULL ? slot : int(places[slot])) / group;
+    int num_shared = keys_shape[2], num_columns = num_shared + own_keys_shape[2];
+    auto shared_key = keys + prompt * keys_strides[0] + head * keys_strides[1];
+    auto shared_value = values + prompt * values_strides[0] + head * values_strides[1];
+    auto own_key = own_keys + slot * own_keys_strides[0] + head * own_keys_strides[1];
+    auto own_value = own_values + slot * own_values_strides[0] + head * own_values_strides[1];
+
+    float query[Q * EACH], result[Q * EACH], peak[Q], sum[Q];
+    for (int q = 0; q < Q; q++) {
+        peak[q] = -INFINITY;
+        sum[q] = 0.0f;
+        for (int i = 0; i < EACH; i++) {
+            int dim = lane * EACH + i;
+            auto at = slot * queries_strides[0] + (head * Q + q) * queries_strides[1] + dim;
+            query[q * EACH + i] = dim < D ? float(queries[at]) * metal::rsqrt(float(D)) : 0.0f;
+            result[q * EACH + i] = 0.0f;
+        }
+    }
+    for (int column = simd; column < num_columns; column += 8) {
+        bool own = column >= num_shared;
+        int place = own ? column - num_shared : column;
+        if (own && OWN_MASKED && !own_mask[slot * own_mask_strides[0] + place * own_mask_strides[3]]) continue;
+        if (!own && MASKED && !mask[prompt * mask_strides[0] + place * mask_strides[3]]) continue;
+        auto key = own ? own_key + place * own_keys_strides[2] : shared_key + place * keys_strides[2];
+        auto value = own ? own_value + place * own_values_strides[2] : shared_value + place * values_strides[2];
+        float k[EACH], v[EACH];
+        for (int i = 0; i < EACH; i++) {
+            int dim = lane * EACH + i;
+            k[i] = dim < D ? float(key[dim]) : 0.0f;
+            v[i] = dim < D ? float(value[dim]) : 0.0f;
+        }
+        for (int q = 0; q < Q; q++) {
+            float score = 0.0f;
+            for (int i = 0; i < EACH; i++) score += query[q * EACH + i] * k[i];
+            score = simd_sum(score);
+            float higher = metal::max(peak[q], score);
+            float shrink = metal::exp(peak[q] - higher), weight = metal::exp(score - higher);
+            peak[q] = higher;
+            sum[q] = sum[q] * shrink + weight;
+            for (int i = 0; i < EACH; i++) result[q * EACH + i] = result[q * EACH + i] * shrink + weight * v[i];
+        }
+    }
+    for (int q = 0; q < Q; q++) {  // what the simdgroups found, under a common maximum
+        if (lane == 0) {
+            peaks[simd] = peak[q];
+            sums[simd] = sum[q];
+        }
+        for (int i = 0; i < EACH; i++) parts[(simd * 32 + lane) * EACH + i] = result[q * EACH + i];
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float highest = -INFINITY, total = 0.0f, mean = 0.0f;
+        int dim = thread_index_in_threadgroup;
+        for (int i = 0; i < 8; i++) highest = metal::max(highest, peaks[i]);
+        for (int i = 0; i < 8; i++) {
+            float weight = metal::exp(peaks[i] - highest);
+            total += sums[i] * weight;
+            if (dim < D) mean += parts[i * 32 * EACH + dim] * weight;
+        }
+        if (dim < D) out[((size_t(slot) * own_keys_shape[1] + head) * Q + q) * D + dim] = static_cast<T>(mean / total);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+""",
+    contiguous=False,  # what is handed in are views of buffers with room to grow
+)
+
+
+def slot_attention_kernel(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+    (keys, values), (own_keys, own_values) = parts
+    members, places, mask = layout[0]
+    own_mask, dtype = layout[1].mask, queries.dtype
+    assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
+    num_rows, num_heads, _, size = queries.shape
+    num_kv_heads, nothing = keys.shape[1], gpu.constant(False).reshape(1, 1, 1, 1)
+
+    @mx.custom_function
+    def forward(*arrays: mx.array) -> mx.array:
+        return SLOT_ATTENTION(
+            [
+                *arrays,
+                nothing if members is None else members,
+                nothing if places is None else places,
+                nothing if mask is None else mask,
+                nothing if own_mask is None else own_mask,
+            ],
+            [(queries.shape, dtype)],
+            grid=(num_rows * 256, num_kv_heads, 1),
+            threadgroup=(256, 1, 1),
+            T=dtype,
+            D=size,
+            Q=num_heads // num_kv_heads,
+            FULL=members is None,
+            MASKED=mask is not None,
+            OWN_MASKED=own_mask is not None,
+        )[0]
+
+    @forward.vjp
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
+        def reference(queries: mx.array, *held: mx.array) -> mx.array:
+            return tree_attention_ref(queries, [(held[0], held[1]), (held[2], held[3])], layout)
+
+        return tuple(mx.vjp(reference, list(primals), [cotangent])[1])
+
+    out: Any = forward(queries, keys, values, own_keys, own_values)
+    return out
+
+
+@SLOT_ATTENTION.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    prompts, rows, heads, kv_heads, size, length, width = (
+        (8, 64, 16, 8, 128, 512, 64) if large else (2, 3, 4, 2, 64, 9, 5)
+    )
+    queries = gpu.normal(rows, heads, 1, size, dtype=dtype)
+    held = gpu.normal(2, prompts, kv_heads, 2 * length, size, dtype=dtype, seed=1)[
+        :, :, :, :length
+    ]  # a view, as in a cache
+    own = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
+    group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
+    parts, layout = [(held[0], held[1]), (own[0], own[1])], [group, Group(None, None, None)]
+    return gpu.Example(
+        lambda: [slot_attention_kernel(queries, parts, layout)], lambda: [tree_attention_ref(queries, parts, layout)]
+    )
+
+
+def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+    """
+    Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D), with float32 scores.
+
+    Equal to attention over each row's parts joined together. The kernel is for a decode step of slots that share
+    prompts. In one launch it reads the queries, each slot's own columns, and each prompt: once from memory, and for the
+    rest of its group, whose threadgroups run side by side, from the cache. That is P columns for a group where copies
+    of its prompt, which MLX's own kernel needs, are G * P. Two calls of that kernel could not be joined: it keeps its
+    sums to itself.
+    """
+    own = layout[-1]
+    is_slots = len(parts) == 2 and queries.shape[2] == 1 and own.members is None and not isinstance(own.mask, str)
+    if is_slots and queries.shape[-1] <= 256 and SLOT_ATTENTION.runs(queries.dtype):
+        return slot_attention_kernel(queries, parts, layout)
+    return tree_attention_ref(queries, parts, layout)

@@ -1,0 +1,458 @@
+"""
+The softmax over rows of logits: log-probabilities, entropy, a drawn token, a restricted support.
+
+Expressions and kernels come in the order of ops.py. What is left out: where logits come from; lm_head.py makes them
+from hidden states, some at a time.
+
+Axes: N or M rows, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+import gpu
+import ops
+
+
+def tiled_sum(x: mx.array) -> mx.array:
+    """
+    Sum over the last axis, (..., V) -> (...), in tiles of 512.
+
+    One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
+    entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
+    """
+    num_tiles = x.shape[-1] // 512
+    tiles = x[..., : num_tiles * 512].reshape(*x.shape[:-1], num_tiles, 512).sum(-1).sum(-1)
+    return tiles + x[..., num_tiles * 512 :].sum(-1)
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
+    peak = mx.stop_gradient(x.max(-1, keepdims=True))
+    return mx.log(tiled_sum(ops.exp(x - peak))) + peak.squeeze(-1)
+
+
+# What the kernels on rows of logits have in common: one threadgroup of 16 simdgroups a row, which takes it in tiles of
+# 1,024, a simdgroup a tile; lane l holds every 32nd logit from l on, so a tile is read once, in registers. A tile's
+# sums are relative to its own largest logit and are put together at the end.
+_ROW = """
+    constexpr uint NUM_TILES = (V + 1023) / 1024;
+    threadgroup float peaks[NUM_TILES];
+    threadgroup float sums[NUM_TILES];
+    threadgroup float moments[NUM_TILES];  // of weight * (logit - peak)
+    uint row = threadgroup_position_in_grid.x;
+    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+    auto x = logits + size_t(row) * V;
+    float heat = temperature[0];
+    for (uint tile = simd; tile < NUM_TILES; tile += 16) {
+        float held[32];
+        float highest = -INFINITY;
+        for (uint i = 0; i < 32; i++) {
+            uint at = tile * 1024 + i * 32 + lane;
+            held[i] = at < V ? float(x[at]) / heat : -INFINITY;
+            highest = metal::max(highest, held[i]);
+        }
+        highest = simd_max(highest);
+        float level = highest == -INFINITY ? 0.0f : highest;  // -inf less -inf would be nan
+        float sum = 0.0f, moment = 0.0f;
+        for (uint i = 0; i < 32; i++) {
+            float weight = metal::exp(held[i] - level);
+            sum += weight;
+            moment += weight > 0.0f ? weight * (held[i] - level) : 0.0f;
+        }
+        sum = simd_sum(sum);
+        moment = simd_sum(moment);
+        if (lane == 0) {
+            peaks[tile] = highest;
+            sums[tile] = sum;
+            moments[tile] = moment;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float peak = -INFINITY, total = 0.0f, moment = 0.0f;
+    for (uint tile = lane; tile < NUM_TILES; tile += 32) peak = metal::max(peak, peaks[tile]);
+    peak = simd_max(peak);
+    for (uint tile = lane; tile < NUM_TILES; tile += 32) {
+        float weight = metal::exp(peaks[tile] - peak);
+        total += sums[tile] * weight;
+        moment += weight > 0.0f ? (moments[tile] + (peaks[tile] - peak) * sums[tile]) * weight : 0.0f;
+    }
+    total = simd_sum(total);
+    moment = simd_sum(moment);
+"""
+_ROW_HEADER = """
+// The place among 32 weights, one a lane, at which their running sum first passes the share `uniform` of the whole.
+// It is added up in order: a sum that only grows never stops at a weight of 0.
+inline uint draw(float weight, float uniform) {
+    float total = 0.0f, until = 0.0f;
+    for (uint i = 0; i < 32; i++) total += simd_broadcast(weight, i);
+    float target = metal::min(uniform, 1.0f - 1.0f / 4194304.0f) * total;
+    uint place = 0;
+    for (uint i = 0; i < 32; i++) {
+        until += simd_broadcast(weight, i);
+        place += until <= target ? 1 : 0;
+    }
+    return place < 32 ? place : 0;
+}
+"""
+
+
+def _on_rows(
+    kernel: gpu.Kernel, logits: mx.array, more: list[mx.array], temperature: float, dtypes: list[mx.Dtype]
+) -> list[mx.array]:
+    """Runs a kernel that begins with `_ROW` on (N, V) logits; every result is (N,), or (N, V) if it is the only one."""
+    num_rows, size = logits.shape
+    shape = (num_rows, size) if len(dtypes) == 1 else (num_rows,)
+    return kernel(
+        [logits, *more, gpu.constant(float(temperature))],
+        [(shape, dtype) for dtype in dtypes],
+        grid=(num_rows * 512, 1, 1),
+        threadgroup=(512, 1, 1),
+        V=size,
+    )
+
+
+def at_temperature(logits: mx.array, temperature: float) -> mx.array:
+    """Logits in float32; dividing all of them by 1 would cost a pass over them."""
+    logits = logits.astype(mx.float32)
+    return logits if temperature == 1 else logits / temperature
+
+
+def log_softmax_ref(logits: mx.array, temperature: float = 1.0) -> mx.array:
+    """The definition of `log_softmax`."""
+    logits = at_temperature(logits, temperature)
+    return logits - logsumexp(logits)[..., None]
+
+
+LOG_SOFTMAX = gpu.Kernel(
+    "log_softmax",
+    ["logits", "temperature"],
+    ["out"],
+    _ROW
+    + """
+    float log_total = metal::log(total);
+    for (uint at = thread_index_in_threadgroup; at < V; at += 512) {
+        out[size_t(row) * V + at] = (float(x[at]) / heat - peak) - log_total;
+    }
+""",
+    header=_ROW_HEADER,
+)
+
+
+def log_softmax_kernel(logits: mx.array, temperature: float = 1.0) -> mx.array:
+    @mx.custom_function
+    def forward(logits: mx.array) -> mx.array:
+        rows = logits.reshape(-1, logits.shape[-1])
+        return _on_rows(LOG_SOFTMAX, rows, [], temperature, [mx.float32])[0].reshape(logits.shape)
+
+    @forward.vjp
+    def backward(logits: mx.array, cotangent: mx.array, out: mx.array) -> mx.array:
+        return ((cotangent - ops.exp(out) * tiled_sum(cotangent)[..., None]) / temperature).astype(logits.dtype)
+
+    out: Any = forward(logits)
+    return out
+
+
+@LOG_SOFTMAX.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    logits = gpu.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4)
+    return gpu.Example(lambda: [log_softmax_kernel(logits, 0.7)], lambda: [log_softmax_ref(logits, 0.7)])
+
+
+def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
+    """
+    Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row.
+
+    The kernel reads V logits twice, the second time mostly from the cache, and writes V, in one launch; the least is
+    reading them once, which would need V of a threadgroup's memory.
+    """
+    run = log_softmax_kernel if LOG_SOFTMAX.runs(logits.dtype) else log_softmax_ref
+    return run(logits, temperature)
+
+
+BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
+
+
+def draw(weights: mx.array, share: mx.array) -> mx.array:
+    """Where in each row the running sum first passes this share of the whole, (N, X), (N, 1) -> (N, 1)."""
+    until = mx.cumsum(weights, axis=-1)
+    return (until <= share * until[:, -1:]).sum(-1, keepdims=True)
+
+
+def sample_token_ref(
+    logits: mx.array, uniforms: mx.array, temperature: float = 1.0
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The definition of `sample_token`."""
+    num_rows, size = logits.shape
+    logits = at_temperature(logits, temperature)
+    peak = logits.max(-1, keepdims=True)
+    weights = ops.exp(logits - peak)
+    shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
+    width = 1024 if size > 1024 else 32  # one tile need not be full
+
+    def blocks_of(weights: mx.array, width: int) -> mx.array:  # (N, X) -> (N, X / width, width), filled up with 0
+        missing = -weights.shape[1] % width
+        weights = mx.pad(weights, [(0, 0), (0, missing)]) if missing else weights
+        return weights.reshape(num_rows, -1, width)
+
+    def take(blocks: mx.array, place: mx.array) -> mx.array:  # (N, X, width), (N, 1) -> (N, width)
+        return mx.take_along_axis(blocks, place[:, :, None], axis=1).squeeze(1)
+
+    blocks, token = blocks_of(weights, width), mx.zeros((num_rows, 1), mx.int32)
+    sums = blocks.sum(-1)
+    total = sums.sum(-1, keepdims=True)
+    if size > 1024:
+        if sums.shape[1] > 32:
+            groups = blocks_of(sums, 32)
+            token = draw(groups.sum(-1), shares[0])
+            sums = take(groups, token)
+        token = token * 32 + draw(sums, shares[1])
+        blocks = take(blocks, token).reshape(num_rows, 32, 32)
+        sums = blocks.sum(-1)
+    block = draw(sums, shares[2])
+    token = (token * 32 + block) * 32 + draw(take(blocks, block), shares[3])
+    log_total = mx.log(total).squeeze(-1)
+    logprob = (mx.take_along_axis(logits, token, axis=-1) - peak).squeeze(-1) - log_total
+    moment = tiled_sum(mx.where(weights > 0, weights * (logits - peak), 0.0))
+    return token.squeeze(-1).astype(mx.int32), logprob, log_total - moment / total.squeeze(-1)
+
+
+SAMPLE_TOKEN = gpu.Kernel(
+    "sample_token",
+    ["logits", "uniforms", "temperature"],
+    ["tokens", "logprobs", "entropies"],
+    _ROW
+    + """
+    if (simd > 0) return;
+    auto uniform = uniforms + row * 4;
+    float weight = 0.0f;  // of lane l's group of 32 tiles
+    for (uint i = 0; i < 32; i++) {
+        uint tile = lane * 32 + i;
+        if (tile < NUM_TILES) weight += sums[tile] * metal::exp(peaks[tile] - peak);
+    }
+    uint tile = draw(weight, uniform[0]) * 32 + lane;
+    weight = tile < NUM_TILES ? sums[tile] * metal::exp(peaks[tile] - peak) : 0.0f;
+    tile = tile - lane + draw(weight, uniform[1]);
+    float level = peaks[tile] == -INFINITY ? 0.0f : peaks[tile];
+    float own = 0.0f;  // of lane l's block of 32 logits
+    for (uint i = 0; i < 32; i++) {
+        uint at = tile * 1024 + i * 32 + lane;
+        float sum = simd_sum(at < V ? metal::exp(float(x[at]) / heat - level) : 0.0f);
+        own = i == lane ? sum : own;
+    }
+    uint at = tile * 1024 + draw(own, uniform[2]) * 32 + lane;
+    weight = at < V ? metal::exp(float(x[at]) / heat - level) : 0.0f;
+    uint token = at - lane + draw(weight, uniform[3]);
+    if (lane == 0) {
+        float log_total = metal::log(total);
+        tokens[row] = token;
+        logprobs[row] = (float(x[token]) / heat - peak) - log_total;
+        entropies[row] = log_total - moment / total;
+    }
+""",
+    header=_ROW_HEADER,
+)
+
+
+def sample_token_kernel(
+    logits: mx.array, uniforms: mx.array, temperature: float = 1.0
+) -> tuple[mx.array, mx.array, mx.array]:
+    dtypes = [mx.int32, mx.float32, mx.float32]
+    token, logprob, entropy = _on_rows(SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes)
+    return token, logprob, entropy
+
+
+@SAMPLE_TOKEN.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    logits = gpu.normal(*((64, 151_936) if large else (8, 2500)), dtype=dtype, scale=4)
+    given = logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7
+    return gpu.Example(lambda: sample_token_kernel(*given), lambda: sample_token_ref(*given))
+
+
+def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Draws a token a row at `temperature`: it, its log-probability and the entropy; (N, V), (N, 4) -> (N,) each.
+
+    uniforms: four numbers in [0, 1) a row. Each chooses one of at most 32 in proportion to what they weigh: 32,768
+    logits, of those 1,024, of those 32, of those one. The choices multiply to the token's probability, one Philox block
+    gives the four, and a rounding moves one of 32 borders and not one of V: with a single number for all of V another
+    order of summation drew another token once in some hundred draws. A logit of -inf is never drawn.
+    The kernel reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read
+    the same and compute V pairs of logarithms and V / 4 Philox blocks more. V is at most 2**20.
+    """
+    assert logits.shape[-1] <= 2**20, logits.shape
+    run = sample_token_kernel if SAMPLE_TOKEN.runs(logits.dtype) else sample_token_ref
+    return run(logits, uniforms, temperature)
+
+
+class RowLogprobs(NamedTuple):
+    """What `row_logprobs` gives, (M,) float32 each; with the last two every log-probability of a row can be had."""
+
+    logprobs: mx.array
+    entropies: mx.array
+    peaks: mx.array  # the largest logit, at the temperature
+    log_totals: mx.array  # the log of sum(exp(logit - peak)); beside the peak, which may dwarf it
+
+
+def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
+    """The definition of `row_logprobs`."""
+    logits = at_temperature(logits, temperature)
+    peak = mx.stop_gradient(logits.max(-1, keepdims=True))
+    shifted = logits - peak
+    weights = ops.exp(shifted)
+    total = tiled_sum(weights)
+    chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
+    moment = tiled_sum(weights * mx.where(weights > 0, shifted, 0.0))
+    log_total = mx.log(total)
+    return RowLogprobs(chosen - log_total, log_total - moment / total, peak.squeeze(-1), log_total)
+
+
+ROW_LOGPROBS = gpu.Kernel(
+    "row_logprobs",
+    ["logits", "ids", "temperature"],
+    ["logprobs", "entropies", "highest", "log_totals"],
+    _ROW
+    + """
+    if (thread_index_in_threadgroup == 0) {
+        float log_total = metal::log(total);
+        logprobs[row] = (float(x[ids[row]]) / heat - peak) - log_total;
+        entropies[row] = log_total - moment / total;
+        highest[row] = peak;
+        log_totals[row] = log_total;
+    }
+""",
+    header=_ROW_HEADER,
+)
+ROW_LOGPROBS_VJP = gpu.Kernel(
+    "row_logprobs_vjp",
+    ["logits", "ids", "entropies", "highest", "log_totals", "d_logprobs", "d_entropies", "temperature"],
+    ["d_logits"],
+    """
+    // A thread makes one element: d logprob[id] = onehot - p, d entropy = -p (log p + entropy).
+    uint column = thread_position_in_grid.x, row = thread_position_in_grid.y;
+    if (column >= V) return;
+    size_t begin = size_t(row) * V;
+    float heat = temperature[0];
+    float logprob = (float(logits[begin + column]) / heat - highest[row]) - log_totals[row];
+    float p = metal::exp(logprob);
+    float d = p > 0.0f ? -p * (d_logprobs[row] + d_entropies[row] * (logprob + entropies[row])) : 0.0f;
+    if (column == uint(ids[row])) d += d_logprobs[row];
+    d_logits[begin + column] = static_cast<T>(d / heat);
+""",
+)
+
+
+def row_logprobs_vjp_kernel(
+    logits: mx.array,
+    ids: mx.array,
+    outputs: RowLogprobs,
+    cotangents: Sequence[mx.array],
+    temperature: float = 1.0,
+) -> mx.array:
+    num_rows, size = logits.shape
+    return ROW_LOGPROBS_VJP(
+        [logits, ids, *outputs[1:], *cotangents, gpu.constant(float(temperature))],
+        [(logits.shape, logits.dtype)],
+        grid=(-(-size // 256) * 256, num_rows, 1),
+        threadgroup=(256, 1, 1),
+        T=logits.dtype,
+        V=size,
+    )[0]
+
+
+def row_logprobs_kernel(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
+    @mx.custom_function
+    def forward(logits: mx.array) -> tuple[mx.array, ...]:
+        return tuple(_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4))
+
+    @forward.vjp
+    def backward(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
+        return row_logprobs_vjp(logits, ids, RowLogprobs(*outputs), cotangents[:2], temperature)
+
+    out: Any = forward(logits)
+    return RowLogprobs(*out)
+
+
+def _row_logprobs_example(dtype: mx.Dtype, large: bool) -> tuple[mx.array, mx.array]:
+    logits = gpu.normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
+    return logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1]
+
+
+@ROW_LOGPROBS.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    given = *_row_logprobs_example(dtype, large), 0.7
+    return gpu.Example(lambda: row_logprobs_kernel(*given), lambda: row_logprobs_ref(*given))
+
+
+@ROW_LOGPROBS_VJP.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    logits, ids = _row_logprobs_example(dtype, large)
+    cotangents = [gpu.normal(len(ids), dtype=mx.float32, seed=seed) for seed in (1, 2)]
+    given = logits, ids, row_logprobs_ref(logits, ids), cotangents
+    return gpu.Example(lambda: [row_logprobs_vjp_kernel(*given)], lambda: [row_logprobs_vjp_ref(*given)])
+
+
+def row_logprobs_vjp_ref(
+    logits: mx.array,
+    ids: mx.array,
+    outputs: RowLogprobs,
+    cotangents: Sequence[mx.array],
+    temperature: float = 1.0,
+) -> mx.array:
+    """The definition of `row_logprobs_vjp`."""
+    _, (d_logits,) = mx.vjp(lambda x: row_logprobs_ref(x, ids, temperature)[:2], [logits], list(cotangents))
+    return d_logits
+
+
+def row_logprobs_vjp(
+    logits: mx.array,
+    ids: mx.array,
+    outputs: RowLogprobs,
+    cotangents: Sequence[mx.array],
+    temperature: float = 1.0,
+) -> mx.array:
+    """
+    The gradient of `row_logprobs` by its logits, of their type, from its results and the first two's cotangents, (M,).
+
+    The kernel reads V logits a row and writes V, the least there is while the logits are kept; MLX gives a kernel
+    arrays of its own to write to, so the logits' buffer cannot take them.
+    """
+    run = row_logprobs_vjp_kernel if ROW_LOGPROBS_VJP.runs(logits.dtype) else row_logprobs_vjp_ref
+    return run(logits, ids, outputs, cotangents, temperature)
+
+
+def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
+    """
+    Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each; with gradient.
+
+    The kernel reads each logit once and writes 16 bytes a row, in one launch. A loss of tokens needs no kernel of its
+    own behind it: on policy or off, it is a handful of operations on (M,) numbers beside the M * V of this.
+    """
+    run = row_logprobs_kernel if ROW_LOGPROBS.runs(logits.dtype) else row_logprobs_ref
+    return run(logits, ids, temperature)
+
+
+def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
+    """
+    Logits (..., V) float32 with -inf outside the support; 1.0, 0 and 0.0 keep everything.
+
+    top_k keeps the k likeliest (and what ties with the last of them), min_p what has at least min_p times the
+    likeliest's probability, top_p the fewest likeliest tokens that together reach top_p, of what the others kept.
+    Source: min_p arXiv:2407.01082, top_p arXiv:1904.09751.
+    """
+    if top_k:
+        kth = mx.min(mx.topk(logits, min(top_k, logits.shape[-1]), axis=-1), axis=-1, keepdims=True)
+        logits = mx.where(logits < kth, -mx.inf, logits)
+    if min_p:
+        logits = mx.where(logits < logits.max(-1, keepdims=True) + math.log(min_p), -mx.inf, logits)
+    if top_p < 1:
+        descending = -mx.sort(-logits, axis=-1)
+        probs = ops.exp(descending - logsumexp(descending)[..., None])
+        before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
+        num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
+        least = mx.take_along_axis(descending, num_kept - 1, axis=-1)
+        logits = mx.where(logits < least, -mx.inf, logits)
+    return logits

@@ -1,0 +1,264 @@
+"""The expressions between matmuls against float64 formulas, MLX's own functions and transformers'."""
+
+import math
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import QWEN3, YARN, normal, relative_error
+
+import hub
+import ops
+
+RNG = np.random.default_rng(0)
+
+
+def rope_of(config: hub.Config) -> ops.Rope:
+    return ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+
+
+# ---- rope
+
+
+def yarn_by_hand(head_dim: int, theta: float, factor: float, trained: int) -> tuple[np.ndarray, float]:
+    """Frequencies and magnitude of YaRN in float64, from the paper's sections 3.2 and 3.4: alpha 1, beta 32."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+
+    def pair_of(rotations):  # the (fractional) pair whose wavelength fits `rotations` times into the trained context
+        return head_dim * math.log(trained / (2 * math.pi * rotations)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), head_dim - 1)
+    kept = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return frequencies * kept + frequencies / factor * (1 - kept), 0.1 * math.log(factor) + 1
+
+
+def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, magnitude: float) -> np.ndarray:
+    """Rotary positions of (L, D) in float64: pair i is (x_i, x_{i + D/2})."""
+    angles = positions[:, None] * frequencies
+    first, second = np.split(x.astype(np.float64) * magnitude, 2, axis=-1)
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
+    )
+
+
+@pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])
+@pytest.mark.parametrize("length", [1, 9])
+def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
+    x, rope = normal(2, length, 3, 32), ops.Rope(32, 1e6)
+    ours = np.array(rope(x, rope.at(mx.array(offsets), length)))
+    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
+    for row, offset in enumerate(offsets):
+        for head in range(3):
+            expected = rotate_by_hand(np.array(x)[row, :, head], offset + np.arange(length), frequencies, 1.0)
+            np.testing.assert_allclose(ours[row, :, head], expected, atol=3e-5)
+
+
+def test_rope_equals_that_of_mlx():
+    x, offsets, rope = normal(2, 5, 3, 32), mx.array([7, 3000]), ops.Rope(32, 1e6)
+    arguments = dict(traditional=False, base=1e6, scale=1.0, offset=offsets)
+    theirs = mx.fast.rope(x.transpose(0, 2, 1, 3), 32, **arguments).transpose(0, 2, 1, 3)
+    assert relative_error(rope(x, rope.at(offsets, 5)), theirs) < 3e-4  # an angle of 3,000 has that rounding
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
+def test_rms_norm_equals_its_formula(dtype, tolerance):
+    x, weight = normal(3, 5, 48, scale=300).astype(dtype), normal(48).astype(dtype)  # squares pass float16's range
+    wide, scale = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, weight))
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * scale
+    ours = ops.rms_norm(x, weight, 1e-6)
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(np.array(ours.astype(mx.float32)), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_rope_normalizes_and_rotates_queries_and_keys_and_leaves_values_alone(normed):
+    rope, offsets = ops.Rope(32, 1e6), mx.array([0, 40])
+    qkv, weights = normal(2, 4, 3 + 2 * 1, 32), (normal(32), normal(32))
+    rotation = rope.at(offsets, 4)
+    outs = ops.norm_rope(qkv, 3, weights if normed else None, 1e-6, rope, rotation)
+    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
+    for row, offset in enumerate(offsets.tolist()):
+        for head in range(5):
+            expected = np.array(qkv)[row, :, head].astype(np.float64)
+            if head < 4:
+                if normed:
+                    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-6)
+                    expected = expected * np.array(weights[head // 3])
+                expected = rotate_by_hand(expected, offset + np.arange(4), frequencies, 1.0)
+            part, place = ((0, head), (1, head - 3), (2, head - 4))[min(head // 3 + head // 4, 2)]
+            np.testing.assert_allclose(np.array(outs[part])[row, place], expected, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "factor", "trained"),
+    [(32, 1e6, 4.0, 64), (128, 1e6, 4.0, 32768), (64, 1e6, 2.5, 32768), (128, 1e4, 8.0, 4096), (16, 1e4, 1.0, 64)],
+)
+def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
+    scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+    config = hub.make_config(QWEN3 | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
+    frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
+    rope = rope_of(config)
+    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
+    x = normal(1, 40, 1, head_dim)
+    expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
+    ours = rope(x, rope.at(mx.array([7]), 40))
+    np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2-yarn", "qwen3-yarn"])
+def test_yarn_equals_what_transformers_computes(checkpoints, name, monkeypatch):
+    """Its function is written for torch, which is not installed; the five calls it makes are given to it by numpy."""
+    from transformers import AutoConfig, modeling_rope_utils
+
+    class Tensor(np.ndarray):
+        def to(self, device=None, dtype=None):
+            return self.astype(dtype)
+
+    torch = SimpleNamespace(float=np.float64, float32=np.float64, clamp=np.clip)
+    torch.arange = lambda *args, dtype=np.float64: np.arange(*args, dtype=dtype).view(Tensor)
+    monkeypatch.setattr(modeling_rope_utils, "torch", torch, raising=False)
+    theirs = AutoConfig.from_pretrained(str(checkpoints[name]))
+    frequencies, magnitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    rope = rope_of(hub.load_config(checkpoints[name]))
+    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
+    assert rope.magnitude == pytest.approx(magnitude)
+
+
+def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
+    config = hub.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
+    assert config.rope_scaling == {
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+
+
+def test_both_layouts_of_rope_settings_give_the_same_configuration():
+    old = hub.make_config(QWEN3 | {"rope_scaling": YARN})
+    plain = {key: value for key, value in QWEN3.items() if key != "rope_theta"}
+    new = hub.make_config(plain | {"rope_parameters": YARN | {"rope_theta": 1e6}})
+    assert (old.rope_theta, old.rope_scaling) == (new.rope_theta, new.rope_scaling)
+    assert hub.make_config(plain | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}).rope_theta == 5e5
+
+
+# ---- exp, swiglu, attention
+
+
+def test_exp_equals_that_of_numpy_and_takes_minus_infinity_to_zero():
+    x = np.linspace(-8, 8, 10_001).astype(np.float32)
+    np.testing.assert_allclose(np.array(ops.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
+    x = np.linspace(-80, 80, 10_001).astype(np.float32)
+    np.testing.assert_allclose(np.array(ops.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
+    assert ops.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
+
+
+def test_the_gradient_of_exp_is_exp():
+    x = normal(100)
+    np.testing.assert_allclose(np.array(mx.grad(lambda x: ops.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
+    assert mx.grad(lambda x: ops.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
+
+
+GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]
+
+
+def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate():
+    # an earlier form had a nan gradient for gates below -88.7, where exp(-gate) overflows
+    gate, up = np.array(GATES), np.linspace(-2, 2, len(GATES))
+    sigmoid = np.where(gate < -700, 0, 1 / (1 + np.exp(-np.maximum(gate, -700))))
+    gate_up = mx.array(np.concatenate([gate, up]).astype(np.float32))
+    np.testing.assert_allclose(np.array(ops.swiglu(gate_up)), gate * sigmoid * up, rtol=2e-6, atol=1e-12)
+    gradient = mx.grad(lambda x: ops.swiglu(x).sum())(gate_up)
+    expected = np.concatenate([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid])
+    np.testing.assert_allclose(np.array(gradient), expected, rtol=5e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)])
+def test_swiglu_of_16_bit_weights_is_as_exact_as_16_bits_are(dtype, ulp):
+    gate_up = normal(50, 64, scale=4).astype(dtype)
+    gate, up = np.split(np.array(gate_up.astype(mx.float32)).astype(np.float64), 2, axis=-1)
+    ours = np.array(ops.swiglu(gate_up).astype(mx.float32))
+    assert ops.swiglu(gate_up).dtype == dtype
+    np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1.5 * ulp, atol=1e-6)
+
+
+def attention_by_hand(q, k, v, visible) -> np.ndarray:
+    """(H, L, D) x (K, S, D) in float64, one query at a time; `visible[query]` lists the keys that it sees."""
+    out = np.zeros(q.shape)
+    for head in range(q.shape[0]):
+        kv_head = head * k.shape[0] // q.shape[0]
+        for query, seen in enumerate(visible):
+            scores = k[kv_head, seen] @ q[head, query] / math.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max())
+            out[head, query] = weights @ v[kv_head, seen] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("length", "num_keys"), [(1, 1), (1, 9), (6, 6), (3, 9)])
+@pytest.mark.parametrize("mask", [None, "causal", "array"])
+def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(heads, kv_heads, length, num_keys, mask):
+    q, k, v = normal(2, heads, length, 8), normal(2, kv_heads, num_keys, 8), normal(2, kv_heads, num_keys, 8)
+    visible = np.ones((2, length, num_keys), bool)
+    if mask == "causal":
+        visible &= np.tri(length, num_keys, num_keys - length, dtype=bool)
+    if mask == "array":
+        visible = RNG.random((2, length, num_keys)) < 0.6
+        visible[:, :, -1] = True
+    given_mask = mx.array(visible[:, None]) if mask == "array" else mask
+    ours = ops.attention_ref(q, k, v, given_mask)
+    for row in range(2):
+        seen = [np.flatnonzero(line) for line in visible[row]]
+        expected = attention_by_hand(*(np.array(a[row]).astype(np.float64) for a in (q, k, v)), seen)
+        np.testing.assert_allclose(np.array(ours[row]), expected, atol=2e-6)
+
+    weight = normal(*ours.shape)
+
+    def mlx_own(q, k, v):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=8**-0.5, mask=given_mask)
+
+    np.testing.assert_allclose(np.array(ours), np.array(mlx_own(q, k, v)), atol=2e-6)
+    our_gradients, their_gradients = (
+        mx.grad(lambda *qkv, attend=attend: (attend(*qkv) * weight).sum(), argnums=(0, 1, 2))(q, k, v)
+        for attend in (lambda *qkv: ops.attention_ref(*qkv, given_mask), mlx_own)
+    )
+    for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
+        np.testing.assert_allclose(np.array(our_gradient), np.array(their_gradient), atol=5e-6)
+
+
+def test_a_query_that_sees_nothing_gives_neither_nan_nor_a_gradient_of_nan():
+    q, k, v = normal(1, 2, 2, 8), normal(1, 2, 3, 8), normal(1, 2, 3, 8)
+    mask = mx.array([[[[False, False, False], [True, True, False]]]])
+    assert mx.isfinite(ops.attention_ref(q, k, v, mask)).all().item()
+    for gradient in mx.grad(lambda *qkv: ops.attention_ref(*qkv, mask).sum(), argnums=(0, 1, 2))(q, k, v):
+        assert mx.isfinite(gradient).all().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_scores_of_16_bit_weights_are_float32(dtype):
+    # All scores lie near 300, a few tenths apart: rounded to 16 bits (steps of 0.25 and 2) they would be a coin toss.
+    direction = np.ones(16) / 4
+    queries = np.tile(direction * 120, (5, 1)) + RNG.normal(0, 0.5, (5, 16))
+    keys = np.tile(direction * 10, (9, 1)) + RNG.normal(0, 0.02, (9, 16))
+    q, k, v = (
+        mx.array(a[None, None].astype(np.float32)).astype(dtype) for a in (queries, keys, RNG.normal(0, 1, (9, 16)))
+    )
+    exact_q, exact_k, exact_v = (np.array(a.astype(mx.float32))[0].astype(np.float64) for a in (q, k, v))
+    expected = attention_by_hand(exact_q, exact_k, exact_v, [np.arange(9)] * 5)
+    scores = exact_q[0] @ exact_k[0].T / 4
+    assert scores.min() > 250
+    rounded = np.array(mx.array(scores.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
+    weights = np.exp(rounded - rounded.max(-1, keepdims=True))
+    in_16_bits = weights / weights.sum(-1, keepdims=True) @ exact_v[0]
+    ours = np.array(ops.attention(q, k, v, None).astype(mx.float32))
+    ulp = {mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
+    assert np.abs(ours[0] - expected).max() < 2 * ulp
+    assert np.abs(in_16_bits - expected[0]).max() > 10 * ulp  # else the data would prove nothing
+
+
+def test_scores_beyond_the_range_of_float16_are_finite():
+    q = mx.full((1, 1, 2, 16), 200.0, dtype=mx.float16)
+    k = mx.full((1, 1, 3, 16), 300.0, dtype=mx.float16)  # a score of 240,000; float16 ends at 65,504
+    out = ops.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
+    assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))

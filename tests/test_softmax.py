@@ -1,0 +1,236 @@
+"""Log-probabilities, their memory and the truncated support against formulas in float64."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import normal
+
+import lm_head
+import softmax
+
+VOCAB = 151_936
+RNG = np.random.default_rng(0)
+
+
+# ---- log-probabilities
+
+
+def log_softmax_by_hand(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def kept_by_hand(row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
+    """The support of one row, token by token: top_k, then min_p, then top_p of what is left."""
+    order = sorted(range(len(row)), key=lambda token: -row[token])
+    if top_k:
+        order = [token for token in order if row[token] >= row[order[min(top_k, len(row)) - 1]]]
+    if min_p:
+        order = [token for token in order if math.exp(row[token] - row[order[0]]) >= min_p]
+    if top_p < 1:
+        total, mass, kept = sum(math.exp(row[token] - row[order[0]]) for token in order), 0.0, []
+        for token in order:
+            if mass >= top_p and row[token] != row[kept[-1]]:
+                break
+            kept.append(token)
+            mass += math.exp(row[token] - row[order[0]]) / total
+        order = kept
+    kept_mask = np.zeros(len(row), bool)
+    kept_mask[order] = True
+    return kept_mask
+
+
+def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarray, np.ndarray]:
+    """(M, C) x (V, C) x (M,) in float64 -> log-probabilities and entropies."""
+    logits = hidden @ head.T / temperature
+    if support:
+        for row, chosen in zip(logits, ids, strict=True):
+            kept = kept_by_hand(row, **support)
+            kept[chosen] = True
+            row[~kept] = -np.inf
+    logprobs = log_softmax_by_hand(logits)
+    probs = np.exp(logprobs)
+    entropy = -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
+    return logprobs[np.arange(len(ids)), ids], entropy
+
+
+SUPPORTS: list[dict[str, float]] = [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("head", ["frozen", "trained"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("support", SUPPORTS, ids=str)
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, head, temperature, support, chunk):
+    vocab = 600
+    monkeypatch.setattr(lm_head, "LOGPROB_TILE", 3 * 170)  # chunks of 3: three tiles of 170 ids and one of 90
+    hidden, weight = normal(2, 5, 6), normal(vocab, 6)
+    ids = mx.array(RNG.integers(0, vocab, (2, 5)).astype(np.int32))
+    choice = {"temperature": temperature, "head": head, "support": support, "chunk": chunk}
+    logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, **choice)
+    flat, exact_weight = np.array(hidden).reshape(10, 6).astype(np.float64), np.array(weight).astype(np.float64)
+    flat_ids = np.array(ids).reshape(-1)
+    expected, expected_entropy = logprobs_by_hand(flat, exact_weight, flat_ids, temperature, support)
+    np.testing.assert_allclose(np.array(logprobs).reshape(-1), expected, atol=5e-6, rtol=1e-6)
+    np.testing.assert_allclose(np.array(entropy).reshape(-1), expected_entropy, atol=5e-6, rtol=1e-6)
+
+    a, b = normal(2, 5), normal(2, 5)
+
+    def ours(hidden, weight):
+        logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, **choice)
+        return (a * logprobs + b * entropy).sum()
+
+    def definition(hidden, weight):
+        logprobs, entropy = lm_head.token_logprobs_ref(hidden, weight, ids, temperature=temperature, support=support)
+        return (a * logprobs + b * entropy).sum()
+
+    def by_hand(hidden, weight):
+        logprobs, entropy = logprobs_by_hand(hidden, weight, flat_ids, temperature, support)
+        return (np.array(a).reshape(-1) * logprobs + np.array(b).reshape(-1) * entropy).sum()
+
+    d_hidden, d_weight = mx.grad(ours, argnums=(0, 1))(hidden, weight)
+    r_hidden, r_weight = mx.grad(definition, argnums=(0, 1))(hidden, weight)
+    assert mx.abs(d_hidden - r_hidden).max() < 2e-5 * mx.abs(r_hidden).max()
+    if head == "frozen":
+        assert mx.abs(d_weight).max().item() == 0
+    else:
+        assert mx.abs(d_weight - r_weight).max() < 2e-5 * mx.abs(r_weight).max()
+    for gradient, values, which in ((d_hidden, flat, 0), (r_weight, exact_weight, 1)):
+        direction, small = RNG.normal(size=values.shape), 1e-6
+        ends = [values + sign * small * direction for sign in (1, -1)]
+        pairs = [(end, exact_weight) if which == 0 else (flat, end) for end in ends]
+        slope = (by_hand(*pairs[0]) - by_hand(*pairs[1])) / (2 * small)
+        assert float((np.array(gradient).reshape(values.shape) * direction).sum()) == pytest.approx(slope, abs=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dtype):
+    """Logits rounded to 16 bits would be off by 4e-3 in float16 and 0.06 in bfloat16."""
+    hidden, weight = normal(1, 4, 64).astype(dtype), normal(700, 64).astype(dtype)
+    ids = mx.array([[1, 2, 3, 699]])
+
+    def total(hidden, weight):
+        logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, head="trained")
+        assert logprobs.dtype == entropy.dtype == mx.float32
+        return logprobs.sum() + entropy.sum()
+
+    flat, exact_weight = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (hidden[0], weight))
+    expected, expected_entropy = logprobs_by_hand(flat, exact_weight, np.array(ids[0]), 1.0, {})
+    logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids)
+    np.testing.assert_allclose(np.array(logprobs[0]), expected, atol=2e-5)
+    np.testing.assert_allclose(np.array(entropy[0]), expected_entropy, atol=2e-5)
+    gradients = mx.grad(total, argnums=(0, 1))(hidden, weight)
+    exact = mx.grad(total, argnums=(0, 1))(hidden.astype(mx.float32), weight.astype(mx.float32))
+    for rounded, reference in zip(gradients, exact, strict=True):
+        assert rounded.dtype == dtype
+        np.testing.assert_allclose(np.array(rounded.astype(mx.float32)), np.array(reference), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", lm_head.HEADS)
+@pytest.mark.parametrize("support", SUPPORTS[:2], ids=str)
+def test_the_cheaper_forms_give_the_same_values_and_the_gradient_of_what_they_differentiate(head, support):
+    hidden, weight, a = normal(2, 5, 6), normal(600, 6), normal(2, 5)
+    ids = mx.array(RNG.integers(0, 600, (2, 5)).astype(np.int32))
+    choice = {"head": head, "support": support, "temperature": 0.7}
+    expected = lm_head.token_logprobs(hidden, weight, ids, **choice)
+
+    def ours(hidden, weight, **more):
+        logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, **choice, **more)
+        return (a * logprobs).sum() + (1000 * entropy if more else 0 * entropy).sum()
+
+    gradients = mx.grad(ours, argnums=(0, 1))(hidden, weight)
+    for gradient in ("logprobs", "none"):
+        values = lm_head.token_logprobs(hidden, weight, ids, **choice, gradient=gradient)
+        for value, other in zip(values, expected, strict=True):
+            np.testing.assert_allclose(np.array(value), np.array(other), atol=1e-6)
+        cheaper = mx.grad(lambda h, w, g=gradient: ours(h, w, gradient=g), argnums=(0, 1))(hidden, weight)
+        for array, other in zip(cheaper, gradients, strict=True):
+            np.testing.assert_allclose(np.array(array), np.array(other if gradient == "logprobs" else 0), atol=1e-5)
+
+
+def test_a_temperature_of_zero_an_unknown_head_and_an_unknown_gradient_are_refused():
+    for choice in ({"temperature": 0.0}, {"head": "thawed"}, {"gradient": "entropy"}):
+        with pytest.raises(AssertionError):
+            lm_head.token_logprobs(normal(1, 1, 4), normal(8, 4), mx.array([[0]]), **choice)
+
+
+@pytest.mark.parametrize(("head", "gradient", "most"), [("frozen", "both", 60), ("trained", "both", 75)])
+def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, gradient, most):
+    """One (N, T, V) array is 149 MiB for 256 positions and 595 for 1,024; no memory limit is set."""
+    weight = normal(VOCAB, 4)  # 2.3 MiB
+    peaks = []
+    for length in (256, 1024):
+        hidden, ids = normal(1, length, 4), mx.array(RNG.integers(0, VOCAB, (1, length)).astype(np.int32))
+        mx.eval(hidden, weight, ids)
+
+        def total(hidden, weight, ids=ids):
+            return sum(x.sum() for x in lm_head.token_logprobs(hidden, weight, ids, head=head, gradient=gradient))
+
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(mx.value_and_grad(total, argnums=(0, 1))(hidden, weight))
+        peaks.append((mx.get_peak_memory() - held) / 2**20)
+    assert max(peaks) < most and peaks[1] < 1.3 * peaks[0] + 1, peaks
+
+
+def peaked_rows() -> np.ndarray:
+    """Rows of Qwen's vocabulary on which one running float32 sum goes wrong."""
+    flat, noise = np.zeros((1, VOCAB)), RNG.normal(size=(1, VOCAB))
+    peak = np.where(np.arange(VOCAB) == 7, 12.0, 0.0)[None]
+    return np.concatenate([flat, noise, 5 * noise, 30 + noise, peak + 0.1 * noise, 0.01 * noise - 100]).astype(
+        np.float32
+    )
+
+
+def test_logsumexp_of_qwens_vocabulary_is_exact_to_2e_5():
+    rows = peaked_rows()
+    exact = rows.max(-1) + np.log(np.exp(rows.astype(np.float64) - rows.max(-1, keepdims=True)).sum(-1))
+    assert np.abs(np.array(softmax.logsumexp(mx.array(rows))) - exact).max() < 2e-5
+
+
+def test_logprobs_and_entropies_of_qwens_vocabulary_are_exact_to_5e_5():
+    for row in peaked_rows():
+        logprobs = log_softmax_by_hand(row.astype(np.float64))
+        ids = np.array([7, 0, VOCAB - 1])
+        ours, entropy = lm_head.token_logprobs(mx.ones((1, 3, 1)), mx.array(row[:, None]), mx.array(ids[None]))
+        assert np.abs(np.array(ours) - logprobs[ids]).max() < 5e-5
+        assert np.abs(np.array(entropy) + (np.exp(logprobs) * logprobs).sum()).max() < 5e-5
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 1024, 1200])
+def test_a_tiled_sum_counts_every_element_once(size):
+    assert softmax.tiled_sum(mx.ones((2, size))).tolist() == [size, size]
+    x = mx.array(RNG.integers(-9, 9, (2, 3, size)).astype(np.float32))
+    assert mx.array_equal(softmax.tiled_sum(x), x.sum(-1))
+
+
+def test_logsumexp_has_the_softmax_as_its_gradient():
+    x = normal(2, 700, scale=3)
+    gradient = mx.grad(lambda x: softmax.logsumexp(x).sum())(x)
+    np.testing.assert_allclose(np.array(gradient), np.array(mx.softmax(x, axis=-1)), atol=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 99])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
+def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k, min_p):
+    logits = RNG.normal(0, 2, (6, 40)).astype(np.float32)
+    logits[1] = np.round(logits[1])  # ties
+    logits[2] = 0.5
+    ours = np.array(softmax.truncate_logits(mx.array(logits), top_p=top_p, top_k=top_k, min_p=min_p))
+    for row in range(6):
+        kept = kept_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
+        assert (ours[row][kept] == logits[row][kept]).all() and np.isneginf(ours[row][~kept]).all()
+
+
+def test_top_p_of_qwens_vocabulary_keeps_that_mass():
+    rows = peaked_rows()[1:4]
+    probs = np.exp(log_softmax_by_hand(rows.astype(np.float64)))
+    descending = -np.sort(-probs, axis=-1)
+    for top_p in (0.5, 0.9):
+        kept = np.isfinite(np.array(softmax.truncate_logits(mx.array(rows), top_p=top_p)))
+        until = np.cumsum(descending, axis=-1)
+        expected = [line[np.searchsorted(line, top_p)] for line in until]
+        np.testing.assert_allclose((probs * kept).sum(-1), expected, atol=2e-4)

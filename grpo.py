@@ -137,11 +137,14 @@ def clipped_term(
     """
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `delta` the first r is at most that (two-sided clipping).
 
+    Where the two are equal the gradient is that of the first: on a border of the range, as r = 1 is when clip_low is 0,
+    mx.minimum and mx.clip would have none.
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10; delta: INTELLECT-2,
     arXiv:2505.07291.
     """
     bounded = ratio if delta is None else mx.minimum(ratio, delta)
-    return -mx.minimum(bounded * advantages, mx.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages)
+    free, held = bounded * advantages, mx.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+    return -mx.where(free <= held, free, held)
 
 
 def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:

@@ -100,6 +100,16 @@ def test_a_negative_advantage_is_bounded_by_delta_alone_from_above():
     assert value.item() == pytest.approx(4) and grad.item() == 0
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "bounds", [{"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0}], ids=str
+)
+def test_on_policy_a_token_has_its_gradient_even_at_a_border_of_the_range(bounds, advantage):
+    """As in PyTorch, and unlike `mx.minimum` and `mx.clip`, which have none where the two sides are equal."""
+    loss = lambda new: grpo.policy_loss(new, mx.zeros((1, 1)), array([advantage]), mx.ones((1, 1)), **bounds)[0]  # noqa: E731
+    assert mx.grad(loss)(mx.zeros((1, 1))).item() == -advantage
+
+
 # What TRL 1.16 gives for one step of three rows, in float64 (`test_trl.py` compares with TRL itself): the loss, and its
 # gradient with respect to the log-probabilities of the second row.
 FROZEN_CASE = oracle.Case(

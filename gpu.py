@@ -92,9 +92,9 @@ def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> m
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
-def constant(value: float | bool) -> mx.array:
-    """A number for a kernel, which takes arrays only; of the models' settings, so few are ever made."""
-    return mx.array([value])
+def constant(*values: float | bool) -> mx.array:
+    """Numbers for a kernel, which takes arrays only; of settings, so few are ever made."""
+    return mx.array(values)
 
 
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses whose policy term is `clipped_term`
+LOSSES = (*CLIPPED, "cispo", "sapo")
 LEVELS = ("token", "sequence")
 SCALES = ("group", "batch", "none")
 BASELINES = ("group", "rloo", "reinforce")
@@ -237,6 +238,7 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     delta: float | None = None,
+    terms: mx.array | None = None,
     weights: mx.array | None = None,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
@@ -250,9 +252,11 @@ def policy_loss(
     logprobs (the only one with gradient), old_logprobs, ref_logprobs (M, T) float32 nats; advantages (M,);
     mask (M, T), 1 = counted; what lies outside it may be anything -> (), Stats.
     loss: its term (`clipped_term`, `cispo_term`, `sapo_term`) and how it is averaged (`aggregate`). clip_high: for
-    cispo the cap on the ratio itself. level: see `importance_ratio`. weights (M, T) or (M, 1), without gradient: what
-    the policy term of a token counts for (`mismatch_weights`, `top_entropy_mask`). num_rows, num_items: of the step.
+    cispo the cap on the ratio itself. level: see `importance_ratio`. terms (M, T): what `clipped_term` would give,
+    where a kernel has made it from the logits. weights (M, T) or (M, 1), without gradient: what the policy term of a
+    token counts for (`mismatch_weights`, `top_entropy_mask`). num_rows, num_items: of the step.
     """
+    assert terms is None or (loss in CLIPPED and level == "token"), (loss, level)
     # what lies outside the mask may be anything; exp of it must not become inf * 0 = nan
     logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
     advantages = mx.stop_gradient(advantages)[:, None]
@@ -264,7 +268,10 @@ def policy_loss(
         per_token = sapo_term(ratio, advantages)
         removed = mx.zeros_like(ratio)
     else:
-        per_token = clipped_term(ratio, advantages, clip_low, clip_high, delta)
+        if terms is None:
+            per_token = clipped_term(ratio, advantages, clip_low, clip_high, delta)
+        else:
+            per_token = mx.where(mask > 0, terms, 0.0)
         removed = ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
         if delta is not None:
             removed = removed | ((ratio > max(delta, 1 + clip_high)) & (advantages < 0))

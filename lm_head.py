@@ -6,6 +6,7 @@ What is left out: the loss that is made of them, which is in grpo.py.
 Axes: N rows, T positions, M = N * T of them or a part, C hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -57,6 +58,14 @@ def _slices(length: int, step: int) -> list[slice]:
 ROWS_AT_ONCE = 256  # whose logits exist at once where a kernel takes them: 78 MB at Qwen's vocabulary in 16 bits
 
 
+def _in_turn(source: mx.array, chunks: list[slice], work: Callable[[mx.array, slice], tuple[mx.array, ...]]) -> Any:
+    """The results of `work` on each chunk of `source`, joined; a chunk's logits are not made before the last's went."""
+    parts: list[tuple[mx.array, ...]] = []
+    for chunk in chunks:
+        parts.append(work(_wait(source[chunk], list(parts[-1]) if parts else []), chunk))
+    return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+
+
 def token_logprobs_in_rows(
     hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, head: str
 ) -> tuple[mx.array, mx.array]:
@@ -66,17 +75,13 @@ def token_logprobs_in_rows(
     A kernel reads a chunk's logits once for its results; the backward pass makes the logits again, and another kernel
     turns them into their gradient. MLX's matmuls do the rest in 16 bits.
     """
-    chunks = [slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, ids.size, ROWS_AT_ONCE)]
+    chunks = _slices(ids.size, ROWS_AT_ONCE)
 
     @mx.custom_function
-    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
-        parts: list[softmax.RowLogprobs] = []
-        for chunk in chunks:
-            source = hidden[chunk]
-            if parts:  # one chunk after the other: what waits for nothing is computed, and held, at once
-                (source,) = mx.depends([source], list(parts[-1]))
-            parts.append(softmax.row_logprobs(source @ head_weight.T, ids[chunk], temperature))
-        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+    def forward(hidden: mx.array, head_weight: mx.array) -> Any:
+        return _in_turn(
+            hidden, chunks, lambda x, chunk: softmax.row_logprobs(x @ head_weight.T, ids[chunk], temperature)
+        )
 
     @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
@@ -85,7 +90,7 @@ def token_logprobs_in_rows(
         done: list[mx.array] = []
         d_head = mx.zeros(head_weight.shape, mx.float32)
         for chunk in chunks:
-            source = mx.depends([hidden[chunk]], done)[0] if done else hidden[chunk]
+            source = _wait(hidden[chunk], done)
             held, given = softmax.RowLogprobs(*(a[chunk] for a in outputs)), [a[chunk] for a in cotangents[:2]]
             d_logits = softmax.row_logprobs_vjp(source @ head_weight.T, ids[chunk], held, given, temperature)
             d_hidden.append(d_logits @ head_weight)
@@ -97,6 +102,62 @@ def token_logprobs_in_rows(
 
     out: Any = forward(hidden, head_weight)
     return out[0], out[1]
+
+
+class TokenLosses(NamedTuple):
+    """(N, T) float32 each."""
+
+    losses: mx.array
+    logprobs: mx.array
+    entropies: mx.array  # without gradient
+
+
+def has_token_losses(head_weight: mx.array, support: dict[str, Any] | None = None) -> bool:
+    """Whether `token_losses` may be used: it is made for a GPU's kernel."""
+    return not support and softmax.ROW_LOSSES.runs(head_weight.dtype)
+
+
+def token_losses(
+    hidden: mx.array,
+    head_weight: mx.array,
+    ids: mx.array,
+    advantages: mx.array,
+    old_logprobs: mx.array | None,
+    *,
+    clip: tuple[float, float, float | None] = (0.2, 0.2, None),
+    temperature: float = 1.0,
+) -> TokenLosses:
+    """
+    The clipped loss of each token (`grpo.clipped_term`), its log-probability, and its distribution's entropy.
+
+    hidden (N, T, C), head_weight (V, C) without gradient, ids (N, T), advantages (N, T), old_logprobs (N, T) or, on
+    policy, None. clip: low, high, delta.
+    One kernel makes of a chunk's logits the results and the gradient of the log-probabilities, which at once goes back
+    through the head: a row of C numbers waits for the backward pass, which has no matmul left. That is two for the
+    head where making the logits again would be three.
+    """
+    width, chunks = hidden.shape[-1], _slices(ids.size, ROWS_AT_ONCE)
+    flat_ids, flat_advantages = ids.reshape(-1), advantages.reshape(-1)
+    flat_old = None if old_logprobs is None else old_logprobs.reshape(-1)
+
+    def work(x: mx.array, chunk: slice) -> tuple[mx.array, ...]:
+        old = None if flat_old is None else flat_old[chunk]
+        found = softmax.row_losses(x @ head_weight.T, flat_ids[chunk], flat_advantages[chunk], old, clip, temperature)
+        return *found[:-1], found.d_logits @ head_weight
+
+    @mx.custom_function
+    def forward(hidden: mx.array) -> Any:
+        return _in_turn(hidden, chunks, work)
+
+    @forward.vjp
+    def backward(hidden: mx.array, cotangents: Any, outputs: Any) -> mx.array:
+        d_losses, _, d_logprobs, _, _ = cotangents
+        _, slopes, _, _, d_hidden = outputs
+        factor = (d_losses * slopes + d_logprobs) / softmax.SLOPE_SCALE
+        return (factor[:, None] * d_hidden).astype(hidden.dtype)
+
+    outputs: Any = forward(hidden.reshape(-1, width))
+    return TokenLosses(*(outputs[i].reshape(ids.shape) for i in (0, 2, 3)))
 
 
 def token_logprobs(
@@ -128,6 +189,9 @@ def token_logprobs(
     assert head in HEADS, head
     assert gradient in GRADIENTS, gradient
     assert temperature > 0, temperature
+    if head == "frozen" and gradient == "logprobs" and has_token_losses(head_weight, support):
+        nothing = mx.zeros(ids.shape)
+        return token_losses(hidden, head_weight, ids, nothing, None, temperature=temperature)[1:]
     if not support and softmax.ROW_LOGPROBS.runs(head_weight.dtype):
         rows = token_logprobs_in_rows(
             hidden.reshape(-1, hidden.shape[-1]), head_weight, ids.reshape(-1), temperature, head

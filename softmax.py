@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 import gpu
+import grpo
 import ops
 
 
@@ -101,17 +102,23 @@ inline uint draw(float weight, float uniform) {
 
 
 def _on_rows(
-    kernel: gpu.Kernel, logits: mx.array, more: list[mx.array], temperature: float, dtypes: list[mx.Dtype]
+    kernel: gpu.Kernel,
+    logits: mx.array,
+    more: list[mx.array],
+    temperature: float,
+    dtypes: list[mx.Dtype],
+    **template: int | bool | mx.Dtype,
 ) -> list[mx.array]:
-    """Runs a kernel that begins with `_ROW` on (N, V) logits; every result is (N,), or (N, V) if it is the only one."""
+    """Runs a kernel that begins with `_ROW` on (N, V) logits; "out" is (N, V), every other result (N,)."""
     num_rows, size = logits.shape
-    shape = (num_rows, size) if len(dtypes) == 1 else (num_rows,)
+    shapes = [(num_rows, size) if name == "out" else (num_rows,) for name in kernel.outputs]
     return kernel(
         [logits, *more, gpu.constant(float(temperature))],
-        [(shape, dtype) for dtype in dtypes],
+        list(zip(shapes, dtypes, strict=True)),
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
         V=size,
+        **template,
     )
 
 
@@ -428,11 +435,125 @@ def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> R
     """
     Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each; with gradient.
 
-    The kernel reads each logit once and writes 16 bytes a row, in one launch. A loss of tokens needs no kernel of its
-    own behind it: on policy or off, it is a handful of operations on (M,) numbers beside the M * V of this.
+    The kernel reads each logit once and writes 16 bytes a row, in one launch.
     """
     run = row_logprobs_kernel if ROW_LOGPROBS.runs(logits.dtype) else row_logprobs_ref
     return run(logits, ids, temperature)
+
+
+SLOPE_SCALE = 256.0  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
+
+
+class RowLosses(NamedTuple):
+    """What `row_losses` gives: (M,) float32 each, but for the last."""
+
+    losses: mx.array
+    slopes: mx.array  # the derivative of each loss by its log-probability
+    logprobs: mx.array
+    entropies: mx.array
+    d_logits: mx.array  # (M, V) of the logits' type: the gradient of the log-probability, times SLOPE_SCALE
+
+
+def row_losses_ref(
+    logits: mx.array,
+    ids: mx.array,
+    advantages: mx.array,
+    old_logprobs: mx.array | None,
+    clip: tuple[float, float, float | None],
+    temperature: float = 1.0,
+) -> RowLosses:
+    """The definition of `row_losses`."""
+    found = row_logprobs_ref(logits, ids, temperature)
+    old = found.logprobs if old_logprobs is None else old_logprobs
+
+    def loss_of(logprobs: mx.array) -> mx.array:
+        ratio = grpo.importance_ratio(logprobs, old, mx.ones_like(old), "token")
+        return grpo.clipped_term(ratio, advantages, *clip)
+
+    losses, slopes = mx.vjp(loss_of, [found.logprobs], [mx.ones_like(advantages)])
+    unit = [mx.full(ids.shape, SLOPE_SCALE), mx.zeros(ids.shape)]
+    d_logits = row_logprobs_vjp_ref(logits, ids, found, unit, temperature)
+    return RowLosses(losses[0], slopes[0], found.logprobs, found.entropies, d_logits)
+
+
+ROW_LOSSES = gpu.Kernel(
+    "row_losses",
+    ["logits", "ids", "advantages", "old_logprobs", "clip", "temperature"],
+    ["losses", "slopes", "logprobs", "entropies", "out"],
+    f"    constexpr float SCALE = {SLOPE_SCALE}, HIGHEST = {grpo.LARGEST_LOG_RATIO};"
+    + _ROW
+    + """
+    float log_total = metal::log(total);
+    uint id = ids[row];
+    for (uint at = thread_index_in_threadgroup; at < V; at += 512) {
+        float p = metal::exp((float(x[at]) / heat - peak) - log_total);
+        out[size_t(row) * V + at] = static_cast<T>(((at == id ? 1.0f : 0.0f) - p) * (SCALE / heat));
+    }
+    if (thread_index_in_threadgroup == 0) {
+        float logprob = (float(x[id]) / heat - peak) - log_total;
+        float change = ON_POLICY ? 0.0f : logprob - old_logprobs[row];
+        float ratio = metal::exp(metal::min(change, HIGHEST)), advantage = advantages[row];
+        float bounded = metal::min(ratio, clip[2]), clipped = metal::max(metal::min(ratio, clip[1]), clip[0]);
+        bool moves = bounded * advantage <= clipped * advantage ? ratio <= clip[2] : ratio == clipped;
+        losses[row] = -metal::min(bounded * advantage, clipped * advantage);
+        slopes[row] = moves && change <= HIGHEST ? -ratio * advantage : 0.0f;
+        logprobs[row] = logprob;
+        entropies[row] = log_total - moment / total;
+    }
+""",
+    header=_ROW_HEADER,
+)
+
+
+def row_losses_kernel(
+    logits: mx.array,
+    ids: mx.array,
+    advantages: mx.array,
+    old_logprobs: mx.array | None,
+    clip: tuple[float, float, float | None],
+    temperature: float = 1.0,
+) -> RowLosses:
+    low, high, delta = clip
+    bounds = gpu.constant(1.0 - low, 1.0 + high, math.inf if delta is None else float(delta))
+    old = gpu.constant(0.0) if old_logprobs is None else old_logprobs
+    results = _on_rows(
+        ROW_LOSSES,
+        logits,
+        [ids, advantages, old, bounds],
+        temperature,
+        [*[mx.float32] * 4, logits.dtype],
+        T=logits.dtype,
+        ON_POLICY=old_logprobs is None,
+    )
+    return RowLosses(*results)
+
+
+@ROW_LOSSES.has_example
+def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+    logits, ids = _row_logprobs_example(dtype, large)
+    old = row_logprobs_ref(logits, ids, 0.7).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
+    given = logits, ids, gpu.normal(len(ids), dtype=mx.float32, seed=1), old, (0.2, 0.28, 4.0), 0.7
+    return gpu.Example(lambda: row_losses_kernel(*given), lambda: row_losses_ref(*given))
+
+
+def row_losses(
+    logits: mx.array,
+    ids: mx.array,
+    advantages: mx.array,
+    old_logprobs: mx.array | None,
+    clip: tuple[float, float, float | None],
+    temperature: float = 1.0,
+) -> RowLosses:
+    """
+    The clipped loss of an id a row, with all that its gradient needs; (M, V), (M,), (M,), (M,) or None.
+
+    old_logprobs: None on policy, where every ratio is 1. clip: low, high and delta of `grpo.clipped_term`. What
+    reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE, so no logit is needed again.
+    The kernel reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel
+    for the results and one for the gradient read the logits twice too, the second time made anew by a matmul.
+    """
+    run = row_losses_kernel if ROW_LOSSES.runs(logits.dtype) else row_losses_ref
+    return run(logits, ids, advantages, old_logprobs, clip, temperature)
 
 
 def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:

@@ -49,11 +49,6 @@ class Learner:
         self.unproved = set(self.trainable)  # tensors that were not yet seen to learn, see `prove_gradients`
         self.whole = True  # False from the first change of a step on until the caller says that the step is complete
 
-    def forward(self, model: gwen.Model, batch: MicroBatch, gradient: str) -> tuple[mx.array, mx.array]:
-        """`completion_logprobs`, counted."""
-        self.num_forwards += len(batch.rows)
-        return completion_logprobs(model, batch, self.config, gradient)
-
 
 def completion_logprobs(
     model: gwen.Model, batch: MicroBatch, config: Config, gradient: str = "both"
@@ -69,13 +64,38 @@ def completion_logprobs(
     )
 
 
+def completion_terms(
+    model: gwen.Model, batch: MicroBatch, config: Config, advantages: mx.array, old_logprobs: mx.array | None
+) -> tuple[mx.array | None, mx.array, mx.array]:
+    """
+    The terms of a clipped loss where a kernel makes them together with the two of `completion_logprobs`, else None
+    before those two; (M, T) each.
+
+    advantages (M,); old_logprobs (M, T), None where they are the policy's own.
+    """
+    clipped = config.loss in grpo.CLIPPED and config.level == "token"
+    plain = config.lora_rank and not config.entropy_coef and config.logprobs != "reference"
+    if not (clipped and plain and lm_head.has_token_losses(model.head_weight, config.support)):
+        return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
+    return lm_head.token_losses(
+        completion_hidden(model, batch, config.num_checkpointed(len(model.layers))),
+        model.head_weight,
+        batch.completion_ids,
+        mx.broadcast_to(advantages[:, None], batch.mask.shape),
+        old_logprobs,
+        clip=(config.clip_low, config.clip_high, config.delta or None),
+        temperature=config.temp,
+    )
+
+
 def forward_all(
     learner: Learner, model: gwen.Model, batches: list[MicroBatch], shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities and entropies of the step, (N, T) each, 0 in what no micro-batch holds; without gradient."""
     logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
     for batch in batches:
-        parts = learner.forward(model, batch, "none")
+        parts = completion_logprobs(model, batch, learner.config, "none")
+        learner.num_forwards += len(batch.rows)
         for out, part in zip((logprobs, entropy), parts, strict=True):
             out[batch.rows, : part.shape[1]] = part
         mx.eval(logprobs, entropy)
@@ -162,7 +182,9 @@ def objective(
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
     """The micro-batch's share of the step's loss, times the loss scale; its log-probabilities; what is measured."""
     config, mask, rows = learner.config, batch.mask, batch.rows
-    logprobs, entropy = learner.forward(model, batch, "both" if config.entropy_coef else "logprobs")
+    advantages = targets.advantages[rows]
+    terms, logprobs, entropy = completion_terms(model, batch, config, advantages, old_logprobs)
+    learner.num_forwards += len(rows)
     if old_logprobs is None:  # the first epoch: the policy that updates is the old one
         old_logprobs = mx.stop_gradient(logprobs)
     chosen = targets.chosen[rows, : mask.shape[1]]
@@ -171,7 +193,7 @@ def objective(
     loss, stats = grpo.policy_loss(
         logprobs,
         old_logprobs,
-        targets.advantages[rows],
+        advantages,
         mask,
         ref_logprobs=None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]],
         loss=config.loss,
@@ -179,6 +201,7 @@ def objective(
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         delta=config.delta or None,
+        terms=terms,
         weights=weights,
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
@@ -200,7 +223,7 @@ def objective(
         "trust": trust.sum(),
         "trust_max": trust.max(),
         "over_cap": (trust > config.mismatch_cap).sum(),
-        "signal": (mx.abs(targets.advantages[rows])[:, None] * weights).sum(),
+        "signal": (mx.abs(advantages)[:, None] * weights).sum(),
     }
     return loss * learner.loss_scale.value, logprobs, sums
 

@@ -1,6 +1,7 @@
 """A run on the bundled model that is small enough for a test, and one update of it."""
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 import grpo
 import micro_batch
@@ -59,3 +60,21 @@ def update_once(run, budget=100_000, advantages=None):
     result = update.update(run.learner, batches, rollout, advantages, ref, lr)
     run.learner.whole = True  # as `train` says when the step is on record
     return result
+
+
+class Recorder:
+    """An optimizer that keeps the gradients it is given, and changes nothing."""
+
+    def __init__(self):
+        self.state, self.learning_rate, self.grads = {}, 0.0, []
+
+    def apply_gradients(self, grads, masters):
+        self.grads.append(dict(tree_flatten(grads)))
+        return masters
+
+
+def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
+    """The result of an update that changes nothing, and the gradient it would have taken."""
+    run.learner.optimizer, run.learner.unproved = Recorder(), set()
+    result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
+    return result, run.learner.optimizer.grads[-1]

@@ -110,6 +110,14 @@ def test_on_policy_a_token_has_its_gradient_even_at_a_border_of_the_range(bounds
     assert mx.grad(loss)(mx.zeros((1, 1))).item() == -advantage
 
 
+def test_terms_that_are_given_take_the_place_of_the_clipped_ones_and_may_be_anything_outside_the_mask():
+    new, mask, terms = array([[-1.0, -2.0]]), array([[1.0, 0.0]]), array([[7.0, math.nan]])
+    loss = lambda terms: grpo.policy_loss(new, new, array([2.0]), mask, terms=terms)[0]  # noqa: E731
+    assert loss(terms).item() == 7 and mx.grad(loss)(terms).tolist() == [[1.0, 0.0]]
+    own = array([[-2.0, -2.0]])
+    assert loss(own).item() == loss(None).item() == -2
+
+
 # What TRL 1.16 gives for one step of three rows, in float64 (`test_trl.py` compares with TRL itself): the loss, and its
 # gradient with respect to the log-probabilities of the second row.
 FROZEN_CASE = oracle.Case(

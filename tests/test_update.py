@@ -9,10 +9,11 @@ import numpy as np
 import oracle
 import pytest
 from mlx.utils import tree_flatten
-from small_run import make_config, make_run, sample, update_once
+from small_run import gradient_of_update, make_config, make_run, sample, update_once
 
 import grpo
 import gwen
+import lm_head
 import lora
 import micro_batch
 import train
@@ -80,24 +81,6 @@ def test_what_the_model_reads_is_the_prompt_and_the_ids_that_were_drawn(tmp_path
 
 
 # ---- what an update changes
-
-
-class Recorder:
-    """An optimizer that keeps the gradients it is given, and changes nothing."""
-
-    def __init__(self):
-        self.state, self.learning_rate, self.grads = {}, 0.0, []
-
-    def apply_gradients(self, grads, masters):
-        self.grads.append(dict(tree_flatten(grads)))
-        return masters
-
-
-def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
-    """The result of an update that changes nothing, and the gradient it would have taken."""
-    run.learner.optimizer, run.learner.unproved = Recorder(), set()
-    result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
-    return result, run.learner.optimizer.grads[-1]
 
 
 def whole_step(run, batches, shape):
@@ -620,3 +603,22 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     assert micro_batch.micro_batches(rows, nothing, 150) == []
     result = update.update(run.learner, [], nothing, advantages, None, 1e-3)
     assert (result.loss, result.grad_norm, result.skipped) == (0, 0, 0)
+
+
+def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    _, rows, rollout = sample(run)
+    batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
+
+    def twice(hidden, head, ids, advantages, old_logprobs, clip, temperature):
+        assert old_logprobs is None and clip == (0.2, 0.2, None)
+        logprobs, entropy = lm_head.token_logprobs(hidden, head, ids, temperature=temperature)
+        ratio = mx.exp(logprobs - mx.stop_gradient(logprobs))
+        return lm_head.TokenLosses(2 * grpo.clipped_term(ratio, advantages, *clip), logprobs, entropy)
+
+    plain, _ = gradient_of_update(run, batches, rollout, advantages)
+    monkeypatch.setattr(lm_head, "has_token_losses", lambda *_: True)
+    monkeypatch.setattr(lm_head, "token_losses", twice)
+    doubled, _ = gradient_of_update(run, batches, rollout, advantages)
+    assert doubled.loss == pytest.approx(2 * plain.loss, rel=1e-5)
+    assert doubled.grad_norm == pytest.approx(2 * plain.grad_norm, rel=1e-5)

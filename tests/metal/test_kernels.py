@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import small_run
 from conftest import QWEN3, YARN
 from mlx.utils import tree_flatten
 
@@ -21,6 +22,7 @@ import grpo
 import gwen
 import hub
 import lm_head
+import micro_batch
 import ops
 import softmax
 from kv_cache import Group, KVCache, SlotCache, make_group
@@ -308,6 +310,90 @@ def test_the_gradient_of_row_logprobs_is_that_of_their_formula(kernels, size, dt
     assert_close(gradient, wide(expected), dtype, 4)
 
 
+def clipped_by_hand(
+    logprobs: np.ndarray, old: np.ndarray, advantages: np.ndarray, clip: tuple[float, float, float | None]
+) -> np.ndarray:
+    ratio, (low, high, delta) = np.exp(logprobs - old), clip
+    bounded = ratio if delta is None else np.minimum(ratio, delta)
+    return -np.minimum(bounded * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
+
+
+CLIPS: list[tuple[float, float, float | None]] = [
+    (0.2, 0.28, None),
+    (0.2, 0.28, 4.0),
+    (0.2, 0.5, 1.1),
+    (0.0, 0.0, None),
+]
+# what log-probabilities have changed by: within the range, below and above it, beyond delta, beyond any float
+CHANGES = [0.05, -0.1, -0.6, 0.35, 1.0, 3.0, 0.0, 200.0]
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+@pytest.mark.parametrize("policy", ["on", "off"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(kernels, clip, policy, sign):
+    logits, ids = array(8, 90, dtype=mx.float32, scale=2), RNG.integers(0, 90, 8)
+    advantages = sign * RNG.uniform(0.3, 2, 8)
+    advantages[-2] = 0.0
+    exact = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
+    old = exact - np.array(CHANGES)
+    given = mx.array(advantages), mx.array(old) if policy == "off" else None, clip, 0.8
+    ours = softmax.row_losses_kernel(logits, mx.array(ids), *given)
+    theirs = softmax.row_losses_ref(logits, mx.array(ids), *given)
+    if policy == "on":
+        old = exact
+    old = np.maximum(old, exact - grpo.LARGEST_LOG_RATIO)
+    expected = clipped_by_hand(exact, old, advantages, clip)
+    np.testing.assert_allclose(np.array(ours.losses), expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(np.array(theirs.losses), expected, rtol=2e-5, atol=1e-6)
+    step = 1e-6
+    ends = [clipped_by_hand(exact + s * step, old, advantages, clip) for s in (1, -1)]
+    slopes = (ends[0] - ends[1]) / (2 * step)
+    smooth = np.ones(8, bool)  # no corner of the objective: there a derivative has two values
+    smooth[-1] = policy == "on"
+    if clip == CLIPS[-1]:
+        smooth &= exact != old
+    np.testing.assert_allclose(np.array(ours.slopes)[smooth], slopes[smooth], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(np.array(ours.slopes), np.array(theirs.slopes), rtol=2e-5, atol=1e-6)
+
+
+@each_row
+def test_row_losses_hold_log_probabilities_entropies_and_the_gradient_by_the_logits(kernels, size, dtype):
+    logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
+    for rows in (slice(0, 4), slice(0, 1)):
+        ours = softmax.row_losses_kernel(
+            logits[rows], mx.array(ids[rows]), mx.ones((4,))[rows], None, (0.2, 0.2, None), 0.7
+        )
+        found = softmax.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
+        assert mx.array_equal(ours.logprobs, found.logprobs) and mx.array_equal(ours.entropies, found.entropies)
+        assert ours.losses.tolist() == ours.slopes.tolist() == [-1.0] * len(ours.losses)
+        expected = -np.exp(wide(logits[rows]) / 0.7 - logsumexp(wide(logits[rows]) / 0.7))
+        expected[:, size // 2] += 1
+        assert ours.d_logits.dtype == dtype
+        # what is left of 1 - p where p is nearly 1 has the rounding of float32 logits
+        np.testing.assert_allclose(
+            wide(ours.d_logits) * 0.7 / softmax.SLOPE_SCALE, expected, rtol=2 * EPSILON[dtype], atol=2e-6
+        )
+
+
+@fast
+def test_the_gradient_of_row_losses_keeps_what_float16_would_lose(kernels):
+    """A vocabulary of Qwen's size whose tail has half of the mass: each of its tokens less than float16 can hold."""
+    logits = np.full((1, 151_936), -np.log(2 * 151_935))
+    logits[0, 0] = -np.log(2)
+    found = softmax.row_losses_kernel(
+        mx.array(logits).astype(mx.float16), mx.array([0]), mx.ones((1,)), None, (0.2, 0.2, None)
+    )
+    assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
+    logits[0, 1:] -= 6  # 8e-9 each
+    found = softmax.row_losses_kernel(
+        mx.array(logits).astype(mx.float16), mx.array([0]), mx.ones((1,)), None, (0.2, 0.2, None)
+    )
+    probs = np.exp(wide(mx.array(logits).astype(mx.float16)))
+    tail = probs[0, 1:].sum() / probs.sum()
+    assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(tail, rel=0.01)
+
+
 @each_row
 def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, dtype):
     logits = rows_of_logits(size, dtype)
@@ -438,6 +524,93 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
         np.testing.assert_allclose(np.array(ours), theirs, atol=2e-5)
     assert any(gpu.KERNELS["row_logprobs"]._runs.values())
     assert_gradient(function, formula, [hidden] if head == "frozen" else [hidden, frozen], 16)
+
+
+@each_dtype
+@pytest.mark.parametrize("policy", ["on", "off"])
+def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(kernels, policy, dtype, monkeypatch):
+    """Losses and log-probabilities, as a KL beside the clipped term would have it."""
+    monkeypatch.setattr(lm_head, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
+    hidden, head, ids = array(2, 5, 8, dtype=dtype), array(70, 8, dtype=dtype), RNG.integers(0, 70, (2, 5))
+    advantages = RNG.normal(size=(2, 5))
+
+    def logprobs_of(hidden: np.ndarray) -> np.ndarray:
+        return row_logprobs_by_hand((hidden @ wide(head).T).reshape(10, 70), ids.reshape(-1), 0.8)[0].reshape(2, 5)
+
+    at_first = logprobs_of(wide(hidden))
+    old = at_first if policy == "on" else at_first - np.resize(CHANGES[:6], (2, 5))
+    clip = (0.2, 0.28, 4.0)
+
+    def function(hidden: mx.array) -> list[mx.array]:
+        given = mx.array(advantages), mx.array(old) if policy == "off" else None
+        found = lm_head.token_losses(hidden, head, mx.array(ids), *given, clip=clip, temperature=0.8)
+        return [found.losses, found.logprobs]
+
+    def formula(hidden: np.ndarray) -> list[np.ndarray]:
+        logprobs = logprobs_of(hidden)
+        return [clipped_by_hand(logprobs, old, advantages, clip), logprobs]
+
+    slack = 10 if dtype == mx.float32 else 30  # a logit of 16 bits is off by its own rounding
+    for ours, theirs in zip(function(hidden), formula(wide(hidden)), strict=True):
+        np.testing.assert_allclose(np.array(ours), theirs, rtol=slack * EPSILON[dtype], atol=slack * EPSILON[dtype])
+    if policy == "on" or dtype == mx.float32:  # else rounding may move a ratio across a border
+        assert_gradient(function, formula, [hidden], 2 * slack)
+    assert any(gpu.KERNELS["row_losses"]._runs.values())
+
+
+@pytest.mark.parametrize("gradient", ["logprobs", "both", "none"])
+def test_the_head_has_the_same_results_whichever_kernels_it_takes(kernels, gradient, monkeypatch):
+    hidden, head, ids = array(2, 5, 8, dtype=mx.float32), array(70, 8, dtype=mx.float32), RNG.integers(0, 70, (2, 5))
+
+    def value_and_gradient() -> list[mx.array]:
+        def total(hidden: mx.array) -> mx.array:
+            logprobs, entropies = lm_head.token_logprobs(hidden, head, mx.array(ids), gradient=gradient)
+            return (logprobs * mx.arange(5)).sum() + 0 * entropies.sum()
+
+        return list(mx.value_and_grad(total)(hidden))
+
+    ours = value_and_gradient()
+    assert any(gpu.KERNELS["row_losses"]._runs.values()) == (gradient == "logprobs")
+    monkeypatch.setenv("GWEN_KERNELS", "off")
+    for mine, other in zip(ours[: 1 if gradient == "none" else 2], value_and_gradient(), strict=False):
+        np.testing.assert_allclose(np.array(mine), np.array(other), rtol=2e-5, atol=2e-5)
+
+
+UPDATES = [
+    (),
+    ("--kl-coef", "0.1", "--temp", "0.8"),
+    ("--old-logprobs", "sampler", "--delta", "1.5", "--clip-high", "0.3"),
+    ("--epochs-per-rollout", "2", "--loss", "dr_grpo", "--mismatch", "token_truncate"),
+    ("--top-entropy", "0.5", "--loss", "grpo"),
+    ("--level", "sequence"),
+    ("--loss", "cispo", "--clip-high", "5"),
+    ("--entropy-coef", "0.01"),
+    ("--top-k", "5"),
+]
+FUSED = UPDATES[:5]
+
+
+@fast
+@pytest.mark.parametrize("flags", UPDATES, ids=" ".join)
+def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("GWEN_KERNELS", "off")
+    run = small_run.make_run(tmp_path, *flags)
+    _, rows, rollout = small_run.sample(run)
+    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(5)) * 0.2
+    rollout = rollout._replace(logprobs=rollout.logprobs + shift * rollout.mask)
+    batches = micro_batch.micro_batches(rows, rollout, 250)
+    advantages = mx.random.normal((12,), key=mx.random.key(3))
+    ref = rollout.logprobs - 0.1 if run.config.kl_coef else None
+    theirs, other = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
+    monkeypatch.delenv("GWEN_KERNELS")
+    ours, mine = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
+    assert any(gpu.KERNELS["row_losses"]._runs.values()) == (flags in FUSED or "sequence" in flags or "cispo" in flags)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
+    for name in ("kl", "clip_frac", "entropy"):
+        assert ours.means[name] == pytest.approx(theirs.means[name], rel=1e-3, abs=1e-6)
+    largest = max(float(mx.abs(gradient).max()) for gradient in other.values())
+    for name in other:
+        assert float(mx.abs(mine[name] - other[name]).max()) <= 1e-4 * largest, name
 
 
 @pytest.mark.parametrize("policy", ["on", "off"])

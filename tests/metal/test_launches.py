@@ -11,6 +11,7 @@ import gpu
 import gwen
 import hub
 import kv_cache
+import lm_head
 import softmax
 from metal import launches
 
@@ -166,3 +167,34 @@ def test_sampling_is_one_launch(trusted: None, monkeypatch: pytest.MonkeyPatch) 
     assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
     monkeypatch.setenv("GWEN_KERNELS", "off")
     assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms).total() > 40
+
+
+@pytest.mark.parametrize(("names", "matmuls", "kernels"), [("on", 2, 1), ("row_logprobs,row_logprobs_vjp", 3, 2)])
+def test_the_head_of_an_update_makes_its_logits_once(
+    trusted: None, monkeypatch: pytest.MonkeyPatch, names: str, matmuls: int, kernels: int
+) -> None:
+    """Log-probabilities and their gradient by the hidden states: logits and back, where others make them twice."""
+    monkeypatch.setenv("GWEN_KERNELS", names)
+    made: list[Any] = []
+
+    def recording(function: Callable[..., Any]) -> Any:
+        def forward(*primals: mx.array) -> Any:
+            outputs = function(*primals)
+            made.append((forward, primals, outputs))
+            return outputs
+
+        forward.vjp = lambda backward: setattr(forward, "backward", backward)  # type: ignore[attr-defined]
+        return forward
+
+    monkeypatch.setattr(mx, "custom_function", recording)
+
+    def gradient(hidden: mx.array, head: mx.array) -> Any:
+        lm_head.token_logprobs(hidden[None], head, ids[None], gradient="logprobs")
+        forward, primals, outputs = made[-1]
+        again = [primal + 0 for primal in primals]  # an export would join what is written twice, MLX does not
+        return forward.backward(again if len(again) > 1 else again[0], [mx.ones((6,)) for _ in outputs], outputs)
+
+    ids, hidden, head = mx.zeros((6,), dtype=mx.int32), mx.zeros((6, 8)), mx.zeros((90, 8))
+    mx.eval(ids)
+    found = launches.count(gradient, hidden, head)
+    assert (found["matmul"], found["kernel"]) == (matmuls, kernels)

@@ -133,9 +133,12 @@ def checkpointed(
     rotation: ops.Rotation,
     mask: mx.array | str | Layout | None,
     cache: LayerCache | SlotLayer | TreeLayer | None,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, None]:
     """
-    `layer(x, delta, ...)`, of which only the input is kept; the gradient computes the layer again.
+    `layer(x, delta, ...)`, of which only x + delta is kept; the gradient computes the layer again.
+
+    MLX holds a checkpoint's outputs as long as its inputs: what comes out is the stream with the last part added, so
+    that it is the next layer's one input and not another array beside it.
 
     `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights are one of them (called on the
     module it would drop their gradients), and so are keys and values of an earlier level, whose gradients belong to
@@ -143,19 +146,19 @@ def checkpointed(
     """
     assert cache is None or isinstance(cache, TreeLayer), "a cache that is written in place cannot be computed again"
 
-    def run(weights: Any, x: mx.array, delta: list[mx.array], ancestors: Parts) -> tuple[mx.array, mx.array, Parts]:
+    def run(weights: Any, x: mx.array, ancestors: Parts) -> tuple[mx.array, Parts]:
         held = layer.trainable_parameters()
         layer.update(weights)
         level = None if cache is None else TreeLayer(list(ancestors))
-        x, out = layer(x, delta[0] if delta else None, rope, rotation, mask, level)
+        x, out = layer(x, None, rope, rotation, mask, level)
         layer.update(held)
-        return x, out, [] if level is None else level.parts[-1:]
+        return x + out, [] if level is None else level.parts[-1:]
 
     ancestors = [] if cache is None else list(cache.parts)
-    x, delta, newest = mx.checkpoint(run)(layer.trainable_parameters(), x, [] if delta is None else [delta], ancestors)
+    x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, ancestors)
     if cache is not None:
         cache.parts.extend(newest)
-    return x, delta
+    return x, None
 
 
 class Model(nn.Module):

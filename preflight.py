@@ -132,7 +132,7 @@ def _update(
         if shared:  # the prompt's own positions see the prompt alone
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
-        inputs = 8 * width * (layers - kept)  # a position's, of the layers that are computed again
+        inputs = dtype.size * width * (layers - kept)  # a position's, of the layers that are computed again
         one_layer = num_positions * layer_bytes(model, keys)
         num_tokens = len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)

@@ -174,6 +174,22 @@ def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(ch
         assert relative_error(logits, exact(TOKENS)) < error
 
 
+def test_a_layer_that_is_computed_again_keeps_one_array():
+    """Of N * L * C: the stream that goes in. What it adds to it would be a second."""
+    tokens, peaks = mx.zeros((8, 128), mx.int32), []
+    for layers in (40, 64):
+        model = gwen.Model(hub.make_config(QWEN2 | {"num_hidden_layers": layers}))
+        model.freeze()
+        model.layers[0].self_attn.o_proj.unfreeze()
+        gradient = nn.value_and_grad(model, lambda m, layers=layers: m.hidden(tokens, None, layers).square().mean())
+        mx.eval(gradient(model))
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(gradient(model))
+        peaks.append(mx.get_peak_memory() - before)
+    assert (peaks[1] - peaks[0]) / 24 < 1.5 * tokens.size * 64 * 4
+
+
 # ---- files
 
 

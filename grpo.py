@@ -148,6 +148,22 @@ def clipped_term(
     return -mx.where(free <= held, free, held)
 
 
+class Surrogate(NamedTuple):
+    """The clipped objective of tokens as a function of their log-probabilities alone; arrays of one shape."""
+
+    advantages: mx.array  # of each token
+    old_logprobs: mx.array | None  # None on policy: every ratio is 1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    delta: float | None = None
+
+    def terms(self, logprobs: mx.array) -> mx.array:
+        """`clipped_term` of each token."""
+        old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
+        ratio = importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
+        return clipped_term(ratio, self.advantages, self.clip_low, self.clip_high, self.delta)
+
+
 def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
     """-sg(min(r, cap)) A log pi: the weight is capped, and no token loses its gradient. Source: arXiv:2506.13585."""
     return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs

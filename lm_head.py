@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+import grpo
 import ops
 import softmax
 
@@ -118,31 +119,25 @@ def has_token_losses(head_weight: mx.array, support: dict[str, Any] | None = Non
 
 
 def token_losses(
-    hidden: mx.array,
-    head_weight: mx.array,
-    ids: mx.array,
-    advantages: mx.array,
-    old_logprobs: mx.array | None,
-    *,
-    clip: tuple[float, float, float | None] = (0.2, 0.2, None),
-    temperature: float = 1.0,
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0
 ) -> TokenLosses:
     """
-    The clipped loss of each token (`grpo.clipped_term`), its log-probability, and its distribution's entropy.
+    The clipped loss of each token (`surrogate.terms`), its log-probability, and its distribution's entropy.
 
-    hidden (N, T, C), head_weight (V, C) without gradient, ids (N, T), advantages (N, T), old_logprobs (N, T) or, on
-    policy, None. clip: low, high, delta.
+    hidden (N, T, C), head_weight (V, C) without gradient, ids (N, T), and so is what the surrogate holds.
     One kernel makes of a chunk's logits the results and the gradient of the log-probabilities, which at once goes back
     through the head: a row of C numbers waits for the backward pass, which has no matmul left. That is two for the
     head where making the logits again would be three.
     """
-    width, chunks = hidden.shape[-1], _slices(ids.size, ROWS_AT_ONCE)
-    flat_ids, flat_advantages = ids.reshape(-1), advantages.reshape(-1)
-    flat_old = None if old_logprobs is None else old_logprobs.reshape(-1)
+    chunks, flat_ids, old = _slices(ids.size, ROWS_AT_ONCE), ids.reshape(-1), surrogate.old_logprobs
+    flat = surrogate._replace(
+        advantages=surrogate.advantages.reshape(-1), old_logprobs=None if old is None else old.reshape(-1)
+    )
 
     def work(x: mx.array, chunk: slice) -> tuple[mx.array, ...]:
-        old = None if flat_old is None else flat_old[chunk]
-        found = softmax.row_losses(x @ head_weight.T, flat_ids[chunk], flat_advantages[chunk], old, clip, temperature)
+        old = None if flat.old_logprobs is None else flat.old_logprobs[chunk]
+        part = flat._replace(advantages=flat.advantages[chunk], old_logprobs=old)
+        found = softmax.row_losses(x @ head_weight.T, flat_ids[chunk], part, temperature)
         return *found[:-1], found.d_logits @ head_weight
 
     @mx.custom_function
@@ -156,7 +151,7 @@ def token_losses(
         factor = (d_losses * slopes + d_logprobs) / softmax.SLOPE_SCALE
         return (factor[:, None] * d_hidden).astype(hidden.dtype)
 
-    outputs: Any = forward(hidden.reshape(-1, width))
+    outputs: Any = forward(hidden.reshape(-1, hidden.shape[-1]))
     return TokenLosses(*(outputs[i].reshape(ids.shape) for i in (0, 2, 3)))
 
 
@@ -190,8 +185,8 @@ def token_logprobs(
     assert gradient in GRADIENTS, gradient
     assert temperature > 0, temperature
     if head == "frozen" and gradient == "logprobs" and has_token_losses(head_weight, support):
-        nothing = mx.zeros(ids.shape)
-        return token_losses(hidden, head_weight, ids, nothing, None, temperature=temperature)[1:]
+        no_loss = grpo.Surrogate(mx.zeros(ids.shape), None)
+        return token_losses(hidden, head_weight, ids, no_loss, temperature)[1:]
     if not support and softmax.ROW_LOGPROBS.runs(head_weight.dtype):
         rows = token_logprobs_in_rows(
             hidden.reshape(-1, hidden.shape[-1]), head_weight, ids.reshape(-1), temperature, head

@@ -454,23 +454,10 @@ class RowLosses(NamedTuple):
     d_logits: mx.array  # (M, V) of the logits' type: the gradient of the log-probability, times SLOPE_SCALE
 
 
-def row_losses_ref(
-    logits: mx.array,
-    ids: mx.array,
-    advantages: mx.array,
-    old_logprobs: mx.array | None,
-    clip: tuple[float, float, float | None],
-    temperature: float = 1.0,
-) -> RowLosses:
+def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
     """The definition of `row_losses`."""
     found = row_logprobs_ref(logits, ids, temperature)
-    old = found.logprobs if old_logprobs is None else old_logprobs
-
-    def loss_of(logprobs: mx.array) -> mx.array:
-        ratio = grpo.importance_ratio(logprobs, old, mx.ones_like(old), "token")
-        return grpo.clipped_term(ratio, advantages, *clip)
-
-    losses, slopes = mx.vjp(loss_of, [found.logprobs], [mx.ones_like(advantages)])
+    losses, slopes = mx.vjp(surrogate.terms, [found.logprobs], [mx.ones_like(found.logprobs)])
     unit = [mx.full(ids.shape, SLOPE_SCALE), mx.zeros(ids.shape)]
     d_logits = row_logprobs_vjp_ref(logits, ids, found, unit, temperature)
     return RowLosses(losses[0], slopes[0], found.logprobs, found.entropies, d_logits)
@@ -506,14 +493,9 @@ ROW_LOSSES = gpu.Kernel(
 
 
 def row_losses_kernel(
-    logits: mx.array,
-    ids: mx.array,
-    advantages: mx.array,
-    old_logprobs: mx.array | None,
-    clip: tuple[float, float, float | None],
-    temperature: float = 1.0,
+    logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0
 ) -> RowLosses:
-    low, high, delta = clip
+    advantages, old_logprobs, low, high, delta = surrogate
     bounds = gpu.constant(1.0 - low, 1.0 + high, math.inf if delta is None else float(delta))
     old = gpu.constant(0.0) if old_logprobs is None else old_logprobs
     results = _on_rows(
@@ -532,28 +514,21 @@ def row_losses_kernel(
 def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
     logits, ids = _row_logprobs_example(dtype, large)
     old = row_logprobs_ref(logits, ids, 0.7).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
-    given = logits, ids, gpu.normal(len(ids), dtype=mx.float32, seed=1), old, (0.2, 0.28, 4.0), 0.7
+    advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
+    given = logits, ids, grpo.Surrogate(advantages, old, 0.2, 0.28, 4.0), 0.7
     return gpu.Example(lambda: row_losses_kernel(*given), lambda: row_losses_ref(*given))
 
 
-def row_losses(
-    logits: mx.array,
-    ids: mx.array,
-    advantages: mx.array,
-    old_logprobs: mx.array | None,
-    clip: tuple[float, float, float | None],
-    temperature: float = 1.0,
-) -> RowLosses:
+def row_losses(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
     """
-    The clipped loss of an id a row, with all that its gradient needs; (M, V), (M,), (M,), (M,) or None.
+    The clipped loss of an id a row and all that its gradient needs, (M, V), (M,) and a surrogate of M tokens.
 
-    old_logprobs: None on policy, where every ratio is 1. clip: low, high and delta of `grpo.clipped_term`. What
-    reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE, so no logit is needed again.
+    What reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE, so no logit is needed again.
     The kernel reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel
     for the results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
     run = row_losses_kernel if ROW_LOSSES.runs(logits.dtype) else row_losses_ref
-    return run(logits, ids, advantages, old_logprobs, clip, temperature)
+    return run(logits, ids, surrogate, temperature)
 
 
 def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:

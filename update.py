@@ -77,15 +77,10 @@ def completion_terms(
     plain = config.lora_rank and not config.entropy_coef and config.logprobs != "reference"
     if not (clipped and plain and lm_head.has_token_losses(model.head_weight, config.support)):
         return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
-    return lm_head.token_losses(
-        completion_hidden(model, batch, config.num_checkpointed(len(model.layers))),
-        model.head_weight,
-        batch.completion_ids,
-        mx.broadcast_to(advantages[:, None], batch.mask.shape),
-        old_logprobs,
-        clip=(config.clip_low, config.clip_high, config.delta or None),
-        temperature=config.temp,
-    )
+    hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
+    each = mx.broadcast_to(advantages[:, None], batch.mask.shape)
+    surrogate = grpo.Surrogate(each, old_logprobs, config.clip_low, config.clip_high, config.delta or None)
+    return lm_head.token_losses(hidden, model.head_weight, batch.completion_ids, surrogate, config.temp)
 
 
 def forward_all(

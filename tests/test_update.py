@@ -610,11 +610,10 @@ def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, mon
     _, rows, rollout = sample(run)
     batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
 
-    def twice(hidden, head, ids, advantages, old_logprobs, clip, temperature):
-        assert old_logprobs is None and clip == (0.2, 0.2, None)
+    def twice(hidden, head, ids, surrogate, temperature):
+        assert surrogate.old_logprobs is None and surrogate[2:] == (0.2, 0.2, None)
         logprobs, entropy = lm_head.token_logprobs(hidden, head, ids, temperature=temperature)
-        ratio = mx.exp(logprobs - mx.stop_gradient(logprobs))
-        return lm_head.TokenLosses(2 * grpo.clipped_term(ratio, advantages, *clip), logprobs, entropy)
+        return lm_head.TokenLosses(2 * surrogate.terms(logprobs), logprobs, entropy)
 
     plain, _ = gradient_of_update(run, batches, rollout, advantages)
     monkeypatch.setattr(lm_head, "has_token_losses", lambda *_: True)

@@ -337,7 +337,7 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
     advantages[-2] = 0.0
     exact = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
     old = exact - np.array(CHANGES)
-    given = mx.array(advantages), mx.array(old) if policy == "off" else None, clip, 0.8
+    given = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, *clip), 0.8
     ours = softmax.row_losses_kernel(logits, mx.array(ids), *given)
     theirs = softmax.row_losses_ref(logits, mx.array(ids), *given)
     if policy == "on":
@@ -362,7 +362,7 @@ def test_row_losses_hold_log_probabilities_entropies_and_the_gradient_by_the_log
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):
         ours = softmax.row_losses_kernel(
-            logits[rows], mx.array(ids[rows]), mx.ones((4,))[rows], None, (0.2, 0.2, None), 0.7
+            logits[rows], mx.array(ids[rows]), grpo.Surrogate(mx.ones((4,))[rows], None), 0.7
         )
         found = softmax.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
         assert mx.array_equal(ours.logprobs, found.logprobs) and mx.array_equal(ours.entropies, found.entropies)
@@ -382,12 +382,12 @@ def test_the_gradient_of_row_losses_keeps_what_float16_would_lose(kernels):
     logits = np.full((1, 151_936), -np.log(2 * 151_935))
     logits[0, 0] = -np.log(2)
     found = softmax.row_losses_kernel(
-        mx.array(logits).astype(mx.float16), mx.array([0]), mx.ones((1,)), None, (0.2, 0.2, None)
+        mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None)
     )
     assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
     logits[0, 1:] -= 6  # 8e-9 each
     found = softmax.row_losses_kernel(
-        mx.array(logits).astype(mx.float16), mx.array([0]), mx.ones((1,)), None, (0.2, 0.2, None)
+        mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None)
     )
     probs = np.exp(wide(mx.array(logits).astype(mx.float16)))
     tail = probs[0, 1:].sum() / probs.sum()
@@ -542,8 +542,8 @@ def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(k
     clip = (0.2, 0.28, 4.0)
 
     def function(hidden: mx.array) -> list[mx.array]:
-        given = mx.array(advantages), mx.array(old) if policy == "off" else None
-        found = lm_head.token_losses(hidden, head, mx.array(ids), *given, clip=clip, temperature=0.8)
+        surrogate = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, *clip)
+        found = lm_head.token_losses(hidden, head, mx.array(ids), surrogate, 0.8)
         return [found.losses, found.logprobs]
 
     def formula(hidden: np.ndarray) -> list[np.ndarray]:

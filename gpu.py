@@ -13,6 +13,7 @@ What is left out: the kernels themselves, which are in ops.py and softmax.py.
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import platform
 import re
@@ -232,6 +233,9 @@ class Kernel:
         """Of everything that a verdict depends on."""
         device = mx.device_info().get("device_name", "")
         parts = [place, str(dtype), str(device), version("mlx"), platform.platform(), self.source, self.header]
+        assert self.example is not None, f"{self.name} has no example"
+        files = sorted({__file__, inspect.getfile(self.example)})  # the call, the expression, CUDA's prelude
+        parts += [Path(file).read_text(encoding="utf-8") for file in files]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

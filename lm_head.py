@@ -148,7 +148,7 @@ def token_losses(
     def backward(hidden: mx.array, cotangents: Any, outputs: Any) -> mx.array:
         d_losses, _, d_logprobs, _, _ = cotangents
         _, slopes, _, _, d_hidden = outputs
-        factor = (d_losses * slopes + d_logprobs) / softmax.SLOPE_SCALE
+        factor = (d_losses * slopes + d_logprobs) / (softmax.SLOPE_SCALE * temperature)
         return (factor[:, None] * d_hidden).astype(hidden.dtype)
 
     outputs: Any = forward(hidden.reshape(-1, hidden.shape[-1]))

@@ -145,6 +145,7 @@ ADD_NORM = gpu.Kernel(
     size_t begin = size_t(threadgroup_position_in_grid.x) * C;
     float held[HELD];
     float square = 0.0f;
+    #pragma unroll
     for (int i = 0; i < HELD; i++) {
         uint column = thread_index + i * 256;
         held[i] = 0.0f;
@@ -161,6 +162,7 @@ ADD_NORM = gpu.Kernel(
     square = 0.0f;
     for (int i = 0; i < 8; i++) square += squares[i];
     float scale = metal::rsqrt(square / float(C) + eps[0]);
+    #pragma unroll
     for (int i = 0; i < HELD; i++) {
         uint column = thread_index + i * 256;
         if (column < C) normed[begin + column] = static_cast<T>(held[i] * scale * float(weight[column]));
@@ -296,13 +298,14 @@ NORM_ROPE = gpu.Kernel(
     constexpr int HALF = D / 2;
     constexpr int HELD = (HALF + 31) / 32;
     uint lane = thread_index_in_simdgroup;
-    uint head = thread_position_in_grid.y, token = thread_position_in_grid.z;  // token = row * L + position
+    uint head = thread_position_in_grid.y, token = threadgroup_position_in_grid.x;  // token = row * L + position
     if (head >= H + K) return;
     uint length = qkv_shape[1];
     uint row = token / length, position = token % length;
     size_t begin = (size_t(token) * (H + 2 * K) + head) * D;
     float low[HELD], high[HELD];
     float square = 0.0f;
+    #pragma unroll
     for (int i = 0; i < HELD; i++) {
         uint pair = lane + i * 32;
         low[i] = pair < HALF ? float(qkv[begin + pair]) : 0.0f;
@@ -314,6 +317,7 @@ NORM_ROPE = gpu.Kernel(
     device T* out = head < H ? queries + ((size_t(row) * H + head) * length + position) * D
                              : keys + ((size_t(row) * K + head - H) * length + position) * D;
     float place = float(int(offsets[row]) + int(position));
+    #pragma unroll
     for (int i = 0; i < HELD; i++) {
         uint pair = lane + i * 32;
         if (pair >= HALF) continue;
@@ -349,7 +353,7 @@ def norm_rope_kernel(
         queries, keys = NORM_ROPE(
             [qkv, query_weight, key_weight, scalars[0], rope.periods, scalars[1], rotation.offsets],
             [((num_rows, heads, length, size), dtype) for heads in (num_heads, num_kv_heads)],
-            grid=(32, -(-num_turned // 8) * 8, num_rows * length),
+            grid=(num_rows * length * 32, -(-num_turned // 8) * 8, 1),
             threadgroup=(32, 8, 1),
             T=dtype,
             H=num_heads,
@@ -376,8 +380,13 @@ def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
     rows, length, heads, kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
     qkv, rope = gpu.normal(rows, length, heads + 2 * kv_heads, size, dtype=dtype), Rope(size, 1e6)
     weights, offsets = (gpu.normal(size, dtype=dtype), gpu.normal(size, dtype=dtype, seed=1)), 40 * mx.arange(rows) - 1
-    given = heads, weights, 1e-6, rope, rope.at(offsets, length)
-    return gpu.Example(lambda: norm_rope_kernel(qkv, *given), lambda: norm_rope_ref(qkv, *given))
+    turn = 1e-6, rope, rope.at(offsets, length)
+    kinds = [weights] if large else [weights, None]  # None: another kernel, that of Qwen2.5
+
+    def run(norm_rope: Any) -> list[mx.array]:
+        return [out for kind in kinds for out in norm_rope(qkv, heads, kind, *turn)]
+
+    return gpu.Example(lambda: run(norm_rope_kernel), lambda: run(norm_rope_ref))
 
 
 def norm_rope(
@@ -511,9 +520,11 @@ SLOT_ATTENTION = gpu.Kernel(
     auto own_value = own_values + slot * own_values_strides[0] + head * own_values_strides[1];
 
     float query[Q * EACH], result[Q * EACH], peak[Q], sum[Q];
+    #pragma unroll
     for (int q = 0; q < Q; q++) {
         peak[q] = -INFINITY;
         sum[q] = 0.0f;
+        #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int dim = lane * EACH + i;
             auto at = slot * queries_strides[0] + (head * Q + q) * queries_strides[1] + dim;
@@ -529,27 +540,33 @@ SLOT_ATTENTION = gpu.Kernel(
         auto key = own ? own_key + place * own_keys_strides[2] : shared_key + place * keys_strides[2];
         auto value = own ? own_value + place * own_values_strides[2] : shared_value + place * values_strides[2];
         float k[EACH], v[EACH];
+        #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int dim = lane * EACH + i;
             k[i] = dim < D ? float(key[dim]) : 0.0f;
             v[i] = dim < D ? float(value[dim]) : 0.0f;
         }
+        #pragma unroll
         for (int q = 0; q < Q; q++) {
             float score = 0.0f;
+            #pragma unroll
             for (int i = 0; i < EACH; i++) score += query[q * EACH + i] * k[i];
             score = simd_sum(score);
             float higher = metal::max(peak[q], score);
             float shrink = metal::exp(peak[q] - higher), weight = metal::exp(score - higher);
             peak[q] = higher;
             sum[q] = sum[q] * shrink + weight;
+            #pragma unroll
             for (int i = 0; i < EACH; i++) result[q * EACH + i] = result[q * EACH + i] * shrink + weight * v[i];
         }
     }
+    #pragma unroll
     for (int q = 0; q < Q; q++) {  // what the simdgroups found, under a common maximum
         if (lane == 0) {
             peaks[simd] = peak[q];
             sums[simd] = sum[q];
         }
+        #pragma unroll
         for (int i = 0; i < EACH; i++) parts[(simd * 32 + lane) * EACH + i] = result[q * EACH + i];
         threadgroup_barrier(mem_flags::mem_threadgroup);
         float highest = -INFINITY, total = 0.0f, mean = 0.0f;
@@ -619,10 +636,18 @@ def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
     ]  # a view, as in a cache
     own = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
     group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    parts, layout = [(held[0], held[1]), (own[0], own[1])], [group, Group(None, None, None)]
-    return gpu.Example(
-        lambda: [slot_attention_kernel(queries, parts, layout)], lambda: [tree_attention_ref(queries, parts, layout)]
-    )
+    layouts = [([(held[0], held[1]), (own[0], own[1])], [group, Group(None, None, None)])]
+    if not large:  # and with masks, and a slot a prompt: other kernels
+        mask, own_mask = (mx.arange(n)[None, None, None] > 1 for n in (length, width))
+        masks = [mx.broadcast_to(one, (n, 1, 1, one.shape[-1])) for one, n in ((mask, prompts), (own_mask, rows))]
+        layouts.append((layouts[0][0], [group._replace(mask=masks[0]), Group(None, None, masks[1])]))
+        alone = make_group(list(range(prompts)), prompts, None)
+        layouts.append(([(held[0], held[1]), (own[0, :prompts], own[1, :prompts])], [alone, Group(None, None, None)]))
+
+    def run(attention: Any) -> list[mx.array]:
+        return [attention(queries[: len(parts[1][0])], parts, layout) for parts, layout in layouts]
+
+    return gpu.Example(lambda: run(slot_attention_kernel), lambda: run(tree_attention_ref))
 
 
 def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:

@@ -51,6 +51,7 @@ _ROW = """
     for (uint tile = simd; tile < NUM_TILES; tile += 16) {
         float held[32];
         float highest = -INFINITY;
+        #pragma unroll
         for (uint i = 0; i < 32; i++) {
             uint at = tile * 1024 + i * 32 + lane;
             held[i] = at < V ? float(x[at]) / heat : -INFINITY;
@@ -59,6 +60,7 @@ _ROW = """
         highest = simd_max(highest);
         float level = highest == -INFINITY ? 0.0f : highest;  // -inf less -inf would be nan
         float sum = 0.0f, moment = 0.0f;
+        #pragma unroll
         for (uint i = 0; i < 32; i++) {
             float weight = metal::exp(held[i] - level);
             sum += weight;
@@ -274,7 +276,7 @@ def sample_token_kernel(
 
 @SAMPLE_TOKEN.has_example
 def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    logits = gpu.normal(*((64, 151_936) if large else (8, 2500)), dtype=dtype, scale=4)
+    logits = gpu.normal(*((64, 151_936) if large else (8, 40_000)), dtype=dtype, scale=4)
     given = logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7
     return gpu.Example(lambda: sample_token_kernel(*given), lambda: sample_token_ref(*given))
 
@@ -451,14 +453,14 @@ class RowLosses(NamedTuple):
     slopes: mx.array  # the derivative of each loss by its log-probability
     logprobs: mx.array
     entropies: mx.array
-    d_logits: mx.array  # (M, V) of the logits' type: the gradient of the log-probability, times SLOPE_SCALE
+    d_logits: mx.array  # (M, V) of the logits' type: onehot - p, the gradient of the log-probability, times SLOPE_SCALE
 
 
 def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
     """The definition of `row_losses`."""
     found = row_logprobs_ref(logits, ids, temperature)
     losses, slopes = mx.vjp(surrogate.terms, [found.logprobs], [mx.ones_like(found.logprobs)])
-    unit = [mx.full(ids.shape, SLOPE_SCALE), mx.zeros(ids.shape)]
+    unit = [mx.full(ids.shape, SLOPE_SCALE * temperature), mx.zeros(ids.shape)]
     d_logits = row_logprobs_vjp_ref(logits, ids, found, unit, temperature)
     return RowLosses(losses[0], slopes[0], found.logprobs, found.entropies, d_logits)
 
@@ -474,7 +476,7 @@ ROW_LOSSES = gpu.Kernel(
     uint id = ids[row];
     for (uint at = thread_index_in_threadgroup; at < V; at += 512) {
         float p = metal::exp((float(x[at]) / heat - peak) - log_total);
-        out[size_t(row) * V + at] = static_cast<T>(((at == id ? 1.0f : 0.0f) - p) * (SCALE / heat));
+        out[size_t(row) * V + at] = static_cast<T>(((at == id ? 1.0f : 0.0f) - p) * SCALE);
     }
     if (thread_index_in_threadgroup == 0) {
         float logprob = (float(x[id]) / heat - peak) - log_total;
@@ -515,15 +517,20 @@ def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
     logits, ids = _row_logprobs_example(dtype, large)
     old = row_logprobs_ref(logits, ids, 0.7).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
     advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
-    given = logits, ids, grpo.Surrogate(advantages, old, 0.2, 0.28, 4.0), 0.7
-    return gpu.Example(lambda: row_losses_kernel(*given), lambda: row_losses_ref(*given))
+    olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
+
+    def run(row_losses: Any) -> list[mx.array]:
+        surrogates = [grpo.Surrogate(advantages, one, 0.2, 0.28, 4.0) for one in olds]
+        return [out for surrogate in surrogates for out in row_losses(logits, ids, surrogate, 0.7)]
+
+    return gpu.Example(lambda: run(row_losses_kernel), lambda: run(row_losses_ref))
 
 
 def row_losses(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
     """
     The clipped loss of an id a row and all that its gradient needs, (M, V), (M,) and a surrogate of M tokens.
 
-    What reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE, so no logit is needed again.
+    What reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE / temperature, so no logit is needed again.
     The kernel reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel
     for the results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """

@@ -16,9 +16,9 @@ _NUMBER_IN_TEXT = re.compile(
     r"(?:(?P<whole>[0-9]{1,15}) (?:and )?(?=[0-9]{1,15} ?/ ?[0-9]))?"  # the 1 of "1 1/2"
     rf"(?P<top>{_PLAIN})(?: ?/ ?(?P<bottom>{_PLAIN}))?"
     r"(?:[eE](?P<e>[-+]?[0-9]+)(?!\w)| ?[*xX] ?10 ?\^ ?(?P<power>[-+]?[0-9]+))?"
-    r"(?: (?P<scale>thousand|million|billion)\b)?"
+    r"(?: (?P<scale>thousand|million|billion|trillion)\b)?"
 )
-_SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _LONGEST_NUMBER = 100  # characters, and the greatest power of ten: what is longer is no answer to a school problem
 
 _CHARACTERS = str.maketrans(
@@ -28,9 +28,9 @@ _CHARACTERS = str.maketrans(
 )
 _COMMANDS = (  # LaTeX that dresses a number without changing it; any other command makes it unreadable
     "boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|left|right|displaystyle|large|Large|bf|rm|"
-    "quad|qquad|circ|degree|pounds|euro|dollar|big|Big"
+    "quad|qquad|circ|degree|pounds|euro|dollar|big|Big|underline|dots|ldots"
 )
-_FRACTION = re.compile(r"([0-9])?\s?\\[dt]?frac\s?(?:\{([^{}]{1,60})\}\s?\{([^{}]{1,60})\}|([0-9])\s?([0-9]))")
+_FRACTION = re.compile(r"([0-9])?\s?\\[cdt]?frac\s?(?:\{([^{}]{1,60})\}\s?\{([^{}]{1,60})\}|([0-9])\s?([0-9]))")
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in (
@@ -44,10 +44,10 @@ _REWRITES = [
         (r"\^ ?\{?\\circ(?![A-Za-z])\}?", " "),
         (rf"\\(?:{_COMMANDS})(?![A-Za-z])", " "),
         (r"[{}]", " "),
-        (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
         (r"-[$€£¥₹]", "-"),
         (r"[$€£¥₹]", " "),
         (r" {2,}", " "),
+        (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
     )
 ]
 _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)[\s:*(\[]*", re.IGNORECASE)
@@ -78,7 +78,7 @@ def parse_number(text: str) -> Fraction | None:
     text = plain_text(text).rpartition("=")[2].strip()
     text = re.sub(r"^([-+]) ", r"\1", text)
     found = list(_NUMBER_IN_TEXT.finditer(text))
-    if len(found) != 1 or re.search(r"[\\√π^]", text.replace(found[0][0], "")):
+    if len(found) != 1 or re.search(r"[\\√π^<>≤≥²³]", text.replace(found[0][0], "")):
         return None
     return _value(found[0])
 
@@ -125,7 +125,9 @@ def hash_answers(text: str) -> list[str]:
         plain = plain_text(rest).strip()
         match = _NUMBER_IN_TEXT.match(re.sub(r"^([-+]) ", r"\1", plain))
         if match and "\\boxed" not in rest and not re.match(r"[.):] ?\w", plain[match.end() :]):
-            answers.append(match[0])
+            sum_of = re.match(r"[-+*/() 0-9.,]*=(?=[^=]*$)", plain)  # before the 42 of "6 * 7 = 42"
+            last = sum_of and _NUMBER_IN_TEXT.match(plain[sum_of.end() :].strip())
+            answers.append((last or match)[0])
     return answers
 
 
@@ -142,7 +144,8 @@ def extract_answer(text: str) -> str | None:
     plain = plain_text(text)
     for match in reversed(list(_ANSWER_IS.finditer(plain))):
         clause = re.split(r"\n|[.!?](?=\s|$)", plain[match.end() : match.end() + 200], maxsplit=1)[0]
-        if found := _NUMBER_IN_TEXT.search(clause.rpartition("=")[2]):
+        clause = re.sub(r"^([-+]) (?=[0-9.])", r"\1", clause.rpartition("=")[2].strip())
+        if found := _NUMBER_IN_TEXT.search(clause):
             return found[0]
     numbers = deque(_NUMBER_IN_TEXT.finditer(plain), maxlen=1)
     return numbers[0][0] if numbers else None

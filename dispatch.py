@@ -232,7 +232,7 @@ def choose(
     The first call for a kind measures, which takes up to a minute or two; the others read the file.
     """
     kind, room = kind_of(model, prompt_lengths, max_tokens, group_size), ROOM * memory.at_hand()
-    row_counts = [rows] if rows else [count for count in ROW_COUNTS if count < 2 * most_rows]
+    row_counts = [rows] if rows else [n for n in ROW_COUNTS if n < max(2 * most_rows, ROW_COUNTS[0] + 1)]
     try:
         path = store_path()
     except RuntimeError:

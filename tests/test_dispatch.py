@@ -199,6 +199,11 @@ def test_what_was_measured_once_is_remembered(model, timed, store):
     assert dispatch.choose(model, [30], **WORK)[0] == chosen and len(timed.calls) == 2 * num_timed
 
 
+@pytest.mark.parametrize("most_rows", [1, 2, 3])
+def test_work_of_fewer_rows_than_are_ever_tried_takes_the_least(model, timed, most_rows):
+    assert dispatch.choose(model, [30], **WORK | {"most_rows": most_rows})[0].rows == 4
+
+
 def test_larger_work_adds_to_what_was_measured_for_smaller(model, timed):
     dispatch.choose(model, [30], **WORK | {"most_rows": 9})
     assert [rows for rows, _ in timed.calls] == [4, 8, 16]

@@ -324,6 +324,8 @@ def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | P
     adapter: a directory of mlx_lm's layout whose weights are merged in. ValueError names what is wrong.
     """
     if str(path_or_id).startswith("random:"):
+        if adapter is not None:
+            raise ValueError(f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of")
         return random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
     directory = hub.find(path_or_id)
     model, tokenizer = load_model(directory, dtype, adapter), hub.load_tokenizer(directory)

@@ -353,7 +353,7 @@ def rollout(
     with tqdm(total=num_rows, desc=describe, unit="row", leave=False, disable=None) as progress:
         while waiting:
             # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
-            most_prompts = max((2 if refill else 1) * size.rows // group_size, 1)
+            most_prompts = max((2 if refill and size.rows > 1 else 1) * size.rows // group_size, 1)
             prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]
             lost = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
             num_lost, failed = sum(map(len, lost.values())), False
@@ -449,6 +449,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
         if not 0 <= args.seed < 1 << 64:
             raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
+        for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
+            if text is not None:
+                tasks.check_text(flag, text)
         name, why = gwen.choose_model(args.model)
         model, tokenizer = gwen.load(name, adapter=args.adapter)
         prompts = tasks.render(

@@ -328,6 +328,20 @@ def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatc
         assert size.rows == expected
 
 
+def test_where_memory_suffices_for_one_prompt_at_a_time_no_more_are_prefilled_together(model, monkeypatch):
+    prefill = sampler.prefill
+
+    def small(model, prompts, pad):
+        if len(prompts) > 1:
+            raise RuntimeError(NO_MEMORY)
+        return prefill(model, prompts, pad)
+
+    expected = roll(model, prompts=[[5, 9], [7, 1], [4, 4]], group_size=1)
+    monkeypatch.setattr(sampler, "prefill", small)
+    ours = roll(model, prompts=[[5, 9], [7, 1], [4, 4]], group_size=1)
+    assert mx.array_equal(ours.completion_ids, expected.completion_ids)
+
+
 def test_memory_that_does_not_suffice_for_one_row_is_one_line(model, monkeypatch):
     def never(*args):
         raise RuntimeError(NO_MEMORY)

@@ -351,6 +351,8 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     for name, low in lowest.items():
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
+    if args.seed >= 1 << 64:
+        raise ValueError(f"--seed is {args.seed}; it must be below 2^64")
     if not (math.isfinite(args.temp) and args.temp >= 0):
         raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
     if args.lengths:

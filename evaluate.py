@@ -86,7 +86,8 @@ def evaluate(
     Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
     """
     begin = time.perf_counter()
-    problems = task.held_out[:limit]
+    num = min(limit or len(task.held_out), len(task.held_out))
+    problems = [task.held_out[place * len(task.held_out) // num] for place in range(num)]  # of all categories
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
     prompts = tasks.render(
@@ -186,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--task", help="demo, values or gsm8k (default: demo with the demo model, else values)")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
     parser.add_argument("--columns", help="names of the data's columns, as prompt=question,answer=answer")
-    parser.add_argument("--limit", type=int, help="only the first N problems")
+    parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument(
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
             for fresh in grader.cache.take_fresh():
                 log.write({"step": 0} | fresh)
         if args.out:
-            args.out.write_text("".join(json.dumps(detail) + "\n" for detail in details))
+            args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:
         telemetry.fail(error)
 

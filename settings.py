@@ -128,7 +128,7 @@ class Config:
     judge_timeout: float = _flag(60.0, judge.HELP["timeout"], low=1e-3, high=1e6)
     judge_retries: int = _flag(5, judge.HELP["retries"], low=0, high=100)
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
-    eval_limit: int = _flag(0, "most held-out problems; 0 takes all", low=0)
+    eval_limit: int = _flag(0, "most held-out problems, evenly spread over them; 0 takes all", low=0)
     save_every: int = _flag(20, "steps between checkpoints", low=1)
     seed: int = _flag(0, "of prompts, sampling and adapters", low=0)
 
@@ -189,8 +189,6 @@ def make_task(config: Config) -> tasks.Task:
         rubrics.load_rubric(rubric_path)
     if config.eval_every and not task.held_out:
         raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
-    if task.verifier is not None and all(example.get("answer") is None for example in task.held_out):
-        task = task._replace(verifier=None, metric="score")  # a user's data without answers has no accuracy
     return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path)
 
 

@@ -67,10 +67,15 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     train, test = split_examples(prepare(data, columns)) if data is not None else ([], [])
     if held_out is not None:
         test = prepare(held_out, columns)
+        if any(example.get("split") is not None for example in test):
+            test = split_examples(test)[1]
         seen = {_key(example) for example in test}
         train = [example for example in train if _key(example) not in seen]
     if data is not None and not train:
         raise ValueError(f"--data {data} leaves no prompt to train on, all are held out; add prompts")
+    answers, verifier = [example.get("answer") for example in test], task.verifier
+    if verifier is not None and not any(verifier(completions=[str(a) for a in answers], answer=answers)):
+        task = task._replace(verifier=None, metric="score")  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test)
 
 
@@ -253,7 +258,8 @@ def demo_examples(held_out: bool, num: int, seed: int = 0) -> list[Example]:
 
 def demo_correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
     """1 where the last number that the completion names is the answer, else 0."""
-    return [float(numbers_in(text)[-1:] == numbers_in(right)) for text, right in zip(completions, answer, strict=True)]
+    named = [(numbers_in(text)[-1:], numbers_in(str(right))) for text, right in zip(completions, answer, strict=True)]
+    return [float(len(last) == 1 and last == right) for last, right in named]
 
 
 def _demo_bundled() -> "Sides":
@@ -441,6 +447,7 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Rows by the header's names; an empty cell is a missing value, a row of another length an error."""
     rows = csv.reader(io.StringIO(_text(spec, content), newline=""), strict=True)
     header: list[str] | None = None
+    csv.field_size_limit(2**31 - 1)  # a cell may be a document; the module's own limit is 131,072 characters
     try:
         for row in filter(None, rows):
             where = f"line {rows.line_num}"
@@ -532,10 +539,10 @@ def _checked(example: Example) -> Example:
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt {_short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
     else:
-        _check_text("prompt", prompt)
+        check_text("prompt", prompt)
     for name in ("system", "category"):
         if example.get(name) is not None:
-            _check_text(name, example[name])
+            check_text(name, example[name])
     if example.get("system") is not None and not isinstance(prompt, str) and prompt[0]["role"] == "system":
         raise ValueError("both a system column and a system message in prompt; keep one of them")
     return example | {"prompt": prompt}
@@ -552,13 +559,14 @@ def _messages(prompt: list[Any]) -> list[dict[str, str]]:
         if message["role"] not in (("system", "user", "assistant") if place == 0 else ("user", "assistant")):
             fix = "use user and assistant, and system only for the first message"
             raise ValueError(f"{where} has role {_short(message['role'])}; {fix}")
-        _check_text(f"content of {where}", message["content"])
+        check_text(f"content of {where}", message["content"])
     if prompt[-1]["role"] != "user":
         raise ValueError(f"the last message of prompt is the {prompt[-1]['role']}'s; it must be the user's")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
-def _check_text(name: str, text: Any) -> None:
+def check_text(name: str, text: Any) -> None:
+    """Raises ValueError, by `name`, for what is no text that a tokenizer takes."""
     if not isinstance(text, str):
         raise ValueError(f"{name} {_short(text)} is a {type(text).__name__}; it must be a string")
     if not text.strip():

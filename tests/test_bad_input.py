@@ -422,6 +422,12 @@ def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, 
         (sampler.main, "", "the following arguments are required: --prompt"),
         (sampler.main, "--promt hi", "are required: --prompt"),
         (sampler.main, "--prompt=", "--prompt: '' is empty"),
+        (sampler.main, "--prompt \udcff", "--prompt .* holds half of a surrogate pair"),
+        (
+            sampler.main,
+            "--prompt hi --model random:2m --adapter {at}/adapter",
+            "adapter is of another model than random:2m",
+        ),
         (sampler.main, "--prompt hi --num 0", "--num is 0; it must be at least 1"),
         (sampler.main, "--prompt hi --num many", "--num: not a whole number: 'many'"),
         (sampler.main, "--prompt hi --max-tokens -1", "--max-tokens is -1; it must be at least 1"),
@@ -482,18 +488,14 @@ def test_a_mistake_in_the_flags_of_another_command_is_one_line_and_writes_nothin
     assert contents(mistakes) == before
 
 
-@pytest.mark.parametrize(
-    ("data", "pattern"),
-    [("long_test.jsonl", "held-out prompt 2, .* has 12.. tokens"), ("questions.jsonl", "correct needs 'answer'")],
-)
-def test_an_evaluation_that_cannot_be_made_ends_before_it_decodes(mistakes, capsys, monkeypatch, data, pattern):
+def test_an_evaluation_that_cannot_be_made_ends_before_it_decodes(mistakes, capsys, monkeypatch):
     monkeypatch.setattr(sampler, "rollout", lambda *_, **__: pytest.fail("it decoded"))
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(["--model", "demo", "--data", str(mistakes / data)])
+        evaluate.main(["--model", "demo", "--data", str(mistakes / "long_test.jsonl")])
     assert ended.value.code == 2
     first, rest = capsys.readouterr().err.split("\n", 1)
     assert first == "model: demo, as asked; task: demo"
-    checked_line(rest, pattern)
+    checked_line(rest, "held-out prompt 1, .* has 12.. tokens")
 
 
 def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, capsys, monkeypatch):

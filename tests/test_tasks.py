@@ -92,8 +92,33 @@ def test_a_column_split_decides_what_is_held_out(tmp_path):
     assert [e["prompt"] for e in task.train] == ["a", "c"] and [e["prompt"] for e in task.held_out] == ["b"]
     path.write_text("prompt,split\na,train\nb,held-out\n")
     assert "'held-out'" in message_of(tasks.load, "values", data=str(path))
+    path.write_text("prompt,split\na,train\nb,test\nc,train\n")
+    assert [e["prompt"] for e in tasks.load("values", held_out=str(path)).held_out] == ["b"]  # as an evaluation asks
     path.write_text("prompt,split\na,test\n")
     assert "leaves no prompt to train on" in message_of(tasks.load, "values", data=str(path))
+
+
+@pytest.mark.parametrize(
+    ("answers", "metric"), [(["White", "Black"], "score"), ([5, "six"], "accuracy"), ([None, "5"], "accuracy")]
+)
+def test_answers_that_the_demo_cannot_read_give_no_accuracy(tmp_path, answers, metric):
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": f"{n}?", "answer": answer, "split": "test"} for n, answer in enumerate(answers)]
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "x", "answer": "1", "split": "train"}])
+    )
+    task = tasks.load("demo", data=str(path))
+    assert task.metric == metric and (task.verifier is None) == (metric == "score")
+
+
+def test_a_completion_without_a_number_is_never_right():
+    assert tasks.demo_correct(["", "White.", "five", "5"], answer=["White", "White", 5, "five"]) == [0, 0, 1, 1]
+
+
+def test_a_cell_of_a_csv_may_be_a_document(tmp_path):
+    path = tmp_path / "long.csv"
+    path.write_text(f"prompt,answer\n{'word ' * 40_000},1\n")
+    assert len(tasks.load("values", held_out=str(path)).held_out[0]["prompt"]) >= 199_999
 
 
 # ---- values
@@ -148,6 +173,17 @@ SCORED = [  # completion, reference, whether it is right
     ("#### $1,234", "1234", True),
     ("#### -7", "-7", True),
     ("#### 42\nI had 43 before", "42", True),
+    ("#### 6 * 7 = 42", "42", True),
+    ("#### 6 * 7 = 42", "6", False),
+    ("#### 42 (as x = 3)", "42", True),
+    ("The answer is - 18", "-18", True),
+    ("The answer is - 18", "18", False),
+    ("\\boxed{18 \\text{ trillion}}", "18", False),
+    ("\\boxed{<18}", "18", False),
+    ("\\boxed{18²}", "18", False),
+    ("\\boxed{18\\text{ cm} ^2}", "18", True),
+    ("\\boxed{\\underline{18}}", "18", True),
+    ("\\boxed{\\cfrac{3}{4}}", "0.75", True),
     ("#### 1. First step\n2 + 3 is 5. The answer is 5", "5", True),
     ("#### Step 1: add\nThe answer is 5", "5", True),
     ("The answer is 42.", "42", True),

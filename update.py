@@ -27,6 +27,7 @@ from settings import Config
 # what a step measures, as means over its counted tokens; `_max` is the largest
 MEASURED = ("kl", "clip_frac", "entropy", "gap", "gap_max", "trust", "trust_max", "over_cap")
 MOST_FAILURES = 3  # updates in a row that may fail for a reason that no loss scale mends
+NO_CHOICE = 1e-4  # nats; a token of less entropy, as one that --top-p leaves alone, may have a gradient of 0
 
 
 class Learner:
@@ -218,7 +219,7 @@ def objective(
         "trust": trust.sum(),
         "trust_max": trust.max(),
         "over_cap": (trust > config.mismatch_cap).sum(),
-        "signal": (mx.abs(advantages)[:, None] * weights).sum(),
+        "signal": (mx.abs(advantages)[:, None] * weights * (entropy > NO_CHOICE)).sum(),
     }
     return loss * learner.loss_scale.value, logprobs, sums
 
@@ -255,7 +256,8 @@ def step(
     if overflow:
         count_failure(learner, measured["loss"])
     else:
-        proving = prove_gradients(learner, grads) if lr and measured["signal"] else {}
+        provable = lr and measured["signal"] and not measured["clip_frac"]  # what the clip removes is rightly 0
+        proving = prove_gradients(learner, grads) if provable else {}
         before = {name: learner.trainable[name] for name in proving}
         learner.whole, learner.failures = False, 0
         learner.optimizer.learning_rate = lr

@@ -549,6 +549,23 @@ def test_every_tensor_of_a_good_run_is_proved_in_its_first_two_updates(tmp_path)
         assert not run.learner.unproved
 
 
+def test_a_gradient_that_the_clip_has_removed_is_no_reason_to_stop_and_is_looked_at_in_the_next_update(tmp_path):
+    """In the second epoch every sequence is past a range as narrow as GSPO's; A has its first gradient after it."""
+    gspo = ("--loss", "grpo", "--level", "sequence", "--clip-low", "3e-4", "--clip-high", "4e-4")
+    run = make_run(tmp_path, *gspo, "--epochs-per-rollout", "2", "--warmup-steps", "0")
+    better = mx.array([1.0, -1.0] * 6)
+    assert update_once(run, advantages=better).means["clip_frac"] > 0
+    assert run.learner.unproved == {name for name in run.learner.trainable if name.endswith("lora_a")}
+    update_once(run, advantages=better)
+    assert not run.learner.unproved
+
+
+def test_tokens_without_an_alternative_have_no_gradient_and_are_no_reason_to_stop(tmp_path):
+    run = make_run(tmp_path, "--top-p", "1e-6")
+    assert update_once(run).grad_norm == 0
+    assert run.learner.unproved == set(run.learner.trainable)
+
+
 def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
     """A norm's weights are near 1, where float32 cannot tell 1e-10 apart."""
     run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-10", "--warmup-steps", "0")

@@ -8,6 +8,7 @@ algorithm, which is in the files that use them.
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import reprlib
 import time
@@ -352,10 +353,40 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def choose_run_dir(config: Config, asked: str | None) -> Path:
-    """Where a new run will be recorded. ValueError when something is there already."""
+    """Where a new run is to be recorded. ValueError when something is there that was asked for."""
     path = Path(asked or Path("runs") / f"{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"--run-dir {path} exists; give another, or --resume it")
+    if asked and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(_exists(path))
+    return path
+
+
+def _exists(path: Path) -> str:
+    return f"--run-dir {path} exists; give another, or --resume it"
+
+
+def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
+    """
+    Makes the directory of a new run, with its settings; the run that creates `config.yaml` has it, and no other.
+
+    A name that was not asked for and that a run of the same second has already is followed by -2, -3 and so on.
+    ValueError when the one that was asked for is taken, and when it cannot be written.
+    """
+    for number in itertools.count(1):
+        path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "config.yaml").touch(exist_ok=False)
+            break
+        except FileExistsError as error:
+            if asked:
+                raise ValueError(_exists(path)) from error
+        except OSError as error:
+            raise ValueError(_unwritable(path, error)) from error
+    try:
+        write(config, path)
+    except ValueError:
+        (path / "config.yaml").unlink(missing_ok=True)  # so that the same name can be asked for again
+        raise
     return path
 
 
@@ -369,13 +400,14 @@ def as_yaml(config: Config) -> str:
 
 
 def write(config: Config, run_dir: Path) -> None:
-    """Makes the run directory, with `config.yaml` and `env.json`. ValueError when it cannot be written."""
+    """Writes `config.yaml` and `env.json` of a run. ValueError when they cannot be written."""
     environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         telemetry.replace_text(run_dir / "config.yaml", as_yaml(config))
         telemetry.replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
-        raise ValueError(
-            f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
-        ) from error
+        raise ValueError(_unwritable(run_dir, error)) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> str:
+    return f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"

@@ -526,7 +526,11 @@ def main(argv: list[str] | None = None) -> None:
         if state:
             run.restore(state)
             del state  # it would hold the old masters as long as the run lasts
-        settings.write(config, run_dir)  # only now that everything is loaded: a mistake leaves no directory behind
+        # only now that everything is loaded: a mistake leaves no directory behind
+        if args.resume:
+            settings.write(config, run_dir)
+        else:
+            run_dir = run.dir = settings.make_run_dir(config, run_dir, args.run_dir)
         run.open()
         print(
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True

@@ -651,6 +651,49 @@ def test_a_run_directory_that_exists_is_not_touched(run, capsys):
     assert contents(run) == before
 
 
+@pytest.fixture
+def overtaken(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
+    """The command, while whose model is loaded another run with the same flags begins and ends."""
+    make = train.Run
+
+    def main(flags: list[Any]) -> None:
+        def slowly(*args: Any) -> train.Run:
+            monkeypatch.setattr(train, "Run", make)
+            train.main([str(flag) for flag in flags])
+            return make(*args)
+
+        monkeypatch.setattr(train, "Run", slowly)
+        train.main([str(flag) for flag in flags])
+
+    return main
+
+
+def test_two_runs_of_one_second_have_a_directory_each(tmp_path, monkeypatch, overtaken):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(settings.time, "strftime", lambda _: "now")
+    overtaken(SMALL)
+    overtaken(SMALL)
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert [run.name for run in runs] == ["demo-now", "demo-now-2", "demo-now-3", "demo-now-4"]
+    assert all(len((run / "metrics.jsonl").read_text().splitlines()) == 1 for run in runs)
+    assert all((run / "adapter" / "adapters.safetensors").is_file() for run in runs)
+
+
+def test_a_run_directory_that_another_run_has_taken_meanwhile_is_not_touched(tmp_path, capsys, overtaken):
+    run = tmp_path / "run"
+    refused(capsys, overtaken, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert yaml.safe_load((run / "config.yaml").read_text())["batch"] == 2
+
+
+def test_a_run_whose_settings_do_not_fit_on_the_disk_leaves_its_directory_free(tmp_path):
+    flags = [*SMALL, "--run-dir", tmp_path / "run"]
+    done = command("train.py", *flags, preexec_fn=limited(100))
+    assert done.returncode == 2
+    checked_line(done.stderr, f"the run directory {tmp_path / 'run'} cannot be written .*; make room there")
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_a_run_directory_that_cannot_be_made_is_named(run, capsys):
     below = run / "config.yaml" / "new"
     refused(capsys, train.main, [*SMALL, "--run-dir", below], f"{below} cannot be written .*; .*choose another")

@@ -336,8 +336,9 @@ class Run:
         update.install(self.model, learner.trainable)
 
     def save(self) -> None:
-        checkpoint.save(self.dir, self.state())
-        checkpoint.save_adapter(self.model, self.dir / "adapter")
+        state = self.state()
+        checkpoint.save_adapter(self.model, self.dir / "adapter")  # first: a run with its last checkpoint is finished
+        checkpoint.save(self.dir, state)
 
     def end_step(self) -> None:
         """From here on the run may be saved again; a Ctrl-C that came meanwhile takes effect."""

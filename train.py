@@ -548,12 +548,12 @@ def main(argv: list[str] | None = None) -> None:
 @contextlib.contextmanager
 def _stoppable(run: Run) -> Any:
     """
-    Ctrl-C, or a reward that fails, saves the run as it was after its last whole step and says how to go on.
+    Ctrl-C, a reward that fails or memory that runs out saves the run as it was after its last whole step and says how
+    to go on.
 
     No copy of that state is kept, which would take as much memory as the state. While a step makes its changes, Ctrl-C
     waits for its end; a second one does not, and leaves the newest checkpoint.
     """
-    go_on = f"go on with: uv run train.py --resume {run.dir}"
 
     def on_ctrl_c(*_: Any) -> None:
         if run.learner.whole or run.stopping:
@@ -564,26 +564,33 @@ def _stoppable(run: Run) -> Any:
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         yield
-    except (KeyboardInterrupt, ValueError) as error:
-        what = f"{error}; " if isinstance(error, ValueError) else ""
+    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:  # the last two: no memory
+        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
         if run.learner.whole:
             run.save()
-            said = f"{what}saved after step {run.step}, {go_on}" if what else f"stopped after step {run.step}; {go_on}"
+            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
+            said += _go_on(run)
         else:
-            said = f"{what}step {run.step + 1} is lost; {_newest(run)}, {go_on}"
+            said = f"{what}step {run.step + 1} is lost; {_newest(run)}"
         if what:
             raise ValueError(said) from error
         print(f"\n{said}", file=sys.stderr)
         sys.exit(130)
     except OSError as error:  # the disk is full, or gone
-        raise OSError(f"{error}; {_newest(run)}, make room and {go_on}") from error
+        raise OSError(f"{error}; {_newest(run, 'make room and ')}") from error
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _newest(run: Run) -> str:
-    last = [path.name for path in checkpoint.saved(run.dir)][-1:]
-    return f"{last[0]} is whole" if last else f"nothing was saved in {run.dir}"
+def _go_on(run: Run) -> str:
+    return f"go on with: uv run train.py --resume {run.dir}"
+
+
+def _newest(run: Run, first: str = "") -> str:
+    """What a run that stopped inside a step has left, and how to go on from there, or to begin again."""
+    if saved := checkpoint.saved(run.dir):
+        return f"{saved[-1].name} is whole, {first}{_go_on(run)}"
+    return f"nothing was saved in {run.dir}, {first}remove it, then start again"
 
 
 if __name__ == "__main__":

@@ -431,6 +431,67 @@ def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_
     assert checkpoint.load(run).step == 2
 
 
+def failing_run(tmp_path, monkeypatch, capsys, name, which, error, saves=1):
+    """The run directory and the last line that was said, when the `which`-th call of a function raises."""
+    calls, original = [], getattr(*name)
+
+    def failing(*args, **settings):
+        calls.append(1)
+        if len(calls) == which:
+            raise error
+        return original(*args, **settings)
+
+    flags = ["--steps", "4", "--eval-every", "0", "--save-every", str(saves), "--epochs-per-rollout", "2"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
+        patch.setattr(*name, failing)
+        train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
+    assert exit_.value.code == 2
+    return tmp_path / "run", capsys.readouterr().err.splitlines()[-1]
+
+
+NO_MEMORY = RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, MemoryError("Unable to allocate 9 GiB")], ids=["MLX", "numpy"])
+@pytest.mark.parametrize(
+    ("name", "which", "step"),
+    [((sampler, "rollout"), 3, 2), ((update, "accumulate"), 5, 2), ((train, "reward_completions"), 1, 0)],
+    ids=["rollout", "update", "first"],
+)
+def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_loses_no_step(
+    tmp_path, monkeypatch, capsys, name, which, step, error
+):
+    run, said = failing_run(tmp_path, monkeypatch, capsys, name, which, error, saves=4)
+    assert said == f"error: {error}; saved after step {step}, go on with: uv run train.py --resume {run}"
+    assert checkpoint.load(run).step == step
+    train.main(["--resume", str(run)])
+    assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "accumulate"), 6, NO_MEMORY)
+    assert said.startswith(f"error: {NO_MEMORY}; step 3 is lost; step-000002 is whole, go on with: uv run train.py")
+    assert checkpoint.load(run).step == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "error", "said"),
+    [
+        ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, remove it, then start again"),
+        ((update, "prove_change"), 1, ValueError("no"), "nothing was saved in {}, remove it, then start again"),
+        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and remove it, then start"),
+    ],
+    ids=["memory", "proof", "disk"],
+)
+def test_a_run_that_fails_before_anything_was_saved_is_not_told_to_go_on(
+    tmp_path, monkeypatch, capsys, name, which, error, said
+):
+    run, line = failing_run(tmp_path, monkeypatch, capsys, name, which, error)
+    assert said.format(run) in line and "--resume" not in line
+
+
 def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monkeypatch, capsys):
     seen, report, clip = [], train.Run.report, optim.clip_grad_norm
     monkeypatch.setattr(train.Run, "report", lambda *a: seen.append(1) or report(*a))

@@ -24,8 +24,9 @@ import sampler
 from micro_batch import MicroBatch, completion_hidden
 from settings import Config
 
+MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # the policy before the update against the sampler
 # what a step measures, as means over its counted tokens; `_max` is the largest
-MEASURED = ("kl", "clip_frac", "entropy", "gap", "gap_max", "trust", "trust_max", "over_cap")
+MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
 MOST_FAILURES = 3  # updates in a row that may fail for a reason that no loss scale mends
 NO_CHOICE = 1e-4  # nats; a token of less entropy, as one that --top-p leaves alone, may have a gradient of 0
 
@@ -124,7 +125,7 @@ class UpdateResult(NamedTuple):
     lr: float
     skipped: int  # steps whose gradient was not finite, so that they changed nothing
     pad_frac: float  # of the positions that went through the model
-    means: dict[str, float]  # over the counted tokens; `_max` is the largest
+    means: dict[str, float]  # over the counted tokens; `_max` is the largest; of MISMATCH in the first step alone
 
 
 def update(
@@ -159,7 +160,7 @@ def update(
         old = [new if held is None else held for held, new in zip(old, logprobs, strict=True)]
         steps.append(measured)
     num_positions = sum(batch.num_positions for batch in batches)
-    merged = {name: [measured[name] for measured in steps] for name in steps[0]}
+    merged = {name: [one[name] for one in (steps[:1] if name in MISMATCH else steps)] for name in steps[0]}
     return UpdateResult(
         loss=sum(merged["loss"]) / len(steps),
         grad_norm=sum(merged["grad_norm"]) / len(steps),
@@ -167,8 +168,8 @@ def update(
         skipped=int(sum(merged["skipped"])),
         pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions,
         means={
-            name: max(merged[name]) if name.endswith("_max") else sum(merged[name]) / len(steps) / targets.num_items
-            for name in MEASURED
+            name: max(values) if name.endswith("_max") else sum(values) / len(values) / targets.num_items
+            for name, values in ((name, merged[name]) for name in MEASURED)
         },
     )
 
@@ -207,7 +208,7 @@ def objective(
     )
     if config.entropy_coef:
         loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
-    trust = grpo.importance_ratio(old_logprobs, sampled, mask, "token") * mask
+    trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
     gap = mx.abs(logprobs - sampled) * mask
     sums = {
         "loss": loss,

@@ -275,6 +275,23 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         assert distance(singly("original", *SAMPLER)) > 1e-3
 
 
+@pytest.mark.parametrize("flags", [(), ("--epochs-per-rollout", "4"), SAMPLER, (*SAMPLER, "--epochs-per-rollout", "4")])
+def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(tmp_path, flags):
+    run = make_run(tmp_path, "--lr", "0.02", "--warmup-steps", "0", "--mismatch-cap", "1.2", *flags)
+    _, rows, rollout = sample(run)
+    shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
+    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
+    batches = micro_batch.micro_batches(rows, rollout, 150)
+    logprobs, _ = whole_step(run, batches, rollout.mask.shape)
+    gap = np.array(logprobs - rollout.logprobs, np.float64)[np.array(rollout.mask) > 0]
+    means = update.update(run.learner, batches, rollout, mx.array([1.0, -1.0] * 6), None, 0.02).means
+    assert means["gap"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
+    assert means["gap_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
+    assert means["trust"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
+    assert means["trust_max"] == pytest.approx(np.exp(gap).max(), abs=1e-4)
+    assert means["over_cap"] == pytest.approx((np.exp(gap) > 1.2).mean())
+
+
 def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
     results = []

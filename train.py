@@ -135,9 +135,20 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> mx.ar
     """Advantages of the chosen groups, numbered through all draws, (B, G) float32."""
     if config.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
-        return grpo.decoupled_advantages(mx.array(parts, mx.float32), draws[0].rewards.weights)
+        return grpo.decoupled_advantages(without_offset(parts, parts[..., :1]), draws[0].rewards.weights)
     rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
-    return grpo.group_advantages(mx.array(rewards, mx.float32), config.scale_rewards, config.advantage)
+    across = config.advantage == "reinforce" or config.scale_rewards == "batch"  # groups are compared with each other
+    offset = rewards[0, 0] if across else rewards[:, :1]
+    return grpo.group_advantages(without_offset(rewards, offset), config.scale_rewards, config.advantage)
+
+
+def without_offset(rewards: np.ndarray, offset: np.ndarray) -> mx.array:
+    """
+    float64 rewards less what they have in common, float32, which would round 1.7e9 + 1 to 1.7e9.
+
+    Whole thousands (of 1,024) are taken away, so that rewards below that stay bit for bit what they are.
+    """
+    return mx.array(rewards - np.trunc(offset / 1024) * 1024, mx.float32)
 
 
 def has_signal(advantages: mx.array) -> np.ndarray:

@@ -140,6 +140,45 @@ def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_pat
     np.testing.assert_allclose([line["advantage"] for line in lines], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--advantage", "rloo", "--scale-rewards", "none"),
+        ("--scale-rewards", "batch"),
+        ("--advantage", "reinforce", "--scale-rewards", "none"),
+        ("--advantage", "reinforce", "--scale-rewards", "batch"),
+        ("--combine-rewards", "normalize"),
+    ],
+    ids=" ".join,
+)
+def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_is(flags):
+    """float32 has steps of 128 at 1.7e9, seconds since 1970."""
+    config, rng = make_config(*flags), np.random.default_rng(0)
+
+    def advantages(parts):
+        draws = [
+            train.Draw([], [], None, train.Rewards(some.sum(0), some.sum(0), some, [1.0, 1.0], {}, None, []))
+            for some in np.split(parts, 2, axis=1)
+        ]
+        return np.array(train.advantages_of(config, draws, [0, 2, 3, 5]))
+
+    parts = rng.integers(0, 40, (2, 6, 4)).astype(float)
+    parts[:, 2] = 7
+    plain = advantages(parts)
+    assert (np.abs(plain[[0, 2, 3]]) > 0.01).any(axis=1).all() and ((plain[1] == 0).all() or "reinforce" in flags)
+    for offset in (1.7e9, -1.7e9, 1e14):
+        np.testing.assert_allclose(advantages(parts + offset), plain, atol=1e-5)
+    parts = rng.normal(0, 1, (2, 6, 4))
+    total = mx.array(parts.sum(0)[[0, 2, 3, 5]], mx.float32)
+    expected = (
+        grpo.decoupled_advantages(mx.array(parts[:, [0, 2, 3, 5]], mx.float32), [1.0, 1.0])
+        if config.combine_rewards == "normalize"
+        else grpo.group_advantages(total, config.scale_rewards, config.advantage)
+    )
+    np.testing.assert_array_equal(advantages(parts), np.array(expected))
+
+
 CORRECT_ONLY = ("--reward-weights", "rubric=0")  # right or wrong: many groups are equal
 
 

@@ -683,8 +683,8 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
     for row, value in enumerate(rewards):
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array of no axes
         number: Any = value if isinstance(value, Real) else float("nan")
-        if not abs(number) < 1e300:  # so written, it refuses nan, and integers too large for a float
-            raise ValueError(f"reward {name} gave {_short(value)} for row {row}; return a finite number")
+        if not abs(number) < 1e15:  # so written, it refuses nan; the square of more overflows float32
+            raise ValueError(f"reward {name} gave {_short(value)} for row {row}; return a finite number below 1e15")
         checked.append(float(number))
     return checked
 

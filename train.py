@@ -216,6 +216,9 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
         judgement = run.judge.score([tasks.prompt_text(prompt) for prompt in prompts], completions)
         components["rubric"] = judgement.rewards
     weights = [task.reward_weights[name] for name in components]
+    for (name, values), weight in zip(components.items(), weights, strict=True):
+        if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
+            raise ValueError(f"reward {name} times its weight {weight:g} passes 1e15; lower it with --reward-weights")
     parts = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     # no BLAS, whose roundings may depend on the place: what is equal must stay equal
     total = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))

@@ -91,6 +91,8 @@ def raises(completions, **_): raise RuntimeError("no\\nway")
 def exits(completions, **_): raise SystemExit(0)
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def infinite(completions, **_): return [float("inf")] * len(completions)
+def huge(completions, **_): return [-1e30] * len(completions)
+def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(completions))]
 def too_few(completions, **_): return [1.0]
 def words(completions, **_): return ["good"] * len(completions)
 def nothing(completions, **_): pass
@@ -563,6 +565,7 @@ def test_help_is_no_mistake(capsys):
         ("late", "reward late raised TimeoutError: nobody answers"),
         ("not_a_number", "reward not_a_number gave nan for row 0; return a finite number"),
         ("infinite", "reward infinite gave inf for row 0"),
+        ("huge", r"reward huge gave -1e\+30 for row 0; return a finite number below 1e15"),
         ("too_few", "reward too_few gave 1 values for 4 completions"),
         ("words", "reward words gave 'good' for row 0"),
         ("nothing", "reward nothing gave None, not a list"),
@@ -581,6 +584,16 @@ def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_on
     train.main(["--resume", str(run)])
     assert "step 1/1 | " in capsys.readouterr().out
     assert checkpoint.load(run).step == 1
+
+
+def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_by_its_weight(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:largest", "--reward-weights"]
+    train.main([*flags, "rubric=0", "--run-dir", str(tmp_path / "run")])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["advantage"] for line in lines] == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
+    pattern = r"reward largest times its weight 2 passes 1e15; lower it with --reward-weights; saved after step 0"
+    refused(capsys, train.main, [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"], pattern)
 
 
 def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_time(tmp_path, capsys):

@@ -339,6 +339,11 @@ def _check_objective(config: Config) -> None:
         raise ValueError(f"--delta is {config.delta}; it must be more than 1 + --clip-high, {1 + config.clip_high:g}")
     if config.mismatch != "off" and config.old_logprobs == "sampler":
         raise ValueError("--mismatch compares the trainer's old policy with the sampler's; set --old-logprobs step")
+    if config.mismatch.endswith("mask") and config.mismatch_cap <= 1:
+        raise ValueError(
+            f"--mismatch-cap is {config.mismatch_cap:g}; --mismatch {config.mismatch} would leave out "
+            "tokens for their rounding alone: more than 1, usually 2 or 3"
+        )
 
 
 def _is_a(value: Any, kind: Any) -> bool:

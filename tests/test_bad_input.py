@@ -218,6 +218,11 @@ FLAGS: list[tuple[str, str]] = [
     ("--mismatch clip", "--mismatch: .*'clip' .*token_truncate"),
     ("--mismatch-cap 0.5", "--mismatch-cap is 0.5; it must be at least 1"),
     (
+        "--mismatch token_mask --mismatch-cap 1",
+        "--mismatch-cap is 1; --mismatch token_mask would leave out .* rounding",
+    ),
+    ("--mismatch sequence_mask --mismatch-cap 1.0", "--mismatch-cap is 1; --mismatch sequence_mask would leave out"),
+    (
         "--mismatch token_mask --old-logprobs sampler",
         "--mismatch compares the trainer's old policy .*--old-logprobs step",
     ),

@@ -64,7 +64,7 @@ class Config:
     top_k: int = _flag(0, "most likely tokens kept; 0 keeps all", low=0)
     min_p: float = _flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
     thinking: bool = _flag(False, "let models that can think before they answer")
-    steps: int = _flag(100, "optimizer steps", low=1)
+    steps: int = _flag(100, "rollouts, each with --epochs-per-rollout optimizer steps", low=1)
     lr: float = _flag(1e-4, "peak learning rate", low=0)
     lr_schedule: str = _flag("cosine", "after the warm-up", choices=("cosine", "constant"))
     warmup_steps: int = _flag(5, "steps of linear warm-up", low=0)
@@ -196,7 +196,9 @@ def make_task(config: Config) -> tasks.Task:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags of a command line; those that are settings are None where they were not given."""
     parser = telemetry.Parser("train.py", str(__doc__).split("\n")[1])
-    parser.add_argument("--config", metavar="FILE", help="recipe; a run's `config.yaml` repeats it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="recipe, instead of the task's; a run's `config.yaml` repeats it"
+    )
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="prints every setting as YAML and ends")
     parser.add_argument("--resume", metavar="DIR", help="goes on with the run in DIR from its newest checkpoint")

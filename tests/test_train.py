@@ -657,6 +657,14 @@ def test_a_run_s_config_repeats_the_run(tmp_path):
     assert printed.stdout == (tmp_path / "one/config.yaml").read_text()
 
 
+def test_a_recipe_that_is_given_takes_the_place_of_the_task_s_and_its_gaps_have_the_defaults(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: demo\ntask: demo\nsteps: 7")
+    ours, _ = settings.resolve({"batch": 2}, str(tmp_path / "mine.yaml"), None)
+    usual, default = make_config(), settings.Config()
+    assert (ours.steps, ours.batch, ours.lr, ours.max_tokens) == (7, 2, default.lr, default.max_tokens)
+    assert usual.lr != default.lr and usual.steps not in (7, default.steps)
+
+
 def test_a_run_never_trains_on_its_evaluation_problems():
     for name in ("demo", "values"):
         task = tasks.load(name)

@@ -37,6 +37,7 @@ import grpo
 import gwen
 import judge
 import lora
+import memory
 import preflight
 import sampler
 import settings
@@ -578,7 +579,7 @@ def _stoppable(run: Run) -> Any:
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         yield
-    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:  # the last two: no memory
+    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
         if run.learner.whole:
             run.save()
@@ -586,9 +587,11 @@ def _stoppable(run: Run) -> Any:
             said += _go_on(run)
         else:
             said = f"{what}step {run.step + 1} is lost; {_newest(run)}"
-        if what:
+        if isinstance(error, ValueError) or memory.is_out_of_memory(error):
             raise ValueError(said) from error
         print(f"\n{said}", file=sys.stderr)
+        if what:  # a mistake of ours or of MLX's, to be seen whole
+            raise
         sys.exit(130)
     except OSError as error:  # the disk is full, or gone
         raise OSError(f"{error}; {_newest(run, 'make room and ')}") from error

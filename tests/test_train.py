@@ -507,6 +507,17 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_an_error_that_is_not_about_memory_is_seen_whole_and_loses_no_step(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(train, "reward_completions", broken)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        train.main([*SMALL, "--steps", "2", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    assert "saved after step 0, go on with: uv run train.py --resume" in capsys.readouterr().err
+    assert checkpoint.load(tmp_path / "run").step == 0
+
+
 def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_checkpoint(
     tmp_path, monkeypatch, capsys
 ):

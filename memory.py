@@ -36,7 +36,7 @@ def _available() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """
     Whether an error of MLX or numpy says that memory ran out; MLX's Metal, CUDA and CPU backends do so in words.
 

@@ -46,7 +46,7 @@ class Config:
     data: str = _flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")
     columns: str = _flag("", "names of the data's columns, as prompt=question,answer=answer")
     rubric: str = _flag("", "rubric YAML, instead of the task's")
-    reward: list[str] = _flag(list, "reward functions FILE.py:fn, instead of the task's", nargs="+")
+    reward: list[str] = _flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
     reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
     batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
     groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
@@ -160,6 +160,8 @@ def make_task(config: Config) -> tasks.Task:
     task = tasks.load(config.task, data=config.data or None, columns=config.columns or None)
     if config.rubric:
         task = task._replace(rubric=Path(config.rubric))
+    elif config.reward and "rubric" not in config.reward_weights:
+        task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
     if config.reward:
         loaded = [tasks.load_reward(spec) for spec in config.reward]
         rewards = dict(loaded)

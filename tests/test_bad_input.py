@@ -641,6 +641,28 @@ def test_a_run_on_a_users_own_rewards_is_evaluated_by_the_verifier_where_the_dat
     assert all(isinstance(record[key], float) for record in records)
 
 
+@pytest.mark.parametrize(
+    ("flags", "weights"),
+    [
+        ("--task demo", {"correct": 1, "rubric": 0.5}),
+        ("--task demo --reward {at}/rewards.py:good", {"good": 1}),
+        ("--task values --reward {at}/rewards.py:good length:9", {"good": 1, "length": 1}),
+        ("--task values --reward {at}/rewards.py:good --rubric {at}/good_rubric.yaml", {"good": 1, "rubric": 1}),
+        ("--task demo --reward {at}/rewards.py:good --reward-weights rubric=2", {"good": 1, "rubric": 2}),
+        ("--task demo --reward {at}/rewards.py:good --reward-weights good=2", {"good": 2}),
+        ("--task demo --rubric {at}/good_rubric.yaml", {"correct": 1, "rubric": 0.5}),
+    ],
+)
+def test_a_users_own_rewards_stand_instead_of_all_of_the_tasks_the_rubric_too_unless_it_is_named(
+    mistakes, flags, weights
+):
+    given = vars(settings.parse(["--model", "demo", *flags.format(at=mistakes).split()]))
+    named = {field.name for field in dataclasses.fields(settings.Config)}
+    config, _ = settings.resolve({k: v for k, v in given.items() if k in named and v is not None}, None, None)
+    task = settings.make_task(config)
+    assert task.reward_weights == weights and (task.rubric is not None) == ("rubric" in weights)
+
+
 # ---- run directories, checkpoints and disks
 
 

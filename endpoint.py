@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 Messages = list[dict[str, str]]
-BUSY = {408, 409, 425, 429, 500, 502, 503, 504}  # status codes that a later try may not meet
+BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes that a later try may not meet; proxies have made up many
 LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 LONGEST_REPLY = 2**24  # bytes; a server that sends more is no judge
 
@@ -42,7 +42,7 @@ class Endpoint:
     The server at `url` ("http://host:port/v1"), asked for its model `model`.
 
     concurrency: requests at once. timeout: seconds for one try. retries: tries after the first, each after a pause
-    twice as long as the last, or as long as the server says. key: sent as a bearer token, and to no other host.
+    twice as long as the last, or longer where the server says so. key: sent as a bearer token, and to no other host.
     Raises ValueError when the URL is none.
     """
 
@@ -113,12 +113,11 @@ class Endpoint:
                     raise ValueError(f"--judge-url {self.url} refused a request ({problem})") from error
                 asked_for = _seconds(error.headers.get("Retry-After"))
             except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out
-                problem, asked_for = str(error) or type(error).__name__, None
+                problem, asked_for = str(error) or type(error).__name__, 0.0
             if not left or stop.is_set():
                 break
             # a random share, so that requests that failed together do not come back together
-            wait = asked_for if asked_for is not None else pause * random.uniform(0.5, 1.0)
-            stop.wait(min(wait, LONGEST_WAIT))
+            stop.wait(min(max(asked_for, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
             pause *= 2
         raise ValueError(
             f"--judge-url {self.url} did not answer after {self.retries + 1} tries ({problem:.300}); is it running?"
@@ -135,6 +134,8 @@ class Endpoint:
                 content += part
                 if len(content) > LONGEST_REPLY or time.monotonic() - begin > self.timeout:
                     raise TimeoutError(f"no whole reply within {self.timeout:g} s and {LONGEST_REPLY} bytes")
+            if response.length:  # what is still to come of the Content-Length
+                raise ConnectionError(f"the reply was cut off, {response.length} bytes before its end")
         return _reply(content, self.url)
 
 
@@ -161,6 +162,6 @@ def _said(error: urllib.error.HTTPError) -> str:
     return " ".join(text.split())[:300] or error.reason
 
 
-def _seconds(retry_after: str | None) -> float | None:
-    """Seconds of a Retry-After header; None where it is missing or a date."""
-    return float(retry_after) if retry_after and re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else None
+def _seconds(retry_after: str | None) -> float:
+    """Seconds of a Retry-After header; 0 where it is missing or a date."""
+    return float(retry_after) if retry_after and re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else 0.0

@@ -359,6 +359,8 @@ class RemoteJudge(Grader):
         if self.mode == "decode":
             score = rubrics.read_score(reply.text)
             return score, float(not math.isnan(score))
+        if not reply.first and not reply.text:  # the judge ended at once, or a filter took what it said
+            return math.nan, 0.0
         if not reply.first:
             raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
         by_score = np.zeros(6)

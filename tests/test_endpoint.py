@@ -42,7 +42,8 @@ class Server:
                     self.send_response(status)
                     for name, value in headers.items():
                         self.send_header(name, value)
-                    self.send_header("Content-Length", str(len(content.encode())))
+                    if "Content-Length" not in headers:
+                        self.send_header("Content-Length", str(len(content.encode())))
                     self.end_headers()
                     self.wfile.write(content.encode())
                 except OSError:  # the client gave up
@@ -112,7 +113,7 @@ def test_replies_keep_their_order_and_no_more_requests_run_at_once_than_allowed(
     assert len(server.requests) == 12
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
+@pytest.mark.parametrize("status", [408, 429, 500, 529])
 def test_a_busy_server_is_asked_again_after_pauses_that_double(serve, status):
     times = []
 
@@ -131,6 +132,23 @@ def test_the_server_says_how_long_to_wait(serve):
     begin = time.monotonic()
     ask(make(server))
     assert 0.5 <= time.monotonic() - begin < 3
+
+
+def test_a_server_that_says_to_wait_no_time_is_given_the_usual_pauses(serve):
+    server = serve(lambda number, _: (200, completion("5"), {}) if number == 2 else (429, "", {"Retry-After": "0"}))
+    begin = time.monotonic()
+    ask(make(server, first_pause=0.2))
+    assert 0.1 + 0.2 <= time.monotonic() - begin < 3
+
+
+def test_a_reply_that_is_cut_off_is_asked_for_again(serve):
+    def answer(number, _):
+        return 200, completion("5"), {} if number else {"Content-Length": "1000", "Connection": "close"}
+
+    server = serve(answer)
+    assert ask(make(server))[0].text == "5" and len(server.requests) == 2
+    with pytest.raises(ValueError, match=r"after 1 tries \(the reply was cut off, 9\d\d bytes before its end\)"):
+        ask(make(serve(lambda *_: answer(0, None)), retries=0))
 
 
 def test_retries_are_counted_and_then_the_failure_is_said_in_one_line(serve):

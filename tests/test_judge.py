@@ -574,6 +574,13 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
     assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
+def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_score(no_proxy):
+    server = Server(lambda number, _: (200, completion("4", [("4", -0.01)]) if number else completion(""), {}))
+    judged = remote(server.url, concurrency=1).score(["Add one and two."], ["Three."])
+    server.close()
+    np.testing.assert_array_equal(judged.scores, [[np.nan, 4, 4]])
+
+
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     server = Server(lambda *_: (403, "no", {}))

@@ -6,6 +6,7 @@ What is left out: streaming, tools, and what the messages say. Standard library 
 
 import http.client
 import json
+import queue
 import random
 import re
 import threading
@@ -14,7 +15,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 Messages = list[dict[str, str]]
@@ -80,14 +80,31 @@ class Endpoint:
         still fails after all retries; then no further request is sent.
         """
         stop = threading.Event()
-        with ThreadPoolExecutor(self.concurrency, "judge") as pool:
-            asked = [pool.submit(self._ask, c, max_tokens, top_logprobs, thinking, stop) for c in conversations]
-            try:
-                for future in asked:
-                    yield future.result()
-            finally:  # a refused request, or Ctrl-C: nobody waits for the others
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+        todo = iter(list(enumerate(conversations)))  # a list's iterator gives each item to one thread
+        done: queue.SimpleQueue[tuple[int, Reply | Exception]] = queue.SimpleQueue()
+
+        def work() -> None:
+            while not stop.is_set() and (item := next(todo, None)):
+                try:
+                    done.put((item[0], self._ask(item[1], max_tokens, top_logprobs, thinking, stop)))
+                except Exception as error:
+                    done.put((item[0], error))
+                    stop.set()
+
+        early: dict[int, Reply] = {}
+        try:
+            for _ in range(min(self.concurrency, len(conversations))):
+                # no executor: it waits for its threads, which may wait for the server, even when the program ends
+                threading.Thread(target=work, name="judge", daemon=True).start()
+            for place in range(len(conversations)):
+                while place not in early:
+                    number, reply = done.get()
+                    if isinstance(reply, Exception):
+                        raise reply
+                    early[number] = reply
+                yield early.pop(place)
+        finally:  # a refused request, or Ctrl-C: nobody waits for the others
+            stop.set()
 
     def _ask(
         self, messages: Messages, max_tokens: int, top_logprobs: int, thinking: bool, stop: threading.Event

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -183,6 +186,38 @@ def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
     with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
         ask(make(server, concurrency=1), [HELLO] * 50)
     assert len(server.requests) < 10
+
+
+def test_a_refusal_does_not_wait_for_the_slow_requests_beside_it(serve):
+    ended = threading.Event()
+
+    def answer(number, _):
+        if number:
+            return 401, "no such key", {}
+        ended.wait(20)
+        return 200, completion("5"), {}
+
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="status 401"):
+        ask(make(serve(answer), concurrency=2, timeout=30.0), [HELLO] * 4)
+    assert time.monotonic() - begin < 5
+    ended.set()
+
+
+def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
+    ended = threading.Event()
+    server = serve(lambda *_: ended.wait(20) and (200, completion("5"), {}))
+    program = f"import endpoint; list(endpoint.Endpoint({server.url!r}, 'tiny').chat([[]] * 9, max_tokens=1))"
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    while server.running < 8:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=5)
+    finally:
+        process.kill()
+        ended.set()
+    assert said.endswith("KeyboardInterrupt\n") and len(server.requests) == 8
 
 
 def test_a_redirect_is_refused_so_that_the_key_goes_nowhere_else(serve):

@@ -133,14 +133,11 @@ class Judge(Grader):
         context, room = self.model.config.max_position_embeddings, 0
         if self.mode == "decode":
             room = REPLY_TOKENS + self.think
+        self._check_room(questions, context - room)
         lengths = [len(questions[prompt]) + len(ids) for (prompt, _), ids in zip(pairs, answers, strict=True)]
         own = [tail[self.prompts.num_common :] for tail in self.prompts.tails]
-        longest = len(self.prompts.head) + max(lengths) + max(map(len, own)) + room
-        if longest > context:
-            raise ValueError(
-                f"a judge's prompt has {longest} tokens, its context is {context}; shorten the completions"
-            )
-        done = np.zeros(found.scores.shape, bool)
+        done = len(self.prompts.head) + np.add.outer(lengths, [len(ids) for ids in own]) + room > context
+        found.said[done] = f"(nothing, as the answer does not fit into its context of {context} tokens)"
         self._num_tokens = 0
         with lora.disabled(self.model), tqdm(total=done.size, desc="judge", leave=False, disable=None) as progress:
 
@@ -166,6 +163,23 @@ class Judge(Grader):
                     break
                 self._shrink()  # here, where the exception no longer holds the arrays of the frames that it left
         return found._replace(num_tokens=self._num_tokens)
+
+    def _check_room(self, questions: dict[str, list[int]], room: int) -> None:
+        """ValueError where a prompt would be too long without any answer; an answer that is too long is unreadable."""
+        head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
+        prompt = max(questions, key=lambda prompt: len(questions[prompt]))
+        if (length := head + len(questions[prompt]) + max(tails)) > room:
+            parts = {
+                "the rubric's preamble": head,
+                f"the question {prompt[:60]!r}": len(questions[prompt]),
+                f"the criterion {self.rubric.criteria[int(np.argmax(tails))].name!r}": max(tails),
+                "--judge-think": self.think,
+            }
+            longest = max(parts, key=lambda part: parts[part])
+            raise ValueError(
+                f"a judge's prompt has {length} tokens before any answer, and its context has room for {room}; "
+                f"the longest part is {longest} with {parts[longest]}, shorten it"
+            )
 
     def _root(self) -> TreeCache:
         """The preamble's cache, made once for as long as the weights are the same."""

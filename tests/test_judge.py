@@ -273,9 +273,42 @@ def test_each_prompt_and_each_completion_is_tokenized_once(demo, monkeypatch):
     assert sorted(seen) == ["Add one and two.", "One.", "Three.", "Two."]
 
 
-def test_a_prompt_that_is_longer_than_the_judge_s_context_is_refused(demo):
-    with pytest.raises(ValueError, match="tokens, its context is 1024; shorten the completions"):
-        judge.Judge(*demo, RUBRIC).score(["Add one and two."], ["three " * 1000])
+@pytest.mark.parametrize("mode", judge.MODES)
+def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_and_no_other(demo, mode, capsys):
+    grader = judge.Judge(*demo, UNEVEN, mode=mode, min_mass=1e-9)
+    prompt, room = "Add one and two.", judge.REPLY_TOKENS if mode == "decode" else 0
+    shortest = 1024 - room - max(map(len, grader.prompts(prompt, "")))  # words of the longest answer that fits
+    completions = ["Three.", *(" one" * num for num in range(shortest - 1, shortest + 25, 3)), " one" * 2000]
+    sizes = np.array([[len(ids) + room for ids in grader.prompts(prompt, text)] for text in completions])
+    assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {(True,) * 3, (True, False, True), (False,) * 3}
+    judged = grader.evaluate([(prompt, text) for text in completions])
+    assert (
+        (judged.said == "(nothing, as the answer does not fit into its context of 1024 tokens)") == (sizes > 1024)
+    ).all()
+    assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
+    if mode == "logits":
+        assert not np.isnan(judged.scores[sizes <= 1024]).any()
+    alone = grader.evaluate([(prompt, "Three.")])
+    np.testing.assert_allclose(judged.scores[0], alone.scores[0], atol=1e-4)
+    assert np.isnan(grader.score([prompt], [completions[-1]]).rewards).all()
+    assert "does not fit into its context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("question", "criterion", "preamble", "said"),
+    [
+        ("seven " * 1000, "Right?", "Grade.", "the question 'seven seven"),
+        ("Add one and two.", "seven " * 1000, "Grade.", "the criterion 'long'"),
+        ("Add one and two.", "Right?", "seven " * 1000, "the rubric's preamble"),
+    ],
+)
+def test_what_leaves_no_room_for_any_answer_is_refused_by_name(demo, question, criterion, preamble, said):
+    criteria = [rubrics.Criterion("short", 1.0, "Kind?"), rubrics.Criterion("long", 1.0, criterion)]
+    with pytest.raises(ValueError, match=f"tokens before any answer, .* for 1024; the longest part is {said}") as error:
+        judge.Judge(*demo, rubrics.Rubric(preamble, criteria)).score(["Two?", question], ["Three.", "Four."])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    with pytest.raises(ValueError, match="the longest part is --judge-think with 2000"):
+        judge.Judge(*demo, RUBRIC, mode="decode", think=2000).score(["Two?"], ["Three."])
 
 
 def test_batches_hold_little_padding_and_no_more_rows_than_allowed():

@@ -461,12 +461,12 @@ def make(
 
 
 def chunk_size_of_environment() -> int | None:
-    """What `RUBRIC_JUDGE_BATCH_SIZE` says, None where it is not set. ValueError when it is no size."""
+    """What `RUBRIC_JUDGE_BATCH_SIZE` says, None where it is not set or empty. ValueError when it is no size."""
     text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE")
-    if text is None:
+    if not text:
         return None
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number of at least 1")
+        raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number from 1 to 999999999")
     return int(text)
 
 

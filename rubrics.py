@@ -7,6 +7,7 @@ every token once and what is judged cannot close its section or speak in another
 Axes: N completions, J criteria.
 """
 
+import difflib
 import re
 import reprlib
 from pathlib import Path
@@ -41,6 +42,20 @@ class Rubric(NamedTuple):
     criteria: list[Criterion]
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key stands twice: where a list's dash is forgotten, the later entry would replace the other."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    problem = f"the key {key.value!r:.60} stands twice in one entry"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add((key.tag, str(key.value)))
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(path: str | Path, where: str) -> Any:
     """What a user's YAML file holds. ValueError, beginning with `where`, when it cannot be read or is not YAML."""
     try:
@@ -48,7 +63,7 @@ def load_yaml(path: str | Path, where: str) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"{where} cannot be read: {error}") from error
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -67,6 +82,9 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
     if isinstance(source, (str, Path)):
         where = f"--rubric {source}"
         held = load_yaml(source, where)
+    if isinstance(held, dict) and (unknown := [key for key in held if key not in ("preamble", "criteria")]):
+        near = difflib.get_close_matches(str(unknown[0])[:40], ("preamble", "criteria"), 1, 0.0)[0]
+        raise ValueError(f"{where}: unknown key {reprlib.repr(unknown[0])}; did you mean {near!r}?")
     if not isinstance(held, dict) or not isinstance(held.get("criteria"), list) or not held["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     criteria = []
@@ -78,8 +96,12 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
         if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:  # so written, it refuses nan
             problem = f"criterion {number} has weight {reprlib.repr(weight)}"
             raise ValueError(f"{where}: {problem}; it must be a number other than 0, below a million")
-        if not all(isinstance(entry[key], str) and entry[key].strip() for key in ("name", "text")):
-            raise ValueError(f"{where}: criterion {number} needs a name and a text that are not empty")
+        for key in ("name", "text"):
+            if isinstance(entry[key], (bool, int, float)):
+                problem = f"criterion {number} has the {key} {entry[key]!r:.60}, which YAML reads as no text"
+                raise ValueError(f"{where}: {problem}; put it in quotes")
+            if not isinstance(entry[key], str) or not entry[key].strip():
+                raise ValueError(f"{where}: criterion {number} needs a name and a text that are not empty")
         criteria.append(Criterion(entry["name"], float(weight), entry["text"]))
     if len({criterion.name for criterion in criteria}) < len(criteria):
         raise ValueError(f"{where}: two criteria have the same name")

@@ -187,7 +187,13 @@ def make_task(config: Config) -> tasks.Task:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
     # what is wrong with a reward or a rubric is said here, before a model is loaded
     for name, reward in rewards.items():
-        tasks.reward_columns(name, reward, tasks.reward_arguments(task.train))
+        try:
+            tasks.reward_columns(name, reward, tasks.reward_arguments(task.train))
+        except ValueError as error:
+            if config.reward:
+                raise
+            way = "give --reward, or --task values for a rubric alone"  # the user may never have named this reward
+            raise ValueError(f"{error}; {name} is a reward of --task {config.task}: {way}") from error
     if rubric_path is not None:
         rubrics.load_rubric(rubric_path)
     if config.eval_every and not task.held_out:

@@ -136,6 +136,12 @@ TEXTS = {
     "empty_criteria.yaml": "criteria: []",
     "no_text.yaml": "criteria: [{name: kind, weight: 1}]",
     "preamble.yaml": yaml.safe_dump({"preamble": 5, "criteria": [CRITERION]}),
+    "no_dash.yaml": "criteria:\n- name: kind\n  weight: 1\n  text: Is it kind?\n  name: short\n  text: Is it short?",
+    "misspelt.yaml": yaml.safe_dump({"preambel": "Grade it.", "criteria": [CRITERION]}),
+    "number_text.yaml": yaml.safe_dump({"criteria": [CRITERION | {"text": 7}]}),
+    **{f"name{n}.yaml": f"criteria: [{{name: {name}, weight: 1, text: Nice}}]" for n, name in enumerate(
+        ["1", "yes", "2.5"])},
+    "key_twice.yaml": "batch: 8\ngroups: 4\nbatch: 9",
     "twice.yaml": yaml.safe_dump({"criteria": [CRITERION, CRITERION]}),
     "good_rubric.yaml": yaml.safe_dump({"criteria": [CRITERION]}),
     "rewards.py": REWARDS,
@@ -282,7 +288,8 @@ DATA: list[tuple[str, str]] = [
     ("latin.jsonl", "latin.jsonl, line 2: byte 0xe9 is not UTF-8"),
     ("long.jsonl --reward {at}/rewards.py:good", "training prompt 1, .* has 12.. tokens; .*context of 1024"),
     ("long_test.jsonl --reward {at}/rewards.py:good --eval-every 1", "held-out prompt 1, .* has 12.. tokens;"),
-    ("questions.jsonl", "reward correct needs 'answer', which is no column of the data"),
+    ("questions.jsonl", "reward correct needs 'answer', which is no column .*; correct is a reward of --task demo: "),
+    ("questions.jsonl --rubric {at}/good_rubric.yaml", "--task demo: give --reward, or --task values for a rubric"),
 ]
 MODELS: list[tuple[str, str]] = [
     ("no_such_directory", "no_such_directory: no such directory, and no hub id"),
@@ -317,6 +324,11 @@ RUBRICS: list[tuple[str, str]] = [
     ("no_text.yaml", "no_text.yaml: criterion 1 is .*it needs exactly name, weight and text"),
     ("preamble.yaml", "the preamble is 5, not a text"),
     ("twice.yaml", "two criteria have the same name"),
+    ("no_dash.yaml", "no_dash.yaml is not YAML, line 5: the key 'name' stands twice in one entry; correct it"),
+    ("misspelt.yaml", "misspelt.yaml: unknown key 'preambel'; did you mean 'preamble'?"),
+    *((f"name{n}.yaml", f"criterion 1 has the name {name}, which YAML reads as no text; put it in quotes")
+      for n, name in enumerate(["1", "True", "2.5"])),
+    ("number_text.yaml", "criterion 1 has the text 7, which YAML reads as no text; put it in quotes"),
     *((f"weight{n}.yaml", f"criterion 1 has weight {w}.*; it must be a number")
       for n, w in enumerate(["0", "nan", "inf", "'heavy'", "True", "1000"])),
 ]  # fmt: skip
@@ -328,7 +340,7 @@ REWARD_FILES: list[tuple[str, str]] = [
     ("{at}/rewards.py:number", "number is of type int, not a function"),
     ("{at}/syntax.py:fn", "importing syntax.py failed, SyntaxError"),
     ("{at}/imports.py:fn", "importing imports.py failed, ModuleNotFoundError: No module named 'no_such_module'"),
-    ("{at}/rewards.py:wants_more", "reward wants_more needs 'colour', which is no column of the data"),
+    ("{at}/rewards.py:wants_more", "reward wants_more needs 'colour', which is no column of the data; it has [^;]*$"),
     ("{at}/rewards.py:good {at}/rewards.py:good", "two rewards have the same name"),
     ("lenght:50", "'lenght:50' is not FILE.py:function"),
     ("length:0", "'length:0' is not length:<target>, with positive whole numbers"),
@@ -343,6 +355,7 @@ RECIPES: list[tuple[str, str]] = [
     ("deep.yaml", "deep.yaml is not YAML: "),
     ("none.yaml", "none.yaml holds no settings"),
     ("words.yaml", "words.yaml holds no settings"),
+    ("key_twice.yaml", "key_twice.yaml is not YAML, line 3: the key 'batch' stands twice"),
     *((f"recipe{n}.yaml", pattern) for n, pattern in enumerate([
         "unknown setting 'bach'; did you mean 'batch'", "--batch is 'eight'; it must be a whole number",
         "--batch is 2.5; it must be a whole number", "--batch is True; it must be a whole number",
@@ -408,7 +421,10 @@ def test_a_hub_dataset_out_of_reach_is_one_line(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "values"),
-    [("RUBRIC_JUDGE_BATCH_SIZE", ["", "0", "-3", "x", "1.5", "٣"]), ("GWEN_DTYPE", ["", "int4", "float", "16"])],
+    [
+        ("RUBRIC_JUDGE_BATCH_SIZE", [" ", "0", "-3", "x", "1.5", "٣", "999999999999"]),
+        ("GWEN_DTYPE", ["", "int4", "float", "16"]),
+    ],
 )
 def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, capsys, variable, values):
     for value in values:
@@ -416,8 +432,15 @@ def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, 
         flags = [*SMALL, "--run-dir", tmp_path / "run"]
         line = refused(capsys, train.main, flags, f"{variable}={value!r}")
         assert line == refused(capsys, evaluate.main, ["--model", "demo", "--limit", "1"], variable)
-        assert ("at least 1" if variable.startswith("RUBRIC") else "float16, bfloat16, float32") in line
+        assert ("from 1 to 999999999" if variable.startswith("RUBRIC") else "float16, bfloat16, float32") in line
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
+    monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "")
+    assert judge.chunk_size_of_environment() is None
+    monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
+    assert judge.chunk_size_of_environment() == 7
 
 
 # ---- mistakes of the other commands
@@ -811,7 +834,7 @@ def test_a_damaged_record_of_a_checkpoint_counts_as_damage(run, capsys, change):
     [
         ("lora_rank: 16", "lora_rank: 8", "the checkpoint's tensors are not those of this configuration"),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
-        ("steps: 3", "steps: 4\nmodel: /nowhere/at/all", "/nowhere/at/all: no such directory"),
+        ("model: demo", "model: /nowhere/at/all", "/nowhere/at/all: no such directory"),
         ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
     ],
 )

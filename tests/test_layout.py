@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,8 +48,27 @@ FLOORS = {
     "bench_rollout_vllm_mlx": 9,
     "bench_step": 9,
 }
-MODULES = sorted(ROOT.glob("*.py"))
-PROGRAMS = [*MODULES, *sorted((ROOT / "demo").glob("*.py"))]
+
+
+def files_of(root: Path) -> list[Path]:
+    """What git tracks, as a user's own mine.py keeps no rules; where there is no git, all but runs and caches."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True).stdout.split("\0")
+    except OSError:
+        listed = []
+    tracked = [root / name for name in listed if name and (root / name).is_file()]
+    return sorted(tracked or (path for path in root.rglob("*") if path.is_file() and not is_left_out(path, root)))
+
+
+def is_left_out(path: Path, root: Path) -> bool:
+    """Whether a file is in a directory that git ignores or that is hidden."""
+    directories = path.relative_to(root).parts[:-1]
+    return any(name in ("runs", "__pycache__") or (name.startswith(".") and name != ".ci") for name in directories)
+
+
+FILES = files_of(ROOT)
+MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
+PROGRAMS = [path for path in FILES if path.suffix == ".py" and path.parent in (ROOT, ROOT / "demo")]
 
 
 def path_id(path: Path) -> str:
@@ -189,20 +209,26 @@ def test_no_file_mentions_the_workshop_or_a_registry():
         r"npmjs\." + "org",
     ]
     forbidden = re.compile("|".join(workshop + hosts))
-    skipped = {"runs", "__pycache__"}
     found = []
-    for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        if (
-            any(part in skipped or (part.startswith(".") and part != ".ci") for part in parts[:-1])
-            or not path.is_file()
-        ):
-            continue
+    for path in FILES:
         if (
             path.suffix in {".py", ".md", ".toml", ".yaml", ".yml"}
-            or parts[0] == ".ci"
+            or path.parent.name == ".ci"
             or path.name in ("LICENSE", ".gitignore")
         ):
             text = path.read_text(encoding="utf-8")
             found += [f"{path_id(path)}: {match.group()}" for match in forbidden.finditer(text)]
     assert not found, found
+
+
+def test_what_a_user_puts_beside_the_modules_is_none_of_them_where_git_knows(tmp_path):
+    (tmp_path / "module.py").touch()
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "kept.py").touch()
+    assert files_of(tmp_path) == [tmp_path / "mine.py", tmp_path / "module.py"]
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    for arguments in (["init"], ["add", "module.py"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
+    assert files_of(tmp_path) == [tmp_path / "module.py"]

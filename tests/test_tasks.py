@@ -302,11 +302,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
 def test_a_hostile_completion_takes_bounded_time(text):
-    begin = time.perf_counter()
+    begin = time.process_time()  # seconds of this process, whatever else the machine does
     tasks.gsm8k_correct(completions=[text], answer=["42"])
     tasks.gsm8k_format(completions=[text])
     tasks.parse_number(text)
-    assert time.perf_counter() - begin < 2, "300,000 characters, a hundred times what a model writes"
+    assert time.process_time() - begin < 2, "300,000 characters, a hundred times what a model writes"
 
 
 @fuzz

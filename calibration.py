@@ -6,6 +6,7 @@ Labels in, a table out; no judge is known here.
 
 import json
 import math
+import re
 import reprlib
 from pathlib import Path
 from typing import NamedTuple
@@ -28,11 +29,13 @@ def load_labels(path: str | Path, rubric: rubrics.Rubric) -> list[Label]:
     """The labels of a JSONL file. ValueError names the line that is none."""
     names = [criterion.name for criterion in rubric.criteria]
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a JSON string may hold other line separators
     except (OSError, ValueError) as error:
         raise ValueError(f"--labels {path} cannot be read: {error}") from error
     labels = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         where = f"--labels {path}, line {number}"
         try:
             held = json.loads(line)
@@ -40,6 +43,8 @@ def load_labels(path: str | Path, rubric: rubrics.Rubric) -> list[Label]:
             raise ValueError(f"{where}: not JSON: {error}") from error
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in Label._fields[:3]):
             raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
+        if re.search("[\ud800-\udfff]", held["prompt"] + held["completion"]):
+            raise ValueError(f"{where}: it holds half of a surrogate pair, which is no character; remove it")
         if held["criterion"] not in names:
             raise ValueError(f"{where}: criterion {held['criterion']!r:.60}; the rubric's are {', '.join(names)}")
         if type(held.get("score")) is not int or not 1 <= held["score"] <= 5:

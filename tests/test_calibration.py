@@ -1,5 +1,7 @@
 """A judge's scores against labels: numbers worked out by hand, and files that are none."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,10 @@ def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_sca
             '{"prompt": "q", "completion": "a", "criterion": "beauty", "score": 3}',
             "criterion 'beauty'; the rubric's are",
         ),
+        (
+            '{"prompt": "q", "completion": "a \\ud800", "criterion": "scrutiny", "score": 3}',
+            "line 2: it holds half of a surrogate pair",
+        ),
         ('{"prompt": "q", "completion": "a", "criterion": "scrutiny", "score": 6}', "score 6; it must be"),
         ('{"prompt": "q", "completion": "a", "criterion": "scrutiny", "score": true}', "score True; it must be"),
     ],
@@ -66,6 +72,14 @@ def test_a_line_that_is_no_label_is_named(tmp_path, line, said):
     with pytest.raises(ValueError, match=r"labels\.jsonl") as error:
         calibration.load_labels(path, RUBRIC)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mistakes(tmp_path):
+    held = {"prompt": "q\u2028\x85", "completion": "a\x1d\x0c", "criterion": "curiosity", "score": 3}
+    line = json.dumps(held, ensure_ascii=False)
+    for text in (line, f"{line}\n", f"\n{line}\r\n  \n\n", f"\ufeff{line}\n"):
+        (tmp_path / "labels.jsonl").write_bytes(text.encode())
+        assert [label._asdict() for label in calibration.load_labels(tmp_path / "labels.jsonl", RUBRIC)] == [held]
 
 
 def test_a_file_without_labels_is_refused(tmp_path):

@@ -227,14 +227,16 @@ def digit_of(token: str) -> int | None:
 
 
 _SCORE = re.compile(r"(?<![\w.,/-])[1-5](?![\w/]|[.,]\d)")
-_NOT_A_SCORE = re.compile(r"(?:\s*/\s*|\s+out\s+of\s+)5(?![\w.])|\b1\s*(?:-|\u2013|to)\s*5\b", re.IGNORECASE)
+_NOT_A_SCORE = re.compile(  # of "4 of 5" and "**4** (of 5)" what follows the 4; the 5 in "a score of 5" is one
+    r"(?:\s*/\s*|[\s*(]+out\s+of\s+|(?<=\d)[\s*(]+of\s+)5(?!\w|\.\d)|\b1\s*(?:-|\u2013|to)\s*5\b", re.IGNORECASE
+)
 
 
 def read_score(reply: str) -> float:
     """
     The last standalone digit 1 to 5 of what a judge said after its thoughts; nan where there is none.
 
-    "4/5", "4 out of 5" and "4 on a scale from 1 to 5" say 4; "10", "3.5" and "-1" say nothing.
+    "4/5", "4 out of 5", "4 of 5" and "4 on a scale from 1 to 5" say 4; "10", "3.5" and "-1" say nothing.
     """
     _, closed, after = reply.rpartition("</think>")
     if not closed and "<think>" in reply:

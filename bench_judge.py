@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
@@ -25,6 +26,7 @@ from tqdm import tqdm
 import gwen
 import judge
 import rubrics
+import telemetry
 
 PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3
 
@@ -258,3 +260,7 @@ def benchmark(
         "agreement": share,
         "distinct_tokens": work.num_distinct,
     }
+
+
+if __name__ == "__main__":
+    telemetry.fail("bench_judge.py is no command; give --benchmark-judge to bench_rollout.py")

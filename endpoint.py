@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 Messages = list[dict[str, str]]
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes that a later try may not meet; proxies have made up many
+TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in what vLLM, llama.cpp and OpenAI say
 LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 LONGEST_REPLY = 2**24  # bytes; a server that sends more is no judge
 
@@ -28,6 +29,7 @@ class Reply(NamedTuple):
 
     text: str
     first: dict[str, float]  # log-probabilities of the likeliest first tokens, by their text; empty if none were given
+    problem: str = ""  # why there is no reply to a prompt that is too long for the server's model
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -74,7 +76,7 @@ class Endpoint:
         self, conversations: Sequence[Messages], *, max_tokens: int, top_logprobs: int = 0, thinking: bool = False
     ) -> Iterator[Reply]:
         """
-        The greedy reply to each conversation, in order.
+        The greedy reply to each conversation, in order; an empty one where it is longer than the model's context.
 
         top_logprobs: how many of the likeliest first tokens to ask for. Raises ValueError when a request is refused or
         still fails after all retries; then no further request is sent.
@@ -126,6 +128,8 @@ class Endpoint:
                     self._knows_template = False
                     return self._ask(messages, max_tokens, top_logprobs, thinking, stop)
                 problem = f"status {error.code}: {said}"
+                if error.code in (400, 413) and TOO_LONG.search(said):
+                    return Reply("", {}, problem)
                 if error.code not in BUSY:
                     raise ValueError(f"--judge-url {self.url} refused a request ({problem})") from error
                 asked_for = _seconds(error.headers.get("Retry-After"))

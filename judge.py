@@ -365,7 +365,7 @@ class RemoteJudge(Grader):
         shown = tqdm(replies, total=len(asked), desc="judge", leave=False, disable=None)
         for place, reply in zip(np.ndindex(*found.scores.shape), shown, strict=True):
             found.scores[place], found.mass[place] = self._read(reply)
-            found.said[place] = reply.text
+            found.said[place] = reply.text or reply.problem
         return found
 
     def _read(self, reply: endpoint.Reply) -> tuple[float, float]:

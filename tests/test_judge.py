@@ -614,6 +614,28 @@ def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_sc
     np.testing.assert_array_equal(judged.scores, [[np.nan, 4, 4]])
 
 
+@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize(
+    "said",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens",
+        '{"error": {"code": 400, "message": "the request exceeds the available context size (4096 tokens)"}}',
+        '{"error": {"message": "Too many tokens.", "code": "context_length_exceeded"}}',
+    ],
+)
+def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_no_other(no_proxy, capsys, mode, said):
+    def answer(_, body):
+        if "long" in body["messages"][1]["content"]:
+            return 400, said, {}
+        return 200, completion("4", [("4", -0.01)]), {}
+
+    server = Server(answer)
+    judged = remote(server.url, mode=mode).score(["Add one and two."] * 2, ["long", "Three."])
+    server.close()
+    np.testing.assert_array_equal(judged.scores, [[np.nan] * 3, [4] * 3])
+    assert "status 400" in capsys.readouterr().err
+
+
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     server = Server(lambda *_: (403, "no", {}))

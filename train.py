@@ -115,7 +115,7 @@ class Rewards(NamedTuple):
     """Rewards of one rollout, numpy float64."""
 
     total: np.ndarray  # (B, G); nan where the judge was unreadable
-    filled: np.ndarray  # (B, G); there the group's mean, and 0 in a group without any
+    filled: np.ndarray  # (B, G); there the mean of its group, or of the step (`fill`), and 0 where there is none
     parts: np.ndarray  # (K, B, G), each reward before weighting, filled in the same way
     weights: list[float]  # K
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
@@ -198,7 +198,7 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     """
     Weighted sum of the task's verifiers and the judge, each called once.
 
-    A completion that the judge could not read gets its group's mean, hence no advantage.
+    A completion that the judge could not read gets the mean that it is compared with, hence no advantage.
     """
     config, task = run.config, run.task
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
@@ -224,14 +224,15 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     # no BLAS, whose roundings may depend on the place: what is equal must stay equal
     total = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
     readable = np.isfinite(total)
-    filled = np.stack([fill(part, readable) for part in parts])
-    return Rewards(total, fill(total, readable), filled, weights, components, judgement, completions)
+    axis = None if config.advantage == "reinforce" else 1
+    filled = np.stack([fill(part, readable, axis) for part in parts])
+    return Rewards(total, fill(total, readable, axis), filled, weights, components, judgement, completions)
 
 
-def fill(values: np.ndarray, readable: np.ndarray) -> np.ndarray:
-    """(B, G) with the mean of the group's readable values where one is not, and 0 in a group without any."""
-    mean = np.where(readable, values, 0).sum(1, keepdims=True) / np.maximum(readable.sum(1, keepdims=True), 1)
-    return np.where(readable, values, mean)
+def fill(values: np.ndarray, readable: np.ndarray, axis: int | None) -> np.ndarray:
+    """(B, G) with the mean of the readable values, along `axis` or of all, where one is not, and 0 without any."""
+    total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
+    return np.where(readable, values, total / np.maximum(number, 1))
 
 
 # ---- a run: everything that lasts from step to step, and what it writes

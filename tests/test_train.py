@@ -322,6 +322,11 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     advantages = np.array(grpo.group_advantages(mx.array(rewards.filled, mx.float32)))
     assert advantages[0, 1] == pytest.approx(0, abs=1e-6)
     assert (advantages[2] == 0).all()
+    run.config.advantage, run.config.scale_rewards = "reinforce", "batch"  # there it is the mean of the step
+    rewards = train.reward_completions(run, examples, rollout)
+    np.testing.assert_allclose(rewards.filled.reshape(-1)[[1, 8, 9, 10, 11]], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
+    advantages = np.array(grpo.group_advantages(mx.array(rewards.filled, mx.float32), "batch", "reinforce"))
+    np.testing.assert_allclose(advantages.reshape(-1)[[1, 8, 9, 10, 11]], 0, atol=1e-6)
 
 
 # ---- a run

@@ -37,6 +37,13 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# what may change where a run is resumed: how long it goes on, how often it looks and saves, and the memory it takes
+CHANGEABLE = {
+    *("steps", "save_every", "eval_every", "eval_limit"),
+    *("rollout_batch_size", "train_token_budget", "checkpoint_layers", "judge_chunk_size"),
+}
+
+
 @dataclasses.dataclass
 class Config:
     """Every setting of a run; each field is a flag, and `config.yaml` holds them all."""
@@ -238,15 +245,14 @@ def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) 
     """
     Default < recipe < environment < flag, checked, and a line that says which model was taken and why.
 
-    A resumed run keeps its settings, but for how long it goes on and how often it looks and saves.
+    A resumed run keeps its settings, but for those in CHANGEABLE.
     """
     if resume:
         if config_path:
             raise ValueError(f"--config {config_path} cannot change a resumed run; start a new one")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
-        fixed = flags.keys() - {"steps", "save_every", "eval_every", "eval_limit"}
-        if fixed:
+        if fixed := flags.keys() - CHANGEABLE:
             raise ValueError(f"--{sorted(fixed)[0].replace('_', '-')} cannot change in a resumed run; start a new one")
         config = _checked(load_recipe(Path(resume) / "config.yaml") | flags)
         return config, f"model: {config.model}, as before; task: {config.task}"

@@ -585,9 +585,9 @@ def _stoppable(run: Run) -> Any:
         if run.learner.whole:
             run.save()
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
-            said += _go_on(run)
+            said += _go_on(run, error)
         else:
-            said = f"{what}step {run.step + 1} is lost; {_newest(run)}"
+            said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
         if isinstance(error, ValueError) or memory.is_out_of_memory(error):
             raise ValueError(said) from error
         print(f"\n{said}", file=sys.stderr)
@@ -595,19 +595,22 @@ def _stoppable(run: Run) -> Any:
             raise
         sys.exit(130)
     except OSError as error:  # the disk is full, or gone
-        raise OSError(f"{error}; {_newest(run, 'make room and ')}") from error
+        raise OSError(f"{error}; {_newest(run, error, 'make room and ')}") from error
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _go_on(run: Run) -> str:
-    return f"go on with: uv run train.py --resume {run.dir}"
+def _go_on(run: Run, error: BaseException) -> str:
+    less = (
+        f" --train-token-budget {max(run.config.train_token_budget // 2, 1)}"  # rollouts and judges ask for less alone
+    )
+    return f"go on with: uv run train.py --resume {run.dir}{less if memory.is_out_of_memory(error) else ''}"
 
 
-def _newest(run: Run, first: str = "") -> str:
+def _newest(run: Run, error: BaseException, first: str = "") -> str:
     """What a run that stopped inside a step has left, and how to go on from there, or to begin again."""
     if saved := checkpoint.saved(run.dir):
-        return f"{saved[-1].name} is whole, {first}{_go_on(run)}"
+        return f"{saved[-1].name} is whole, {first}{_go_on(run, error)}"
     return f"nothing was saved in {run.dir}, {first}remove it, then start again"
 
 

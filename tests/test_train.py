@@ -506,9 +506,11 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     tmp_path, monkeypatch, capsys, name, which, step, error
 ):
     run, said = failing_run(tmp_path, monkeypatch, capsys, name, which, error, saves=4)
-    assert said == f"error: {error}; saved after step {step}, go on with: uv run train.py --resume {run}"
+    command = f"uv run train.py --resume {run} --train-token-budget 512"
+    assert said == f"error: {error}; saved after step {step}, go on with: {command}"
     assert checkpoint.load(run).step == step
-    train.main(["--resume", str(run)])
+    train.main(command.split()[3:])
+    assert "train_token_budget: 512\n" in (run / "config.yaml").read_text()
     assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 

@@ -105,7 +105,7 @@ def test_a_negative_advantage_is_bounded_by_delta_alone_from_above():
     "bounds", [{"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0}], ids=str
 )
 def test_on_policy_a_token_has_its_gradient_even_at_a_border_of_the_range(bounds, advantage):
-    """As in PyTorch, and unlike `mx.minimum` and `mx.clip`, which have none where the two sides are equal."""
+    """With `mx.minimum` and `mx.clip` it would have none, in PyTorch half; where the loss is smooth it is all of it."""
     loss = lambda new: grpo.policy_loss(new, mx.zeros((1, 1)), array([advantage]), mx.ones((1, 1)), **bounds)[0]  # noqa: E731
     assert mx.grad(loss)(mx.zeros((1, 1))).item() == -advantage
 

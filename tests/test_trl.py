@@ -112,6 +112,19 @@ def test_loss_and_gradient_equal_trl_s(loss, level):
         np.testing.assert_allclose(np.array(grad), gradient, atol=1e-6, err_msg=str(settings))
 
 
+@pytest.mark.parametrize(
+    "bounds", [{"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0}], ids=str
+)
+@pytest.mark.parametrize("level", grpo.LEVELS)
+def test_on_policy_the_gradient_at_a_border_of_the_range_is_twice_trl_s(level, bounds):
+    """PyTorch divides a minimum's gradient between equal sides, and its clamp has none there."""
+    case, settings = CASE._replace(old=CASE.new), {"loss": "dapo", "level": level} | bounds
+    expected, gradient = theirs(case, **settings)
+    value, grad = mx.value_and_grad(lambda new: ours(case, new, **settings))(array(case.new))
+    assert value.item() == pytest.approx(expected, abs=1e-6) and np.abs(gradient).max() > 0.01
+    np.testing.assert_allclose(np.array(grad), 2 * gradient, atol=1e-6)
+
+
 @pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
 def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
     loss, grad = theirs(FROZEN_CASE, **settings)

@@ -47,7 +47,7 @@ _REWRITES = [
         (r"-[$€£¥₹]", "-"),
         (r"[$€£¥₹]", " "),
         (r" {2,}", " "),
-        (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
+        (r"(?<=[A-Za-z]) ?(?:\^ ?-?[0-9]{1,3}|[²³])", ""),  # cm^2
     )
 ]
 _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)[\s:*(\[]*", re.IGNORECASE)
@@ -125,9 +125,11 @@ def hash_answers(text: str) -> list[str]:
         plain = plain_text(rest).strip()
         match = _NUMBER_IN_TEXT.match(re.sub(r"^([-+]) ", r"\1", plain))
         if match and "\\boxed" not in rest and not re.match(r"[.):] ?\w", plain[match.end() :]):
-            sum_of = re.match(r"[-+*/() 0-9.,]*=(?=[^=]*$)", plain)  # before the 42 of "6 * 7 = 42"
-            last = sum_of and _NUMBER_IN_TEXT.match(plain[sum_of.end() :].strip())
-            answers.append((last or match)[0])
+            # of "6 * 7 = 42" the 42, and so of "42 = 6 * 7", whose left side is a number already
+            left, equals, right = plain.partition("=")
+            if equals and re.fullmatch(r"[-+*/() 0-9.,]*", left) and not _NUMBER_IN_TEXT.fullmatch(left.strip()):
+                match = _NUMBER_IN_TEXT.match(right.strip()) or match
+            answers.append(match[0])
     return answers
 
 
@@ -144,7 +146,9 @@ def extract_answer(text: str) -> str | None:
     plain = plain_text(text)
     for match in reversed(list(_ANSWER_IS.finditer(plain))):
         clause = re.split(r"\n|[.!?](?=\s|$)", plain[match.end() : match.end() + 200], maxsplit=1)[0]
-        clause = re.sub(r"^([-+]) (?=[0-9.])", r"\1", clause.rpartition("=")[2].strip())
+        clause = clause.rpartition("=")[2].strip()
+        if plain[match.start() : match.end()].count("\n") == 0:  # else "- 18" is an entry of a list
+            clause = re.sub(r"^([-+]) (?=[0-9.])", r"\1", clause)
         if found := _NUMBER_IN_TEXT.search(clause):
             return found[0]
     numbers = deque(_NUMBER_IN_TEXT.finditer(plain), maxlen=1)

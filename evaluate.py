@@ -86,8 +86,7 @@ def evaluate(
     Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
     """
     begin = time.perf_counter()
-    num = min(limit or len(task.held_out), len(task.held_out))
-    problems = [task.held_out[place * len(task.held_out) // num] for place in range(num)]  # of all categories
+    problems = tasks.spread(task.held_out, limit)
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
     prompts = tasks.render(

@@ -234,8 +234,12 @@ class Kernel:
         device = mx.device_info().get("device_name", "")
         parts = [place, str(dtype), str(device), version("mlx"), platform.platform(), self.source, self.header]
         assert self.example is not None, f"{self.name} has no example"
-        files = sorted({__file__, inspect.getfile(self.example)})  # the call, the expression, CUDA's prelude
-        parts += [Path(file).read_text(encoding="utf-8") for file in files]
+        # CUDA's prelude; the call and the expression; and the modules of ours that the expression calls
+        modules = filter(inspect.ismodule, self.example.__globals__.values())
+        used = [Path(str(getattr(module, "__file__", ""))) for module in modules]
+        ours = (file for file in used if file.parent == Path(__file__).parent)
+        files = {Path(__file__), Path(inspect.getfile(self.example)), *ours}
+        parts += [file.read_text(encoding="utf-8") for file in sorted(files)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -169,7 +169,7 @@ class Grader:
             f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. For example criterion "
             f"{self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}: it said "
             f"{new.said[row, column][:80]!r}, with {new.mass[row, column]:.3f} of its probability on 1 to 5. "
-            "Try another --judge-model, or --judge-mode decode with --judge-think 512",
+            "Try another --judge-model; or, if answers fit its context, --judge-mode decode with --judge-think 512",
             file=sys.stderr,
         )
 

@@ -91,6 +91,7 @@ class Judge(Grader):
         self.end_of_thought = tokenizer.convert_tokens_to_ids("</think>") if think else None
         if think and self.end_of_thought in (None, tokenizer.unk_token_id):
             raise ValueError(f"--judge-think {think}: the judge's tokenizer has no </think>, so it cannot think")
+        self._check_room({"": []})
         self._weights: list[mx.array] = []  # those that the next two were made with
         self._preamble: TreeCache | None = None
         self._identity = ""
@@ -130,10 +131,8 @@ class Judge(Grader):
         found = no_evaluations(len(pairs), num_criteria)
         questions = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(p for p, _ in pairs)}
         answers = [self.prompts.answer(completion) for _, completion in pairs]
-        context, room = self.model.config.max_position_embeddings, 0
-        if self.mode == "decode":
-            room = REPLY_TOKENS + self.think
-        self._check_room(questions, context - room)
+        context, room = self.model.config.max_position_embeddings, self._reply_room()
+        self._check_room(questions)
         lengths = [len(questions[prompt]) + len(ids) for (prompt, _), ids in zip(pairs, answers, strict=True)]
         own = [tail[self.prompts.num_common :] for tail in self.prompts.tails]
         done = len(self.prompts.head) + np.add.outer(lengths, [len(ids) for ids in own]) + room > context
@@ -164,8 +163,12 @@ class Judge(Grader):
                 self._shrink()  # here, where the exception no longer holds the arrays of the frames that it left
         return found._replace(num_tokens=self._num_tokens)
 
-    def _check_room(self, questions: dict[str, list[int]], room: int) -> None:
+    def _reply_room(self) -> int:
+        return REPLY_TOKENS + self.think if self.mode == "decode" else 0
+
+    def _check_room(self, questions: dict[str, list[int]]) -> None:
         """ValueError where a prompt would be too long without any answer; an answer that is too long is unreadable."""
+        room = self.model.config.max_position_embeddings - self._reply_room()
         head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
         if (length := head + len(questions[prompt]) + max(tails)) > room:
@@ -363,9 +366,16 @@ class RemoteJudge(Grader):
         else:
             replies = self.server.chat(asked, max_tokens=REPLY_TOKENS + self.think, thinking=self.think > 0)
         shown = tqdm(replies, total=len(asked), desc="judge", leave=False, disable=None)
+        silent, problem = not self.cache.held, ""
         for place, reply in zip(np.ndindex(*found.scores.shape), shown, strict=True):
             found.scores[place], found.mass[place] = self._read(reply)
             found.said[place] = reply.text or reply.problem
+            silent, problem = silent and not (reply.first or reply.text), problem or reply.problem
+        if silent and problem:  # and never before: no answer is to blame
+            raise ValueError(
+                f"--judge-url {self.server.url}: no prompt fits into its context ({problem}); "
+                "lower --judge-think, or give its model more"
+            )
         return found
 
     def _read(self, reply: endpoint.Reply) -> tuple[float, float]:

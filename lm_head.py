@@ -169,8 +169,9 @@ def token_logprobs(
     """
     Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
 
-    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32 whatever
-    the weights are. `support` (top_p, top_k, min_p) restricts the distribution as the sampler did.
+    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32, but of
+    the head's type where a kernel reads them. `support` (top_p, top_k, min_p) restricts the distribution as the sampler
+    did.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
     gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
     chunk: positions at once; `LOGPROB_TILE // chunk` ids at once, or all of them where there is a support.

@@ -379,7 +379,8 @@ def rollout(
                 if min(size.rows, num_lost) == 1:
                     length = max(map(len, lost)) + max(limits)
                     raise ValueError(
-                        f"memory does not suffice for one row of {length} tokens; lower --max-tokens"
+                        f"memory does not suffice for one row of {length} tokens; free some, or begin anew with a "
+                        "lower --max-tokens"
                     ) from error
                 failed = True
             mx.synchronize()  # wait: a step that is still queued holds the caches of this batch

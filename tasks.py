@@ -79,6 +79,12 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     return task._replace(train=train, held_out=test)
 
 
+def spread(examples: list[Example], limit: int | None) -> list[Example]:
+    """At most `limit` of the examples, evenly spread, so over all categories; 0 and None take all."""
+    num = min(limit or len(examples), len(examples))
+    return [examples[place * len(examples) // num] for place in range(num)]
+
+
 def nearest(name: str, known: Any) -> str:
     """The words ", did you mean ...?" with the nearest of the known names, nothing where none is near."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -256,7 +256,7 @@ class Run:
         self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
-            self._render(self.task.held_out[: config.eval_limit or None], "held-out prompt")
+            self._render(tasks.spread(self.task.held_out, config.eval_limit), "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
         self.learner = update.Learner(self.model, config, self.base)
         self.batch_size = self._settle_rollouts()
@@ -282,7 +282,7 @@ class Run:
         """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
         config = self.config
         if not config.rollout_batch_size or (config.share_prefix == "auto" and gpu.on_gpu()):
-            num_held_out = len(self.task.held_out[: config.eval_limit or None]) if config.eval_every else 0
+            num_held_out = len(tasks.spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
             chosen, why = dispatch.choose(
                 self.model,
                 [len(prompt) for prompt in self.prompt_ids],
@@ -542,6 +542,8 @@ def main(argv: list[str] | None = None) -> None:
         run = Run(config, run_dir)
         if state:
             run.restore(state)
+            if "rollout_batch_size" in flags:  # more, too, than memory had left
+                run.batch_size.rows = config.rollout_batch_size
             del state  # it would hold the old masters as long as the run lasts
         # only now that everything is loaded: a mistake leaves no directory behind
         if args.resume:
@@ -601,10 +603,12 @@ def _stoppable(run: Run) -> Any:
 
 
 def _go_on(run: Run, error: BaseException) -> str:
-    less = (
-        f" --train-token-budget {max(run.config.train_token_budget // 2, 1)}"  # rollouts and judges ask for less alone
-    )
-    return f"go on with: uv run train.py --resume {run.dir}{less if memory.is_out_of_memory(error) else ''}"
+    """The command that goes on; where memory ran out in the update, with less of it: rollouts and judges see to it."""
+    less = ""
+    if memory.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
+        budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
+        less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
+    return f"go on with: uv run train.py --resume {run.dir}{less}"
 
 
 def _newest(run: Run, error: BaseException, first: str = "") -> str:

@@ -98,6 +98,14 @@ def test_a_verdict_is_as_old_as_the_files_of_the_kernel_its_call_and_its_express
         assert kernel.runs(mx.float32) and len(kernel.stand_in.calls) == checks
 
 
+def test_a_verdict_depends_on_the_modules_that_the_expression_calls(monkeypatch):
+    read, kernel = [], gpu.KERNELS["row_losses"]
+    text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: read.append(path.name) or text(path, **how))
+    kernel._fingerprint("metal", mx.float32)
+    assert [name for name in read if name.endswith(".py")] == ["gpu.py", "grpo.py", "ops.py", "softmax.py"]
+
+
 def test_a_home_that_cannot_be_written_to_costs_a_check_and_nothing_else(double, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -636,6 +636,21 @@ def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_n
     assert "status 400" in capsys.readouterr().err
 
 
+def test_a_server_into_whose_context_no_prompt_fits_is_told_of(no_proxy):
+    server = Server(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
+    grader = remote(server.url, mode="decode", think=512)
+    with pytest.raises(ValueError, match=r"no prompt fits into its context .*128 tokens.*; lower --judge-think"):
+        grader.score(["Add one and two."], ["Three."])
+    grader.cache.put("of an earlier step", [4.0] * 3)
+    assert np.isnan(grader.score(["Add one and two."], ["Three."]).scores).all()
+    server.close()
+
+
+def test_a_judge_that_could_read_no_prompt_at_all_is_refused_before_it_is_asked(demo):
+    with pytest.raises(ValueError, match=r"before any answer.*the longest part is --judge-think with 2000"):
+        judge.Judge(*demo, RUBRIC, mode="decode", think=2000)
+
+
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     server = Server(lambda *_: (403, "no", {}))

@@ -514,6 +514,43 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_micro_batch_of_one_row_is_not_told_to_become_smaller(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(globals(), "SMALL", [*SMALL, "--train-token-budget", "40"])
+    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "accumulate"), 1, NO_MEMORY)
+    assert said.endswith(f"go on with: uv run train.py --resume {run} --checkpoint-layers on")
+    capsys.readouterr()
+    train.main(["--resume", str(run), "--checkpoint-layers", "on"])
+
+
+def test_a_resumed_run_may_decode_more_rows_than_memory_had_left(tmp_path, monkeypatch):
+    flags = ["--eval-every", "0", "--run-dir", str(tmp_path / "run")]
+    train.main([*SMALL, "--steps", "1", "--rollout-batch-size", "2", *flags])
+    seen, roll = [], sampler.rollout
+    monkeypatch.setattr(
+        sampler, "rollout", lambda *a, **how: seen.append(how["rollout_batch_size"].rows) or roll(*a, **how)
+    )
+    train.main(["--resume", str(tmp_path / "run"), "--steps", "2"])
+    train.main(["--resume", str(tmp_path / "run"), "--steps", "3", "--rollout-batch-size", "4"])
+    assert seen == [2, 4]
+
+
+@pytest.mark.parametrize(("place", "said"), [(1, "run: "), (2, "held-out prompt 2, ")])
+def test_the_held_out_prompts_that_will_be_evaluated_are_looked_at_before_the_run(tmp_path, capsys, place, said):
+    rows = [{"prompt": f"{n} plus one?", "answer": "5", "split": "train"} for n in ("one", "two", "three")]
+    held_out = [{"prompt": f"{n} and one?", "answer": "2", "split": "test"} for n in ("one", "two", "four", "five")]
+    held_out.insert(place, {"prompt": "word " * 1500, "answer": "2", "split": "test"})
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + held_out))
+    flags = ["--data", str(tmp_path / "mine.jsonl"), "--reward", "length:9", "--steps", "1", "--eval-limit", "2"]
+    command = [*SMALL, *flags, "--eval-every", "1", "--run-dir", str(tmp_path / "run")]
+    if place == 1:  # of five the first and the third
+        train.main(command)
+    else:
+        with pytest.raises(SystemExit):
+            train.main(command)
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err and (tmp_path / "run").exists() == (place == 1)
+
+
 def test_an_error_that_is_not_about_memory_is_seen_whole_and_loses_no_step(tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("a mistake of ours")

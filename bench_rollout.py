@@ -96,21 +96,17 @@ class Disagreement(Exception):
 # ---- engines
 
 
-def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None, refill: bool) -> Run:
+def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Run:
     """The work done by `sampler.rollout`."""
     begin = time.perf_counter()
     result = sampler.rollout(
         model,
         work.prompts,
+        sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids),
         group_size=work.group_size,
-        max_tokens=work.limits,
-        temperature=work.temperature,
-        eos_ids=work.eos_ids,
-        pad_id=0,
-        rollout_batch_size=work.batch_size,
         key=work.seed,
+        batch_size=work.batch_size,
         share_prefix=share_prefix,
-        refill=refill,
     )
     seconds = time.perf_counter() - begin
     lengths = np.array(result.mask).sum(-1).astype(int)
@@ -331,7 +327,6 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     )
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--lengths", metavar="geometric:MEAN:CAP", help="draws each row's length; ignores end tokens")
-    parser.add_argument("--no-refill", dest="refill", action="store_false", help="ours keeps the slots of ended rows")
     parser.add_argument(
         "--no-share",
         dest="share_prefix",
@@ -419,7 +414,7 @@ def settle_size(args: argparse.Namespace, model: gwen.Model) -> str:
 
 def our_engine(args: argparse.Namespace, model: gwen.Model) -> Engine:
     """Ours as the settings have it."""
-    return functools.partial(run_ours, model=model, share_prefix=args.share_prefix, refill=args.refill)
+    return functools.partial(run_ours, model=model, share_prefix=args.share_prefix)
 
 
 def print_settings(args: argparse.Namespace, model: gwen.Model, why: str) -> None:

@@ -80,13 +80,10 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
         rollout = sampler.rollout(
             model,
             prompts,
+            sampler.SamplingParams(config.max_tokens),
             group_size=config.groups,
-            max_tokens=config.max_tokens,
-            temperature=1.0,
-            eos_ids=(),
-            pad_id=0,
-            rollout_batch_size=config.rollout_batch_size or config.batch * config.groups,
             key=step,
+            batch_size=config.rollout_batch_size or config.batch * config.groups,
         )
         assert (np.array(rollout.mask).sum(-1) == args.max_tokens).all()
         marks.append(time.perf_counter())

@@ -107,22 +107,9 @@ def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -
         cache = SlotCache(prompt_cache, [kind.prompt_tokens] * num_prompts, kind.max_tokens, share_prefix)
         cache.advance(max(kind.max_tokens // 2 - num_steps // 2, 0))
         jobs = [sampler.Job(row, row * num_prompts // rows, num_steps) for row in range(rows)]
+        record = sampler.Record(rows, sampler.SamplingParams(num_steps), key=0)
         begin = time.perf_counter()
-        sampler.decode(
-            model,
-            cache,
-            prompt_logits,
-            jobs,
-            sampler.Record(rows, num_steps, 0),
-            num_slots=rows,
-            compact=False,
-            key=0,
-            eos_ids=mx.array([-1]),
-            pad_id=0,
-            temperature=1.0,
-            support={},
-            progress=tqdm(disable=True),
-        )
+        sampler.decode(model, cache, prompt_logits, jobs, record, rows)
         return time.perf_counter() - begin
 
     trials = []

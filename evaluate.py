@@ -50,14 +50,14 @@ def half_width(by_problem: np.ndarray) -> float | None:
 
 
 def completions_of(
-    model: gwen.Model, tokenizer: Any, prompts: list[list[int]], **settings: Any
+    model: gwen.Model, tokenizer: Any, prompts: list[list[int]], params: sampler.SamplingParams, **settings: Any
 ) -> tuple[list[str], list[int]]:
     """
     Text of the sampled completions, prompt-major, without end tokens, and how many tokens each has.
 
     settings: see `sampler.rollout`.
     """
-    rollout = sampler.rollout(model, prompts, eos_ids=model.config.eos_ids, pad_id=0, key=KEY, **settings)
+    rollout = sampler.rollout(model, prompts, params, key=KEY, **settings)
     num_tokens = np.array(rollout.mask).sum(-1).astype(int).tolist()
     return sampler.texts(tokenizer, rollout, model.config.eos_ids), num_tokens
 
@@ -115,16 +115,11 @@ def evaluate(
             rollout_batch_size, share_prefix = chosen.rows, chosen.share_prefix
     if isinstance(rollout_batch_size, int):
         rollout_batch_size = sampler.BatchSize(rollout_batch_size)  # one for both, so that they remember together
-    settings: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "rollout_batch_size": rollout_batch_size,
-        "share_prefix": share_prefix,
-        "describe": "evaluate",
-    }
-    sampled, sampled_lengths = completions_of(
-        model, tokenizer, prompts, group_size=samples, temperature=1.0, **settings
-    )
-    greedy, greedy_lengths = completions_of(model, tokenizer, prompts, group_size=1, temperature=0.0, **settings)
+    settings: dict[str, Any] = {"batch_size": rollout_batch_size, "share_prefix": share_prefix}
+    params = sampler.SamplingParams(max_tokens, eos_ids=model.config.eos_ids)
+    sampled, sampled_lengths = completions_of(model, tokenizer, prompts, params, group_size=samples, **settings)
+    params = params._replace(temperature=0.0)
+    greedy, greedy_lengths = completions_of(model, tokenizer, prompts, params, group_size=1, **settings)
 
     def scored(texts: list[str], lengths: list[int], repeat: int) -> tuple[np.ndarray, np.ndarray | None]:
         """One number a completion (right or reward), and the judge's scores where it was the judge who gave it."""

@@ -288,23 +288,10 @@ class Judge(Grader):
         flat, lengths = cache.flat()
         # On a GPU a copy, for which MLX has a kernel; else read where it lies.
         slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
-        record = sampler.Record(num_rows, limit, -1)
-        with tqdm(disable=True) as progress:
-            sampler.decode(
-                self.model,
-                slots,
-                logits,
-                [sampler.Job(row, row, limit) for row in range(num_rows)],
-                record,
-                num_slots=num_rows,
-                compact=True,
-                key=0,
-                eos_ids=mx.array(ends or [-1]),
-                pad_id=0,
-                temperature=0.0,
-                support={},
-                progress=progress,
-            )
+        greedy = sampler.SamplingParams(limit, 0.0, eos_ids=ends)
+        record = sampler.Record(num_rows, greedy, key=0)
+        jobs = [sampler.Job(row, row, limit) for row in range(num_rows)]
+        sampler.decode(self.model, slots, logits, jobs, record, num_rows)
         out = []
         for ids in record.ids.tolist():
             end = next((place for place, i in enumerate(ids) if i in ends), limit - 1)

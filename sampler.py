@@ -37,6 +37,30 @@ LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a 
 SHARE_FROM = 2048  # columns of prompts, all slots together; LOG.md has the measurements
 
 
+class SamplingParams(NamedTuple):
+    """How completions are drawn, and where they end. Top-p, top-k and min-p are off at 1, 0 and 0."""
+
+    max_tokens: int | Sequence[int] = 256  # of every completion, or of each
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    eos_ids: Sequence[int] = ()  # each of them ends a completion
+    pad_id: int = 0
+
+    @property
+    def support(self) -> dict[str, Any]:
+        """What restricts the distribution, by name; empty where every token may be drawn."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
+
+    def limits(self, num_rows: int) -> list[int]:
+        """`max_tokens` of each row."""
+        limits = [self.max_tokens] * num_rows if isinstance(self.max_tokens, int) else list(self.max_tokens)
+        assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
+        return limits
+
+
 class Stats(NamedTuple):
     """What a rollout cost; seconds of wall time, tokens that reached a completion."""
 
@@ -87,16 +111,14 @@ def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
     return mx.array(np.stack([stream.random((num_positions, 4), dtype=np.float32) for stream in streams]))
 
 
-def choose_token(
-    logits: mx.array, uniforms: mx.array, temperature: float, support: dict[str, Any]
-) -> tuple[mx.array, mx.array, mx.array]:
+def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -> tuple[mx.array, mx.array, mx.array]:
     """
-    A token, its log-probability and the entropy for each row of (N, V) logits, from the temperature's truncated
-    distribution.
+    A token, its log-probability and the entropy of its distribution for each row of (N, V) logits.
 
-    Temperature 0 takes the likeliest token, and reports the others at temperature 1. Who does not want the entropy does
-    not evaluate it, and then it is not computed.
+    Temperature 0 takes the likeliest token and reports the other two at temperature 1. Lazy: an entropy that is never
+    evaluated is never computed.
     """
+    temperature, support = params.temperature, params.support
     if temperature == 0:
         token = logits.argmax(-1)
         held = softmax.row_logprobs(logits, token)
@@ -144,13 +166,17 @@ class Job(NamedTuple):
 
 
 class Record:
-    """Where what was sampled is written, on the host, by row and position, and which rows are complete."""
+    """The rows of a rollout on the host: what they are drawn with, what was drawn, and which of them are complete."""
 
-    def __init__(self, num_rows: int, width: int, pad_id: int, entropy: bool = False):
-        self.ids = np.full((num_rows, width), pad_id, np.int32)
-        self.logprobs = np.zeros((num_rows, width), np.float32)
-        self.entropies = np.zeros((num_rows, width), np.float32) if entropy else None
+    def __init__(self, num_rows: int, params: SamplingParams, key: int, *, entropy: bool = False, progress: Any = None):
+        self.params, self.key = params, key
+        self.limits = params.limits(num_rows)
+        shape = (num_rows, max(self.limits))
+        self.ids = np.full(shape, params.pad_id, np.int32)
+        self.logprobs = np.zeros(shape, np.float32)
+        self.entropies = np.zeros(shape, np.float32) if entropy else None
         self.done = np.zeros(num_rows, bool)
+        self.progress = progress
 
     @property
     def columns(self) -> list[np.ndarray]:
@@ -169,6 +195,8 @@ class Record:
     def complete(self, jobs: list[Job]) -> None:
         """These rows have ended and are written."""
         self.done[[job.row for job in jobs]] = True
+        if self.progress is not None:
+            self.progress.update(len(jobs))
 
 
 def decode(
@@ -177,24 +205,16 @@ def decode(
     prompt_logits: mx.array,
     jobs: Sequence[Job],
     record: Record,
-    *,
     num_slots: int,
-    compact: bool,
-    key: int,
-    eos_ids: mx.array,
-    pad_id: int,
-    temperature: float,
-    support: dict[str, Any],
-    progress: Any,
 ) -> None:
     """
     Samples every job, at most `num_slots` at once; a slot whose row has ended goes to the next job.
 
     Step t + 1 is queued before anything of step t is read. The one wait is the look, every LOOK_EVERY steps, at which
-    rows had ended one step before; then slots are handed on, or, with `compact` and when no job waits, dropped once a
-    quarter of them is idle.
+    rows had ended one step before; then slots are handed on or, when no job waits, dropped once a quarter is idle.
     """
-    table = uniforms(key, [job.row for job in jobs], max(job.limit for job in jobs))
+    params, eos_ids = record.params, mx.array(list(record.params.eos_ids) or [-1])
+    table = uniforms(record.key, [job.row for job in jobs], max(job.limit for job in jobs))
     first_uniform = {job.row: index * table.shape[1] for index, job in enumerate(jobs)}
     table = table.reshape(-1, 4)
     waiting = deque(jobs)
@@ -215,8 +235,8 @@ def decode(
     num_columns, written = len(record.columns), 0  # steps that are in the record
     for step in itertools.count():
         numbers = table[mx.minimum(places + step, len(table) - 1)]
-        token, *others = choose_token(logits, numbers, temperature, support)
-        token, ended_before = mx.where(ended, pad_id, token), ended
+        token, *others = choose_token(logits, numbers, params)
+        token, ended_before = mx.where(ended, params.pad_id, token), ended
         ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= step)
         drawn.append((token, *others)[:num_columns])
         if step == last_of_all and not waiting:
@@ -229,13 +249,12 @@ def decode(
         if len(idle) == len(running) and not waiting:
             break
         handed = idle[: len(waiting)] if len(idle) >= len(running) / 16 else []
-        dropped = [] if waiting or not compact else idle
+        dropped = [] if waiting else idle
         if not handed and 4 * len(dropped) < len(running):
             continue
         record.write(running, starts, written, drawn)
         record.complete([running[slot] for slot in handed + dropped])
         drawn, written = [], step + 1
-        progress.update(len(handed) + len(dropped))
         for slot in handed:
             running[slot], starts[slot] = waiting.popleft(), step + 1
         if handed:
@@ -250,7 +269,6 @@ def decode(
         places, last, last_of_all = assign()
     record.write(running, starts, written, drawn)
     record.complete(running)
-    progress.update(len(running))
 
 
 def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
@@ -271,113 +289,75 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
 def sample_batch(
     model: gwen.Model,
     rows_of: dict[tuple[int, ...], list[int]],
-    limits: list[int],
     record: Record,
-    *,
     batch_size: int,
     share_prefix: bool | None,
-    refill: bool,
-    pad_id: int,
-    **how: Any,
 ) -> tuple[float, int]:
     """
     Prefills prompts and samples the rows of each into the record.
 
     The result is the seconds of the prefill and the bytes of the largest cache. Nothing that was allocated here
-    outlives the call, whether it returns or fails. how: the rest of what `decode` needs.
+    outlives the call, whether it returns or fails.
     """
     begin = time.perf_counter()
-    prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], pad_id)
+    prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
     prefill_s = time.perf_counter() - begin
-    jobs = [Job(row, place, limits[row]) for place, rows in enumerate(rows_of.values()) for row in rows]
+    jobs = [Job(row, place, record.limits[row]) for place, rows in enumerate(rows_of.values()) for row in rows]
     lengths = [len(prompt) for prompt in rows_of]
-    share = share_prefix
-    if share is None:
-        share = shares_prefix(len(jobs), lengths, batch_size, prompt_logits.dtype)
-    cache_bytes = 0
-    for part in [jobs] if refill else _cut(jobs, -(-len(jobs) // batch_size)):
-        cache = SlotCache(prompt_cache, lengths, max(job.limit for job in part), share)
-        decode(model, cache, prompt_logits, part, record, num_slots=batch_size, compact=refill, pad_id=pad_id, **how)
-        cache_bytes = max(cache_bytes, cache.most_bytes)
-    return prefill_s, cache_bytes
+    if share_prefix is None:
+        share_prefix = shares_prefix(len(jobs), lengths, batch_size, prompt_logits.dtype)
+    cache = SlotCache(prompt_cache, lengths, max(job.limit for job in jobs), share_prefix)
+    decode(model, cache, prompt_logits, jobs, record, batch_size)
+    return prefill_s, cache.most_bytes
 
 
 def rollout(
     model: gwen.Model,
     prompts: list[list[int]],
+    params: SamplingParams,
     *,
     group_size: int,
-    max_tokens: int | Sequence[int],
-    temperature: float,
-    eos_ids: Sequence[int],
-    pad_id: int,
-    rollout_batch_size: int | BatchSize,
     key: int,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
+    batch_size: int | BatchSize = 64,
     share_prefix: bool | None = None,
-    refill: bool = True,
     entropy: bool = False,
-    describe: str = "rollout",
 ) -> Rollout:
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
-    prompts: token ids, of any lengths. max_tokens: one limit, or one a row. temperature: 0 is greedy.
-    eos_ids: every id that ends a completion. rollout_batch_size: the most rows that are decoded at once; when memory
-    runs out it is halved, and the rows that were lost are drawn again. key: all randomness comes from (key, row,
-    position). top_p, top_k, min_p: off at 1, 0, 0; when on, the log-probabilities are those of the truncated
-    distribution. share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets
-    `shares_prefix` say. refill: whether slots of ended rows are handed on and dropped. None of them changes what is
-    drawn. entropy: whether that of each token's distribution is recorded too.
+    prompts: token ids, of any lengths. key: all randomness comes from (key, row, position). batch_size: the most rows
+    that are decoded at once; when memory runs out it is halved, and the rows that were lost are drawn again.
+    share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets `shares_prefix`
+    decide. These two affect speed and memory only. entropy: whether that of each token's distribution is recorded too.
+    The log-probabilities are those of the distribution that was sampled, its support restricted as `params` says.
     Raises ValueError for an empty prompt, for non-finite logits, and when memory does not suffice for one row.
     """
     num_rows = len(prompts) * group_size
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")
-    limits = [max_tokens] * num_rows if isinstance(max_tokens, int) else list(max_tokens)
-    assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
-    support = {name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value}
-    if top_p == 1.0:
-        support.pop("top_p")
-    size = rollout_batch_size if isinstance(rollout_batch_size, BatchSize) else BatchSize(rollout_batch_size)
+    size = batch_size if isinstance(batch_size, BatchSize) else BatchSize(batch_size)
 
     rows_of: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> its rows
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
     waiting = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
 
-    record = Record(num_rows, max(limits), pad_id, entropy)
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
-    with tqdm(total=num_rows, desc=describe, unit="row", leave=False, disable=None) as progress:
+    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None) as progress:
+        record = Record(num_rows, params, key, entropy=entropy, progress=progress)
         while waiting:
             # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
-            most_prompts = max((2 if refill and size.rows > 1 else 1) * size.rows // group_size, 1)
+            most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
             prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]
             lost = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
             num_lost, failed = sum(map(len, lost.values())), False
             try:
-                seconds, num_bytes = sample_batch(
-                    model,
-                    lost,
-                    limits,
-                    record,
-                    batch_size=size.rows,
-                    share_prefix=share_prefix,
-                    refill=refill,
-                    pad_id=pad_id,
-                    key=key,
-                    eos_ids=mx.array(list(eos_ids) or [-1]),
-                    temperature=temperature,
-                    support=support,
-                    progress=progress,
-                )
+                seconds, num_bytes = sample_batch(model, lost, record, size.rows, share_prefix)
             except (RuntimeError, MemoryError) as error:
                 if not memory.is_out_of_memory(error):
                     raise
                 if min(size.rows, num_lost) == 1:
-                    length = max(map(len, lost)) + max(limits)
+                    length = max(map(len, lost)) + max(record.limits)
                     raise ValueError(
                         f"memory does not suffice for one row of {length} tokens; free some, or begin anew with a "
                         "lower --max-tokens"
@@ -387,20 +367,21 @@ def rollout(
             if failed:  # not in the handler: the error's traceback holds every array of the attempt
                 mx.clear_cache()
                 size.halve(num_lost)
-                tqdm.write(f"{describe}: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
+                tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
                 waiting = [prompt for prompt in waiting if not record.done[rows_of[prompt]].all()]
                 continue
             prefill_s, cache_bytes = prefill_s + seconds, max(cache_bytes, num_bytes)
             waiting = waiting[len(prompts_now) :]
     decode_s = time.perf_counter() - begin - prefill_s
-    is_end: np.ndarray = np.isin(record.ids, list(eos_ids)) & (np.arange(max(limits)) < np.array(limits)[:, None])
+    limits = np.array(record.limits)
+    is_end: np.ndarray = np.isin(record.ids, list(params.eos_ids)) & (np.arange(limits.max()) < limits[:, None])
     ended = np.asarray(is_end.any(-1))
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
     width = int(lengths_of.max())
     mask = np.arange(width) < lengths_of[:, None]
     logprobs, *entropies = (mx.array(np.where(mask, x[:, :width], np.float32(0))) for x in record.columns[1:])
     return Rollout(
-        mx.array(np.where(mask, record.ids[:, :width], pad_id)),
+        mx.array(np.where(mask, record.ids[:, :width], params.pad_id)),
         logprobs,
         mx.array(mask.astype(np.float32)),
         ["stop" if ended[row] else "length" for row in range(num_rows)],
@@ -415,12 +396,6 @@ def rollout(
         ),
         entropies[0] if entropy else None,
     )
-
-
-def _cut(items: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
-    """Consecutive parts whose sizes differ by at most one."""
-    ends = [len(items) * part // num_parts for part in range(num_parts + 1)]
-    return [items[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
@@ -464,17 +439,8 @@ def main(argv: list[str] | None = None) -> None:
             kind="prompt",
         )
         print(f"model: {name}, {why}", file=sys.stderr)
-        result = rollout(
-            model,
-            prompts,
-            group_size=args.num,
-            max_tokens=args.max_tokens,
-            temperature=args.temp,
-            eos_ids=model.config.eos_ids,
-            pad_id=0,
-            rollout_batch_size=64,
-            key=args.seed,
-        )
+        params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids)
+        result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         telemetry.fail(error)
     print("\n".join(texts(tokenizer, result, model.config.eos_ids)))

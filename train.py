@@ -67,15 +67,11 @@ def train(config: Config, run: "Run") -> None:
                 rollout = sampler.rollout(
                     model,
                     prompts,
+                    run.sampling,
                     group_size=config.groups,
-                    max_tokens=config.max_tokens,
-                    temperature=config.temp,
-                    eos_ids=model.config.eos_ids,
-                    pad_id=run.pad_id,
-                    rollout_batch_size=run.batch_size,
-                    share_prefix=config.sharing,
                     key=(config.seed << 32) + number + 1,
-                    **config.support,
+                    batch_size=run.batch_size,
+                    share_prefix=config.sharing,
                 )
                 done(rollout.completion_ids)
 
@@ -247,7 +243,11 @@ class Run:
         self.num_draws = 0  # batches of prompts that the steps so far have drawn
         self.task = settings.make_task(config)
         self.model, self.tokenizer = gwen.load(config.model)
-        self.pad_id = next((i for i in (self.tokenizer.pad_token_id, *self.model.config.eos_ids) if i is not None), 0)
+        eos_ids = self.model.config.eos_ids
+        pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
+        self.sampling = sampler.SamplingParams(
+            config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id
+        )
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was

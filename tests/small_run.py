@@ -36,14 +36,9 @@ def sample(run, key=1):
     rollout = sampler.rollout(
         run.model,
         prompts,
+        run.sampling,
         group_size=config.groups,
-        max_tokens=config.max_tokens,
-        temperature=config.temp,
-        eos_ids=run.model.config.eos_ids,
-        pad_id=run.pad_id,
-        rollout_batch_size=64,
         key=key,
-        **config.support,
     )
     rows = [prompt for prompt in prompts for _ in range(config.groups)]
     return [run.task.train[index] for index in indices], rows, rollout

@@ -46,7 +46,7 @@ def peer(checkpoints, model):
 @pytest.fixture
 def engines(model, peer):
     return {
-        "ours": functools.partial(bench_rollout.run_ours, model=model, share_prefix=None, refill=True),
+        "ours": functools.partial(bench_rollout.run_ours, model=model, share_prefix=None),
         "mlx_lm": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=True),
         "mlx_lm_default": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=False),
     }
@@ -185,13 +185,9 @@ def test_geometric_lengths_have_the_mean_of_their_distribution_and_keep_to_the_c
 
 
 def test_the_flags_for_comparing_ours_with_itself_reach_the_sampler(model):
-    assert bench_rollout.our_engine(settings(), model).keywords == {
-        "model": model,
-        "share_prefix": None,
-        "refill": True,
-    }
-    plain = bench_rollout.our_engine(settings("--no-refill", "--no-share"), model).keywords
-    assert plain == {"model": model, "share_prefix": False, "refill": False}
+    assert bench_rollout.our_engine(settings(), model).keywords == {"model": model, "share_prefix": None}
+    plain = bench_rollout.our_engine(settings("--no-share"), model).keywords
+    assert plain == {"model": model, "share_prefix": False}
 
 
 # ---- agreement and measurement
@@ -222,7 +218,7 @@ def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engine
 
 def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
     model = gwen.load_model(checkpoints["qwen3"])
-    ours = functools.partial(bench_rollout.run_ours, model=model, share_prefix=None, refill=True)
+    ours = functools.partial(bench_rollout.run_ours, model=model, share_prefix=None)
     token = ours(WORK._replace(temperature=0.0)).completions[0][0]
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
     assert token < twin

@@ -342,7 +342,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
     decode = sampler.decode
 
     def failing(*args, **how):
-        sizes.append(how["num_slots"])
+        sizes.append(args[-1])
         if not failed:
             failed.append(True)
             raise RuntimeError(NO_MEMORY)

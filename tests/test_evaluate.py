@@ -60,10 +60,12 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
     held_out = tasks.load("demo").held_out
     problems = [held_out[place * len(held_out) // 24] for place in range(24)]  # spread over all of them
     assert [(d["prompt"], d["answer"]) for d in details] == [(p["prompt"], p["answer"]) for p in problems]
-    settings = dict(max_tokens=12, eos_ids=model.config.eos_ids, pad_id=0, rollout_batch_size=64, key=evaluate.KEY)
+    params = sampler.SamplingParams(12, eos_ids=model.config.eos_ids)
     prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
-        rollout = sampler.rollout(model, prompts, group_size=group_size, temperature=temperature, **settings)
+        rollout = sampler.rollout(
+            model, prompts, params._replace(temperature=temperature), group_size=group_size, key=evaluate.KEY
+        )
         told = [text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])]
         assert told == sampler.texts(tokenizer, rollout, model.config.eos_ids)
     assert any(detail["greedy"] != detail["completions"][0] for detail in details)

@@ -34,13 +34,10 @@ def one_step(model, config, prompts):
     rollout = sampler.rollout(
         model,
         prompts,
+        sampler.SamplingParams(config.max_tokens),
         group_size=config.groups,
-        max_tokens=config.max_tokens,
-        temperature=1.0,
-        eos_ids=(),
-        pad_id=0,
-        rollout_batch_size=config.rollout_batch_size,
         key=0,
+        batch_size=config.rollout_batch_size,
     )
     rewards = mx.array(np.arange(config.batch * config.groups).reshape(config.batch, -1) % 3.0)
     rows = [prompt for prompt in prompts for _ in range(config.groups)]

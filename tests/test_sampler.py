@@ -20,6 +20,7 @@ import softmax
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)
+FIELDS = sampler.SamplingParams._fields
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,9 @@ def model(tiny_qwen3):
 
 
 def roll(model, prompts=PROMPTS, **settings):
-    defaults = dict(group_size=4, max_tokens=12, temperature=1.0, eos_ids=EOS, pad_id=0, rollout_batch_size=64, key=11)
-    return sampler.rollout(model, prompts, **(defaults | settings))
+    how = {"group_size": 4, "key": 11} | {name: value for name, value in settings.items() if name not in FIELDS}
+    drawn = {"max_tokens": 12, "eos_ids": EOS} | {name: value for name, value in settings.items() if name in FIELDS}
+    return sampler.rollout(model, prompts, sampler.SamplingParams(**drawn), **how)
 
 
 def rows_of(rollout):
@@ -76,29 +78,28 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
 def reference(model):
     """70 rows whose lengths vary, decoded together from copied prompts: what every other way must give."""
     settings = dict(group_size=14, max_tokens=40, eos_ids=tuple(range(0, 320, 10)))
-    whole = roll(model, **settings, rollout_batch_size=70, share_prefix=False, refill=False)
+    whole = roll(model, **settings, batch_size=70, share_prefix=False)
     assert len({len(ids) for ids, _ in rows_of(whole)}) > 5
     return settings, whole
 
 
-@pytest.mark.parametrize("rollout_batch_size", [1, 5, 64, "auto"])
+@pytest.mark.parametrize("batch_size", [1, 5, 64, "auto"])
 @pytest.mark.parametrize("share_prefix", [True, False])
-@pytest.mark.parametrize("refill", [True, False])
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_completions_do_not_depend_on_how_they_were_decoded(
-    model, reference, monkeypatch, tmp_path, rollout_batch_size, share_prefix, refill, chunk
+    model, reference, monkeypatch, tmp_path, batch_size, share_prefix, chunk
 ):
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     settings, whole = reference
     if chunk:
         monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
-    if rollout_batch_size == "auto":
+    if batch_size == "auto":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(dispatch, "ROW_COUNTS", (4, 16))
         lengths = [len(prompt) for prompt in PROMPTS]
         chosen, _ = dispatch.choose(model, lengths, max_tokens=40, group_size=14, most_rows=70)
-        rollout_batch_size = chosen.rows
-    parts = roll(model, **settings, rollout_batch_size=rollout_batch_size, share_prefix=share_prefix, refill=refill)
+        batch_size = chosen.rows
+    parts = roll(model, **settings, batch_size=batch_size, share_prefix=share_prefix)
     assert whole.finish_reasons == parts.finish_reasons
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))
     np.testing.assert_allclose(np.array(whole.logprobs), np.array(parts.logprobs), atol=3e-5)
@@ -109,18 +110,14 @@ def test_slots_are_handed_on_so_that_fewer_steps_are_taken(model, monkeypatch):
     original = sampler.choose_token
     monkeypatch.setattr(sampler, "choose_token", lambda *args: sizes.append(len(args[0])) or original(*args))
     limits = [3 if row % 4 else 40 for row in range(20)]
-    work = {}
-    for refill in (False, True):
-        sizes.clear()
-        roll(model, max_tokens=limits, eos_ids=(), rollout_batch_size=5, refill=refill)
-        work[refill] = sum(sizes)
-    assert work[True] < 0.75 * work[False]
+    roll(model, max_tokens=limits, eos_ids=(), batch_size=5)
+    assert sum(sizes) < 0.75 * (4 * 5 * 40)  # four batches of five rows that wait for their longest
 
 
 def test_the_ring_of_own_columns_may_wrap_around(model, monkeypatch):
     monkeypatch.setattr("kv_cache.CHUNK", 8)
     settings = dict(max_tokens=[3 + row % 6 for row in range(20)], eos_ids=())
-    whole, parts = roll(model, **settings), roll(model, **settings, rollout_batch_size=3)
+    whole, parts = roll(model, **settings), roll(model, **settings, batch_size=3)
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))
 
 
@@ -183,7 +180,7 @@ def test_each_distinct_prompt_is_prefilled_once(model, monkeypatch):
     seen = []
     original = sampler.prefill
     monkeypatch.setattr(sampler, "prefill", lambda m, prompts, pad: seen.extend(prompts) or original(m, prompts, pad))
-    rollout = roll(model, rollout_batch_size=3)
+    rollout = roll(model, batch_size=3)
     assert sorted(seen) == sorted([list(p) for p in {tuple(p) for p in PROMPTS}])
     assert rollout.stats.num_prompt_tokens == sum(map(len, seen))
 
@@ -278,9 +275,9 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(
         complete(self, jobs)
         finished.update(job.row for job in jobs)
 
-    def note_run(model, cache, logits, jobs, record, **how):
-        runs.append((how["num_slots"], {job.row for job in jobs}, set(finished)))
-        decode(model, cache, logits, jobs, record, **how)
+    def note_run(model, cache, logits, jobs, record, num_slots):
+        runs.append((num_slots, {job.row for job in jobs}, set(finished)))
+        decode(model, cache, logits, jobs, record, num_slots)
 
     monkeypatch.setattr(sampler.Record, "complete", note_finished)
     monkeypatch.setattr(sampler, "decode", note_run)
@@ -288,7 +285,7 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(
         fail_once(monkeypatch, sampler.Record, "write", call, MemoryError)
     else:
         fail_once(monkeypatch, sampler, place, call)
-    rollout = roll(model, **settings, rollout_batch_size=20, share_prefix=share_prefix)
+    rollout = roll(model, **settings, batch_size=20, share_prefix=share_prefix)
     assert "out of memory, going on with 10 rows at once" in capsys.readouterr().err
     assert rollout.stats.batch_size == 10 and runs[-1][0] == 10
     for _, rows, finished_before in runs:
@@ -321,9 +318,9 @@ def test_memory_is_given_back_before_lost_rows_are_drawn_again(model, monkeypatc
 def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatch):
     size = sampler.BatchSize(64)
     fail_once(monkeypatch, sampler, "prefill", 1)
-    assert roll(model, group_size=2, rollout_batch_size=size).stats.batch_size == 5  # of the ten rows there were
+    assert roll(model, group_size=2, batch_size=size).stats.batch_size == 5  # of the ten rows there were
     assert size.rows == 5
-    assert roll(model, group_size=2, rollout_batch_size=size).stats.batch_size == 5
+    assert roll(model, group_size=2, batch_size=size).stats.batch_size == 5
     for expected in (2, 1, 1):
         size.halve(100)
         assert size.rows == expected
@@ -399,7 +396,7 @@ def test_a_prompt_without_tokens_is_refused(model):
 @pytest.mark.parametrize("support", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}])
 def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled(model, temperature, support):
     ends = tuple(range(0, 320, 10))
-    rollout = roll(model, temperature=temperature, entropy=True, rollout_batch_size=6, eos_ids=ends, **support)
+    rollout = roll(model, temperature=temperature, entropy=True, batch_size=6, eos_ids=ends, **support)
     assert rollout.entropy.shape == rollout.logprobs.shape
     recorded, mask = np.array(rollout.entropy), np.array(rollout.mask)
     assert (recorded[mask == 0] == 0).all() and (mask == 0).any()

@@ -526,9 +526,7 @@ def test_a_resumed_run_may_decode_more_rows_than_memory_had_left(tmp_path, monke
     flags = ["--eval-every", "0", "--run-dir", str(tmp_path / "run")]
     train.main([*SMALL, "--steps", "1", "--rollout-batch-size", "2", *flags])
     seen, roll = [], sampler.rollout
-    monkeypatch.setattr(
-        sampler, "rollout", lambda *a, **how: seen.append(how["rollout_batch_size"].rows) or roll(*a, **how)
-    )
+    monkeypatch.setattr(sampler, "rollout", lambda *a, **how: seen.append(how["batch_size"].rows) or roll(*a, **how))
     train.main(["--resume", str(tmp_path / "run"), "--steps", "2"])
     train.main(["--resume", str(tmp_path / "run"), "--steps", "3", "--rollout-batch-size", "4"])
     assert seen == [2, 4]

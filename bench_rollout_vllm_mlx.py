@@ -1,9 +1,9 @@
 """
 Rollouts against vllm-mlx on the same work: `uv sync --extra vllm`, then `uv run bench_rollout_vllm_mlx.py` with the
-flags of `bench_rollout.py`, whose work, checks and report these are.
+flags of `bench_rollout.py`. What is compared and how is in `bench.py`.
 
 vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its `generate_batch_sync` does, the
-scheduler in this thread and without a server, with as many rows at once as ours, with its prefix cache off and on; the
+scheduler in this thread and without a server, with as many rows at once as ours, with its prefix cache on and off; the
 better of the two counts. With the cache on, each prompt less its last token is generated from first, so that the rows
 find it: vllm-mlx drops a match of a whole prompt, and one of fewer than 128 tokens. It starts empty in every run, as it
 must in training, where the weights change between rollouts. vllm-mlx gives no log-probabilities, and turns ids into
@@ -11,11 +11,9 @@ text as it goes, which it cannot be kept from. `prefill_ms` of vllm-mlx is that 
 token. Judging (`--benchmark-judge`) has its default batch sizes.
 """
 
-import argparse
 import functools
 import importlib.util
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,33 +21,10 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import bench_judge
-import gwen
+import bench
 import hub
 import telemetry
-from bench_rollout import (
-    Disagreement,
-    Engine,
-    Run,
-    Work,
-    check_agreement,
-    load_peer,
-    make_work,
-    measure,
-    model_directory,
-    our_engine,
-    parse,
-    print_engine,
-    print_json,
-    print_phases,
-    print_roofline,
-    print_rounds,
-    print_settings,
-    print_unequal,
-    settle_size,
-    summary,
-    verdict,
-)
+from bench import Generate, Rival, Run, Work
 
 
 def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Run:
@@ -98,68 +73,38 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
     return completions, silent_s
 
 
-def judge_rival(work: Work, peer: Any, tokenizer: Any, prefix_cache: bool) -> bench_judge.Generate:
+def judges(peer: Any, tokenizer: Any) -> dict[str, Generate]:
     """Greedy replies of vllm-mlx to the judge's prompts; with the prefix cache, each finds what an earlier one left."""
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
-    def replies(prompts: list[list[int]], limit: int) -> list[list[int]]:
-        config = SchedulerConfig(enable_prefix_cache=prefix_cache)
-        scheduler = Scheduler(peer, tokenizer, config)
-        completions, _ = generate(scheduler, work._replace(temperature=0.0), prompts, [limit] * len(prompts))
+    def replies(prompts: list[list[int]], limit: int, prefix_cache: bool) -> list[list[int]]:
+        scheduler = Scheduler(peer, tokenizer, SchedulerConfig(enable_prefix_cache=prefix_cache))
+        greedy = Work(prompts, 1, [limit] * len(prompts), (), 0.0, len(prompts), 0)
+        completions, _ = generate(scheduler, greedy, prompts, greedy.limits)
         scheduler.reset()
         return completions
 
-    return replies
+    return {name: functools.partial(replies, prefix_cache=name == "on") for name in ("off", "on")}
 
 
-def compare(args: argparse.Namespace, directory: Path) -> None:
-    """Checks, measures and reports ours and vllm-mlx on the model of a directory."""
+def rival(peer: Any, directory: Path) -> Rival:
+    """vllm-mlx with its prefix cache and without."""
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
-    model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)
+    tokenizer = hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
-    why = settle_size(args, model)
-    peer = load_peer(directory, model.head_weight.dtype)
-    work = make_work(args, model.config)
     vllm_mlx = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
-    engines: dict[str, Engine] = {
-        "ours": our_engine(args, model),
-        "off": functools.partial(vllm_mlx, prefix_cache=False),
-        "on": functools.partial(vllm_mlx, prefix_cache=True),
+    engines: dict[str, bench.Engine] = {
+        "vllm_mlx": functools.partial(vllm_mlx, prefix_cache=True),
+        "vllm_mlx_uncached": functools.partial(vllm_mlx, prefix_cache=False),
     }
-    check_agreement(model, engines, work)
-    print_settings(args, model, why)
-    samples = measure(engines, work, args.warmup, args.runs)
-    entries: dict[str, Any] = {name: summary(samples[name], model) for name in engines}
-    off, on = entries.pop("off"), entries.pop("on")
-    better = "on" if on["mean_ms"] < off["mean_ms"] else "off"
-    entries["vllm_mlx"] = (on if better == "on" else off) | {"prefix_cache": better}
-    for name, entry in entries.items():
-        print_engine(name, 10, entry)
-    print_phases(entries)
-    print_unequal(entries)
-    print(f"Prefix cache of vllm_mlx: off {off['mean_ms']:.1f} ms, on {on['mean_ms']:.1f} ms")
-    print_rounds("vllm_mlx", samples["ours"], samples[better])
-    roofline_frac = print_roofline(model, work, samples["ours"], args.share_prefix is not False)
-    ratio = entries["vllm_mlx"]["mean_ms"] / entries["ours"]["mean_ms"]
-    print(f"Result vs vllm_mlx: ours is {verdict(ratio)} on this rollout workload.")
-    judging = None
-    if args.benchmark_judge:
-        rivals = {name: judge_rival(work, peer, tokenizer, name == "on") for name in ("off", "on")}
-        judging = bench_judge.benchmark(args, model, hub.load_tokenizer(directory), "vllm_mlx", rivals)
-    print_json(args, entries, ratio, roofline_frac, judging, "vllm-mlx")
+    result = "Result vs vllm_mlx: ours is {} on this rollout workload."
+    return Rival("vllm_mlx", result, engines, judges(peer, tokenizer), ["vllm-mlx"])
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        args = parse(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.")
-        if importlib.util.find_spec("vllm_mlx") is None:
-            raise ValueError("vllm-mlx is not installed; install it with: uv sync --extra vllm")
-        with model_directory(args.model) as directory:
-            compare(args, directory)
-    except (ValueError, OSError) as error:
-        telemetry.fail(error)
-    except Disagreement as error:
-        sys.exit(f"error: {error}")
+    if importlib.util.find_spec("vllm_mlx") is None:
+        telemetry.fail("vllm-mlx is not installed; install it with: uv sync --extra vllm")
+    bench.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
 
 
 if __name__ == "__main__":

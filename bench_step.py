@@ -22,17 +22,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import cpu_blas
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-import bench_rollout
+import bench
 import grpo
 import gwen
 import hub
@@ -234,16 +233,10 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         for name, entry in others.items():
             ratios[name] = round(entry["step_s"] / entries["ours"]["step_s"], 3)
             share = entries["ours"]["peak_mb"] / entry["peak_mb"]
-            verdict = bench_rollout.verdict(ratios[name])
+            verdict = bench.verdict(ratios[name])
             print(f"Result: ours is {verdict} than {name}, at {share:.2f} of its peak memory")
-    environment = telemetry.environment(cpu_blas.description)
-    versions = {"python": environment["python"]} | environment["versions"]
-    if others:
-        versions["mlx-lm-lora"] = version("mlx-lm-lora")
-    device = f"{environment['device']}, {environment['machine']}, BLAS: {environment['blas']}"
-    print(
-        json.dumps({"config": vars(args), "engines": entries, "ratios": ratios, "device": device, "versions": versions})
-    )
+    packages = ["mlx-lm-lora"] if others else []
+    print(json.dumps({"config": vars(args), "engines": entries, "ratios": ratios} | bench.environment(*packages)))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -277,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.engine:
             print(json.dumps(measure(args)))
             return
-        with bench_rollout.model_directory(args.model) as directory:
+        with bench.model_directory(args.model) as directory:
             compare(args, directory)
     except (ValueError, OSError) as error:
         telemetry.fail(error)

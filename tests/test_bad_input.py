@@ -553,7 +553,6 @@ def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, c
         ("evaluate.py", "--model demo --limit 0", {}, "--limit is 0"),
         ("sampler.py", "--model demo --prompt hi --temp hot", {}, "--temp: not a number: 'hot'"),
         ("lora.py", "--fuse", {}, "are required: --model, --adapter, --out"),
-        ("bench_judge.py", "--help", {}, "bench_judge.py is no command; give --benchmark-judge to bench_rollout.py"),
     ],
 )
 def test_a_process_ends_with_status_2_and_one_line(mistakes, tmp_path, program, flags, environment, pattern):

@@ -1,6 +1,7 @@
 """A run on the bundled model that is small enough for a test, and one update of it."""
 
 import mlx.core as mx
+import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 import grpo
@@ -55,6 +56,15 @@ def update_once(run, budget=100_000, advantages=None):
     result = update.update(run.learner, batches, rollout, advantages, ref, lr)
     run.learner.whole = True  # as `train` says when the step is on record
     return result
+
+
+def descend_plainly(run):
+    """
+    In AdamW's place: a step is the learning rate times the gradient, so weights can be compared.
+
+    AdamW's first step is g / (|g| + 1e-8): where g is almost 0, a rounding of it is a whole step.
+    """
+    run.learner.optimizer = optim.SGD(0.0)  # an update sets its rate
 
 
 class Recorder:

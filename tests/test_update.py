@@ -8,8 +8,9 @@ import mlx.optimizers as optim
 import numpy as np
 import oracle
 import pytest
+from conftest import relative_error
 from mlx.utils import tree_flatten
-from small_run import gradient_of_update, make_config, make_run, sample, update_once
+from small_run import descend_plainly, gradient_of_update, make_config, make_run, sample, update_once
 
 import grpo
 import gwen
@@ -232,18 +233,19 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
     Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
     policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
     """
-    common = ("--lr", "0.02", "--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1")
+    common = ("--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1")
     advantages = mx.random.normal((12,), key=mx.random.key(1))
 
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
+        descend_plainly(run)
         _, rows, rollout = sample(run)
         shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
         return run, rows, rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
 
     run, rows, rollout = begin("--epochs-per-rollout", "4", *flags)
     batches = micro_batch.micro_batches(rows, rollout, 150)
-    result = update.update(run.learner, batches, rollout, advantages, None, 0.02)
+    result = update.update(run.learner, batches, rollout, advantages, None, 1.0)
     assert result.means["clip_frac"] > 0
 
     def singly(old, *flags):
@@ -255,15 +257,16 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         rollout = rollout._replace(logprobs=logprobs if old == "first" else original)
         batches = micro_batch.micro_batches(rows, rollout, 150)
 
-        def weighted(*args, **settings):
-            rows = next(b.rows for b in batches if b.mask is args[3])
-            return policy_loss(*args, **settings | {"weights": weights[rows, : args[3].shape[1]]})
+        def weighted(logprobs, old_logprobs, advantages, mask, **settings):
+            rows = next(b.rows for b in batches if b.mask is mask)
+            settings["weights"] = weights[rows, : mask.shape[1]]
+            return policy_loss(logprobs, old_logprobs, advantages, mask, **settings)
 
         policy_loss = grpo.policy_loss
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grpo, "policy_loss", weighted)
             for _ in range(4):
-                update.update(other.learner, batches, rollout, advantages, None, 0.02)
+                update.update(other.learner, batches, rollout, advantages, None, 1.0)
         return other.learner.trainable
 
     def distance(trainable):
@@ -294,14 +297,17 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(t
 
 def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
-    results = []
-    for kl_coef in ("0", "1e-9"):
-        run = make_run(tmp_path, "--kl-coef", kl_coef, "--lr", "0.02", "--warmup-steps", "0")
-        update_once(run)
-        results.append(update_once(run))
-    assert results[1].means["kl"] > 0.01
-    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-4)
-    assert results[1].means["clip_frac"] == 0
+    run = make_run(tmp_path, "--lr", "0.02", "--warmup-steps", "0")
+    update_once(run)
+    _, rows, rollout = sample(run)
+    batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
+    ref_logprobs = update.reference_logprobs(run.learner, batches, rollout)
+    plain, grads = gradient_of_update(run, batches, rollout, advantages)
+    run.learner.config = dataclasses.replace(run.config, kl_coef=1e-9)
+    result, same = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
+    assert plain.grad_norm > 0.05 and result.means["kl"] > 0.01 and result.means["clip_frac"] == 0
+    for name, gradient in grads.items():
+        np.testing.assert_allclose(np.array(same[name]), np.array(gradient), atol=1e-5, err_msg=name)
 
 
 def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
@@ -333,11 +339,13 @@ def test_weights_after_a_step_do_not_depend_on_how_its_rows_were_cut(tmp_path):
     weights = []
     for budget in (1, 150, 100_000):
         run = make_run(tmp_path)
+        descend_plainly(run)
         update_once(run, budget)
         weights.append(run.learner.trainable)
     for name, array in weights[0].items():
-        for other in weights[1:]:
-            np.testing.assert_allclose(np.array(array), np.array(other[name]), atol=1e-4)  # a step is 8e-4
+        if name.endswith("lora_b"):  # A has no gradient yet
+            for other in weights[1:]:
+                assert relative_error(other[name], array) < 1e-3, name
 
 
 def test_every_adapter_moves_and_the_base_does_not(tmp_path):
@@ -453,12 +461,16 @@ def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_los
     """Advantages of 1e-7: the float16 backward pass rounds them away, and scaled by 2^15 keeps what float32 has."""
     tiny = mx.full((12,), 1e-7) * mx.array([1.0, -1.0] * 6)
     monkeypatch.setenv("GWEN_DTYPE", "float32")
-    exact = update_once(make_run(tmp_path), advantages=tiny).grad_norm
+    exact = make_run(tmp_path)
+    _, rows, rollout = sample(exact)  # for both: the same draws may fall on other tokens in float16
+    batches = micro_batch.micro_batches(rows, rollout, 100_000)
+    expected = update.update(exact.learner, batches, rollout, tiny, None, 1e-3).grad_norm
     monkeypatch.setenv("GWEN_DTYPE", "float16")
     run = make_run(tmp_path)
     assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
     masters = dict(run.learner.trainable)
-    assert update_once(run, advantages=tiny).grad_norm == pytest.approx(exact, rel=0.05)
+    found = update.update(run.learner, batches, rollout, tiny, None, 1e-3).grad_norm
+    assert found == pytest.approx(expected, rel=0.05)
     assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
     run = make_run(tmp_path)
     run.learner.loss_scale = update.LossScale()

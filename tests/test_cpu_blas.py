@@ -201,9 +201,9 @@ a = mx.random.normal((320, 320))
 mx.eval(a @ a)
 best = 1e9
 for _ in range(5):
-    begin = time.perf_counter()
+    begin = time.process_time()  # whatever else the machine does
     mx.eval(a @ a)
-    best = min(best, time.perf_counter() - begin)
+    best = min(best, time.process_time() - begin)
 print(best)
 """
     bundled, fast = (float(run(program).stdout) for program in (measure, "import cpu_blas" + measure))

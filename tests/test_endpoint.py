@@ -1,6 +1,5 @@
 """Chat completions of a server: a scripted one on loopback that is busy, slow, wrong or redirects."""
 
-import itertools
 import json
 import signal
 import subprocess
@@ -116,32 +115,36 @@ def test_replies_keep_their_order_and_no_more_requests_run_at_once_than_allowed(
     assert len(server.requests) == 12
 
 
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds that an endpoint would wait before it asks again; it does not wait them."""
+    held, wait = [], threading.Event.wait
+
+    def note(event, timeout=None):
+        return wait(event) if timeout is None else held.append(timeout) or event.is_set()
+
+    monkeypatch.setattr(threading.Event, "wait", note)
+    return held
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 529])
-def test_a_busy_server_is_asked_again_after_pauses_that_double(serve, status):
-    times = []
-
-    def answer(number, _):
-        times.append(time.monotonic())
-        return (status, "later", {}) if number < 3 else (200, completion("5"), {})
-
-    assert ask(make(serve(answer), retries=3, first_pause=0.2))[0].text == "5"
-    pauses = [after - before for before, after in itertools.pairwise(times)]
+def test_a_busy_server_is_asked_again_after_pauses_that_double(serve, pauses, status):
+    server = serve(lambda number, _: (status, "later", {}) if number < 3 else (200, completion("5"), {}))
+    assert ask(make(server, retries=3, first_pause=0.2))[0].text == "5"
     for pause, most in zip(pauses, (0.2, 0.4, 0.8), strict=True):
-        assert most / 2 <= pause <= most + 0.5
+        assert most / 2 <= pause <= most
 
 
-def test_the_server_says_how_long_to_wait(serve):
+def test_the_server_says_how_long_to_wait(serve, pauses):
     server = serve(lambda number, _: (200, completion("5"), {}) if number else (429, "", {"Retry-After": "0.5"}))
-    begin = time.monotonic()
     ask(make(server))
-    assert 0.5 <= time.monotonic() - begin < 3
+    assert pauses == [0.5]
 
 
-def test_a_server_that_says_to_wait_no_time_is_given_the_usual_pauses(serve):
+def test_a_server_that_says_to_wait_no_time_is_given_the_usual_pauses(serve, pauses):
     server = serve(lambda number, _: (200, completion("5"), {}) if number == 2 else (429, "", {"Retry-After": "0"}))
-    begin = time.monotonic()
     ask(make(server, first_pause=0.2))
-    assert 0.1 + 0.2 <= time.monotonic() - begin < 3
+    assert 0.1 <= pauses[0] <= 0.2 <= pauses[1] <= 0.4 and len(pauses) == 2
 
 
 def test_a_reply_that_is_cut_off_is_asked_for_again(serve):
@@ -171,14 +174,15 @@ def test_a_server_that_is_not_there_is_named(serve):
 
 
 def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
+    asked_again = threading.Event()
+
     def answer(number, _):
         if number == 0:
-            time.sleep(2)
-        return 200, completion("5"), {}
+            asked_again.wait(60)
+        asked_again.set()
+        return 200, completion(f"{number}"), {}
 
-    begin = time.monotonic()
-    assert ask(make(serve(answer), timeout=0.3))[0].text == "5"
-    assert time.monotonic() - begin < 2
+    assert ask(make(serve(answer), timeout=0.3))[0].text != "0"
 
 
 def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
@@ -194,26 +198,26 @@ def test_a_refusal_does_not_wait_for_the_slow_requests_beside_it(serve):
     def answer(number, _):
         if number:
             return 401, "no such key", {}
-        ended.wait(20)
+        ended.wait(60)
         return 200, completion("5"), {}
 
-    begin = time.monotonic()
+    server = serve(answer)
     with pytest.raises(ValueError, match="status 401"):
-        ask(make(serve(answer), concurrency=2, timeout=30.0), [HELLO] * 4)
-    assert time.monotonic() - begin < 5
+        ask(make(server, concurrency=2, timeout=60.0), [HELLO] * 4)
+    assert server.running == 1
     ended.set()
 
 
 def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     ended = threading.Event()
-    server = serve(lambda *_: ended.wait(20) and (200, completion("5"), {}))
+    server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
     program = f"import endpoint; list(endpoint.Endpoint({server.url!r}, 'tiny').chat([[]] * 9, max_tokens=1))"
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     try:
-        _, said = process.communicate(timeout=5)
+        _, said = process.communicate(timeout=60)
     finally:
         process.kill()
         ended.set()

@@ -73,7 +73,7 @@ def command(program: str, *flags: Any, environment: dict[str, str] | None = None
         env=os.environ | (environment or {}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         **options,
     )
 

@@ -93,7 +93,7 @@ def command(program: str, *flags: Any, **environment: str) -> Any:
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

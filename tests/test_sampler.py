@@ -108,7 +108,9 @@ def test_completions_do_not_depend_on_how_they_were_decoded(
 def test_slots_are_handed_on_so_that_fewer_steps_are_taken(model, monkeypatch):
     sizes = []
     original = sampler.choose_token
-    monkeypatch.setattr(sampler, "choose_token", lambda *args: sizes.append(len(args[0])) or original(*args))
+    monkeypatch.setattr(
+        sampler, "choose_token", lambda logits, *rest: sizes.append(len(logits)) or original(logits, *rest)
+    )
     limits = [3 if row % 4 else 40 for row in range(20)]
     roll(model, max_tokens=limits, eos_ids=(), batch_size=5)
     assert sum(sizes) < 0.75 * (4 * 5 * 40)  # four batches of five rows that wait for their longest
@@ -366,7 +368,9 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(model, monkeypatch):
 def test_one_token_decode_of_equal_lengths_uses_no_mask(model, monkeypatch):
     layouts = []
     original = ops.tree_attention
-    monkeypatch.setattr(ops, "tree_attention", lambda *args: layouts.append(args[2]) or original(*args))
+    monkeypatch.setattr(
+        ops, "tree_attention", lambda q, parts, layout: layouts.append(layout) or original(q, parts, layout)
+    )
     roll(model, prompts=[[1, 2, 4], [5, 6, 7]], max_tokens=3, share_prefix=True)
     assert layouts and all(field is None for layout in layouts for group in layout for field in group)
 
@@ -430,7 +434,11 @@ def test_prompts_are_shared_where_that_saves_more_than_it_costs(model, monkeypat
     assert not sampler.shares_prefix(64, [512] * 8, 2, mx.float32)  # two slots read little
     modes = []
     original = sampler.SlotCache
-    monkeypatch.setattr(sampler, "SlotCache", lambda *args: modes.append(args[3]) or original(*args))
+    monkeypatch.setattr(
+        sampler,
+        "SlotCache",
+        lambda held, lengths, width, share: modes.append(share) or original(held, lengths, width, share),
+    )
     for prompt_tokens in (10, 1000):
         roll(model, prompts=[[4] * prompt_tokens], max_tokens=2)
     assert modes == [False, True]

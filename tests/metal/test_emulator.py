@@ -1,5 +1,6 @@
 """Kernels of several kinds against numpy: the emulator runs what the text says. On a Mac they run on the GPU."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal import conftest, emulator, program, toolchain
+from metal import emulator, program, toolchain
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 ROUNDING = {mx.float32: 2**-23, mx.float16: 2**-11, mx.bfloat16: 2**-8}
@@ -463,19 +464,23 @@ def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, m
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
 
 
-def test_without_a_compiler_tests_are_skipped_but_in_ci_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(sys.modules, "ziglang", None)
-    monkeypatch.setattr(toolchain, "find", toolchain.find.__wrapped__)
-    monkeypatch.setenv("CI", "")
-    with pytest.raises(pytest.skip.Exception, match="the package ziglang is not installed"):
-        conftest.need_compiler()
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="the package ziglang is not installed"):
-        conftest.need_compiler()
+@pytest.mark.parametrize(
+    ("ci", "status"), [("", pytest.ExitCode.NO_TESTS_COLLECTED), ("true", pytest.ExitCode.TESTS_FAILED)]
+)
+def test_without_a_compiler_kernels_are_left_out_in_one_line_but_in_ci_they_fail(ci: str, status: int) -> None:
+    flags = ["-q", "-p", "no:cacheprovider", f"{__file__}::{test_votes_count_the_threads_that_exist.__name__}"]
+    program = f"import sys; sys.modules['ziglang'] = None; import pytest; sys.exit(pytest.main({flags}))"
+    environment = os.environ | {"PATH": "", "CI": ci}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    said = [line for line in done.stdout.splitlines() if "uv sync --group metal" in line]
+    assert done.returncode == status, done.stdout + done.stderr
+    if ci:
+        assert said and "1 error" in done.stdout
+    else:
+        assert said == [f"tests/metal: kernels were not run, {toolchain.MISSING}"]
 
 
 def test_no_compiler_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "find", lambda: None)
-    with pytest.raises(toolchain.CompileError, match="ziglang"):
+    with pytest.raises(toolchain.CompileError, match="uv sync --group metal"):
         toolchain.build("", [])

@@ -32,6 +32,9 @@ DIALECT = [
 ]
 
 
+MISSING = f"as there is no clang of {MIN_CLANG} or later on the PATH; `uv sync --group metal` brings one"
+
+
 class CompileError(Exception):
     """The compiler's complaints."""
 
@@ -70,7 +73,7 @@ def cache_directory() -> Path:
 def require() -> Toolchain:
     toolchain = find()
     if toolchain is None:
-        raise CompileError(f"no clang of {MIN_CLANG} or later on the PATH, and the package ziglang is not installed")
+        raise CompileError(f"kernels cannot be run, {MISSING}")
     return toolchain
 
 

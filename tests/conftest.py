@@ -57,7 +57,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"]
 
-RNG = np.random.default_rng(0)
+RNG = np.random.default_rng(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Every test draws the same numbers, in whichever process it runs and whatever ran there before."""
+    global RNG
+    RNG = np.random.default_rng(1)
+    if hasattr(request.module, "RNG"):
+        request.module.RNG = np.random.default_rng(0)
 
 
 def lacks_compiler() -> bool:

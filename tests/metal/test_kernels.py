@@ -34,13 +34,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Every test draws the same numbers, whichever tests ran before it."""
-    global RNG
-    RNG = np.random.default_rng(0)
-
-
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""

@@ -468,7 +468,7 @@ def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, m
     ("ci", "status"), [("", pytest.ExitCode.NO_TESTS_COLLECTED), ("true", pytest.ExitCode.TESTS_FAILED)]
 )
 def test_without_a_compiler_kernels_are_left_out_in_one_line_but_in_ci_they_fail(ci: str, status: int) -> None:
-    flags = ["-q", "-p", "no:cacheprovider", f"{__file__}::{test_votes_count_the_threads_that_exist.__name__}"]
+    flags = ["-n0", "-q", "-p", "no:cacheprovider", f"{__file__}::{test_votes_count_the_threads_that_exist.__name__}"]
     program = f"import sys; sys.modules['ziglang'] = None; import pytest; sys.exit(pytest.main({flags}))"
     environment = os.environ | {"PATH": "", "CI": ci}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

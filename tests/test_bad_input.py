@@ -39,6 +39,7 @@ import settings
 import tasks
 import train
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 SMALL = "--model demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0".split()
 

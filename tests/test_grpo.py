@@ -54,6 +54,7 @@ CLIPS = [{}, {"clip_low": 0.1, "clip_high": 0.28}, {"delta": 1.4}, {"clip_low": 
 BOUNDS = {"cispo": [{"clip_high": 5.0}, {"clip_high": 1.1}], "sapo": [{}]}  # what bounds the ratio; the others: CLIPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 @pytest.mark.parametrize("level", grpo.LEVELS)
 @pytest.mark.parametrize("case", [CASE, WIDE], ids=["near", "wide"])

@@ -25,6 +25,7 @@ import rubrics
 import tasks
 from demo import make
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 
@@ -693,7 +694,6 @@ def mlx_lm_server(tmp_path_factory):
         process.wait(30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", judge.MODES)
 def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_server, no_proxy, mode):
     prompts, completions, _ = some_answers(12, seed=5)

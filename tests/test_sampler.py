@@ -83,6 +83,7 @@ def reference(model):
     return settings, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5, 64, "auto"])
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -263,6 +264,7 @@ def fail_once(monkeypatch, owner, name, call, error=RuntimeError):
 FAILURES = [("prefill", 1), ("prefill", 2), ("choose_token", 3), ("choose_token", 60), ("write", 1), ("write", 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "call"), FAILURES, ids=[f"{place}-{call}" for place, call in FAILURES])
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(

@@ -31,6 +31,7 @@ import telemetry
 import train
 import update
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 
 
@@ -736,7 +737,6 @@ def test_a_run_never_trains_on_its_evaluation_problems():
         assert not {str(e["prompt"]) for e in task.train} & {str(e["prompt"]) for e in task.held_out}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_main_job_learns(tmp_path, seed):
     """60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""

@@ -20,6 +20,8 @@ import micro_batch
 import train
 import update
 
+pytestmark = pytest.mark.slow
+
 
 def array(x):
     return mx.array(x, mx.float32)

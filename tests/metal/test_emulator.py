@@ -12,6 +12,7 @@ import pytest
 
 from metal import emulator, program, toolchain
 
+pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 ROUNDING = {mx.float32: 2**-23, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])

@@ -27,6 +27,7 @@ import softmax
 from kv_cache import Group, KVCache, SlotCache, make_group
 from metal import emulator
 
+pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 EPSILON = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # relative; 16 bits: one rounding of the result
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import pytest
 
 from metal import emulator
 
-pytestmark = pytest.mark.usefixtures("emulated")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulated")]
 
 INDEX = "uint i = thread_position_in_grid.x;\n"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"

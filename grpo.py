@@ -11,6 +11,7 @@ Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completi
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses whose policy term is `clipped_term`
 LOSSES = (*CLIPPED, "cispo", "sapo")
@@ -28,47 +29,50 @@ LARGEST_LOG_RATIO = (
 # ---- advantages
 
 
-def group_advantages(rewards: mx.array, scale: str = "group", baseline: str = "group") -> mx.array:
+def group_advantages(
+    rewards: np.ndarray, scale: str = "group", baseline: str = "group", signal_floor: float = 0.0
+) -> np.ndarray:
     """
-    How much better each completion is than the baseline, (B, G) -> (B, G).
+    How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
     baseline: the mean of its "group"; of the others of its group ("rloo"); of the whole step ("reinforce").
     scale: divide by the deviation within the "group" (GRPO) or over the "batch", or "none" (Dr. GRPO, RLOO).
-    A group of equal rewards gives exactly 0, unless the baseline is the step's: rewards are measured from a first
-    member, because in float32 the mean of equal numbers is often one rounding off them, and rounding / (0 + 1e-4) is
-    not small.
+    signal_floor: a group, or with "reinforce" a step, whose rewards lie within this share of the step's deviation, plus
+    the 1e-4 that every division adds, holds noise only and gets exactly 0; so does one of equal rewards at any floor.
+    Rewards are measured from a first member, since what they have in common may be larger than all that tells them
+    apart, as in seconds since 1970.
     Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
     arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262.
     """
     assert scale in SCALES, scale
     assert baseline in BASELINES, baseline
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
-    size = rewards.shape[1]
-    if baseline == "reinforce":
-        assert scale != "group", "a group of equal rewards would be divided by a deviation of 0"
-        centered = rewards - rewards[0, 0]
-        centered = centered - centered.mean()
-    else:
-        centered = rewards - rewards[:, :1]
-        centered = centered - centered.mean(axis=1, keepdims=True)
+    assert scale != "group" or baseline != "reinforce", "a group of equal rewards would be divided by a deviation of 0"
+    size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
+    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # rows of what is compared with each other
+    centered = compared - compared[:, :1]
+    noise = np.ptp(centered, axis=1, keepdims=True) <= signal_floor * (step_deviation + 1e-4)
+    centered = np.where(noise, 0.0, centered - centered.mean(axis=1, keepdims=True)).reshape(rewards.shape)
     if scale == "group":
-        centered = centered / (mx.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
+        centered = centered / (np.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
     elif scale == "batch":
-        centered = centered / (mx.sqrt(mx.var(rewards - rewards[0, 0], ddof=1)) + 1e-4)
+        centered = centered / (step_deviation + 1e-4)
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
-    return centered * (size / (size - 1)) if baseline == "rloo" else centered
+    return (centered * (size / (size - 1)) if baseline == "rloo" else centered).astype(np.float32)
 
 
-def decoupled_advantages(rewards: mx.array, weights: list[float]) -> mx.array:
+def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0) -> np.ndarray:
     """
     Advantages of several rewards, each normalized within its group before their weighted sum is, over the batch.
 
-    (K, B, G) -> (B, G). The sum has mean 0 already, since each group has; so a group that is equal in every reward
+    (K, B, G) float64 -> (B, G) float32. Each reward has a floor of its own, from its own deviation, because each is
+    blown up to full size. The sum has mean 0 already, since each group has; so a group that is equal in every reward
     stays at exactly 0.
     Source: GDPO, arXiv:2601.05242.
     """
-    total = sum((weight * group_advantages(one) for one, weight in zip(rewards, weights, strict=True)), mx.array(0.0))
-    return total / (mx.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)
+    parts = [group_advantages(one, signal_floor=signal_floor) for one in rewards]
+    total = np.sum([weight * part.astype(np.float64) for weight, part in zip(weights, parts, strict=True)], axis=0)
+    return (total / (np.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)).astype(np.float32)
 
 
 # ---- what a token weighs

@@ -86,6 +86,9 @@ class Config:
     combine_rewards: str = _flag(
         "sum", "several rewards: summed then normalized, or normalized then summed", choices=("sum", "normalize")
     )
+    signal_floor: float = _flag(
+        0.01, "rewards of a group that lie within this share of the step's deviation are noise; 0: only equal ones", low=0
+    )
     clip_low: float = _flag(0.2, "the ratio is clipped at 1 - this", low=0)
     clip_high: float = _flag(0.2, "the ratio is clipped at 1 + this; for cispo its weight is capped at this", low=0)
     delta: float = _flag(0.0, "most that a ratio counts for a negative advantage; 0 is no bound", low=0)

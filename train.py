@@ -94,7 +94,7 @@ def train(config: Config, run: "Run") -> None:
 
         with clock.phase("update") as done:
             lr = update.learning_rate(config, run.step)
-            result = update.update(learner, batches, rollout, advantages.reshape(-1), ref_logprobs, lr)
+            result = update.update(learner, batches, rollout, mx.array(advantages.reshape(-1)), ref_logprobs, lr)
             done(learner.trainable, learner.optimizer.state)
 
         learner.whole = False  # until the step is on record
@@ -128,32 +128,21 @@ class Draw(NamedTuple):
     rewards: Rewards
 
 
-def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> mx.array:
+def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
     """Advantages of the chosen groups, numbered through all draws, (B, G) float32."""
     if config.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
-        return grpo.decoupled_advantages(without_offset(parts, parts[..., :1]), draws[0].rewards.weights)
+        return grpo.decoupled_advantages(parts, draws[0].rewards.weights, config.signal_floor)
     rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
-    across = config.advantage == "reinforce" or config.scale_rewards == "batch"  # groups are compared with each other
-    offset = rewards[0, 0] if across else rewards[:, :1]
-    return grpo.group_advantages(without_offset(rewards, offset), config.scale_rewards, config.advantage)
+    return grpo.group_advantages(rewards, config.scale_rewards, config.advantage, config.signal_floor)
 
 
-def without_offset(rewards: np.ndarray, offset: np.ndarray) -> mx.array:
-    """
-    float64 rewards less what they have in common, float32, which would round 1.7e9 + 1 to 1.7e9.
-
-    Whole thousands (of 1,024) are taken away, so that rewards below that stay bit for bit what they are.
-    """
-    return mx.array(rewards - np.trunc(offset / 1024) * 1024, mx.float32)
+def has_signal(advantages: np.ndarray) -> np.ndarray:
+    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards differ by more than noise."""
+    return (advantages != 0).any(axis=1)
 
 
-def has_signal(advantages: mx.array) -> np.ndarray:
-    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards are not all equal."""
-    return np.array(mx.abs(advantages).max(axis=1) > 0)
-
-
-def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], mx.array]:
+def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], np.ndarray]:
     """
     The B groups that are trained, numbered through all draws, ascending, and their advantages, (B, G).
 
@@ -394,7 +383,7 @@ class Run:
         draws: list[Draw],
         rollout: sampler.Rollout,
         chosen: list[int],
-        advantages: mx.array,
+        advantages: np.ndarray,
         result: update.UpdateResult,
     ) -> None:
         """Writes the step's metrics and completions, of everything that was drawn, and prints its line."""
@@ -461,7 +450,7 @@ class Run:
         }
         metrics = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
         self.metrics.write(metrics)
-        trained = dict(zip(chosen, np.array(advantages).tolist(), strict=True))
+        trained = dict(zip(chosen, advantages.tolist(), strict=True))
         for number, draw in enumerate(draws):
             for row, record in enumerate(self.completions(draw)):
                 group, member = divmod(row, self.config.groups)

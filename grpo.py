@@ -49,7 +49,7 @@ def group_advantages(
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
     assert scale != "group" or baseline != "reinforce", "a group of equal rewards would be divided by a deviation of 0"
     size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
-    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # rows of what is compared with each other
+    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # a row is what is compared
     centered = compared - compared[:, :1]
     noise = np.ptp(centered, axis=1, keepdims=True) <= signal_floor * (step_deviation + 1e-4)
     centered = np.where(noise, 0.0, centered - centered.mean(axis=1, keepdims=True)).reshape(rewards.shape)
@@ -239,10 +239,10 @@ def aggregate(
 
 
 class Stats(NamedTuple):
-    """Means over the counted tokens of a batch, () float32 each; none of them carries a gradient."""
+    """Means over the counted tokens of a batch, () float32 each, None where not measured; without gradient."""
 
-    kl: mx.array  # the estimate of KL(policy, reference) that the loss contains; 0 without a reference
-    clip_frac: mx.array  # share of tokens whose gradient the clip removed, or for cispo whose weight it capped
+    kl: mx.array | None  # the estimate of KL(policy, reference) that the loss contains; None without a reference
+    clip_frac: mx.array | None  # share of tokens whose gradient the clip removed, for cispo whose weight it capped
     ratio: mx.array  # policy / old policy
 
 
@@ -281,12 +281,13 @@ def policy_loss(
     logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
     advantages = mx.stop_gradient(advantages)[:, None]
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)
+    kl: mx.array | None = None
+    removed: mx.array | None = None  # sapo does not clip
     if loss == "cispo":
         per_token = cispo_term(ratio, logprobs, advantages, clip_high)
         removed = ratio > clip_high
     elif loss == "sapo":
         per_token = sapo_term(ratio, advantages)
-        removed = mx.zeros_like(ratio)
     else:
         if terms is None:
             per_token = clipped_term(ratio, advantages, clip_low, clip_high, delta)
@@ -297,11 +298,12 @@ def policy_loss(
             removed = removed | ((ratio > max(delta, 1 + clip_high)) & (advantages < 0))
     if weights is not None:
         per_token = per_token * mx.stop_gradient(weights)
-    kl = mx.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = kl_term(logprobs, mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0), ratio, kl_estimator)
         per_token = per_token + kl_coef * kl
-    num_tokens = mx.maximum(mask.sum(), 1)
-    means = (mx.stop_gradient((x * mask).sum() / num_tokens) for x in (kl, removed.astype(mx.float32), ratio))
     total = aggregate(per_token, mask, loss, max_tokens=max_tokens, num_rows=num_rows, num_items=num_items)
-    return total, Stats(*means)
+
+    def mean(values: mx.array) -> mx.array:
+        return mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
+
+    return total, Stats(None if kl is None else mean(kl), None if removed is None else mean(removed), mean(ratio))

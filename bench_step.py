@@ -87,8 +87,8 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
         assert (np.array(rollout.mask).sum(-1) == args.max_tokens).all()
         marks.append(time.perf_counter())
         sampler.texts(tokenizer, rollout, ())
-        rewards = mx.array([[reward_of(place) for place in range(config.groups)]] * config.batch)
-        advantages = grpo.group_advantages(rewards).reshape(-1)
+        rewards = np.array([[reward_of(place) for place in range(config.groups)]] * config.batch)
+        advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
         marks.append(time.perf_counter())
         rows = [prompt for prompt in prompts for _ in range(config.groups)]
         batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)

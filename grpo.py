@@ -11,6 +11,7 @@ Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completi
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses whose policy term is `clipped_term`
 LOSSES = (*CLIPPED, "cispo", "sapo")
@@ -28,47 +29,50 @@ LARGEST_LOG_RATIO = (
 # ---- advantages
 
 
-def group_advantages(rewards: mx.array, scale: str = "group", baseline: str = "group") -> mx.array:
+def group_advantages(
+    rewards: np.ndarray, scale: str = "group", baseline: str = "group", signal_floor: float = 0.0
+) -> np.ndarray:
     """
-    How much better each completion is than the baseline, (B, G) -> (B, G).
+    How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
     baseline: the mean of its "group"; of the others of its group ("rloo"); of the whole step ("reinforce").
     scale: divide by the deviation within the "group" (GRPO) or over the "batch", or "none" (Dr. GRPO, RLOO).
-    A group of equal rewards gives exactly 0, unless the baseline is the step's: rewards are measured from a first
-    member, because in float32 the mean of equal numbers is often one rounding off them, and rounding / (0 + 1e-4) is
-    not small.
+    signal_floor: a group, or with "reinforce" a step, whose rewards lie within this share of the step's deviation, plus
+    the 1e-4 that every division adds, holds noise only and gets exactly 0; so does one of equal rewards at any floor.
+    Rewards are measured from a first member, since what they have in common may be larger than all that tells them
+    apart, as in seconds since 1970.
     Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
     arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262.
     """
     assert scale in SCALES, scale
     assert baseline in BASELINES, baseline
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
-    size = rewards.shape[1]
-    if baseline == "reinforce":
-        assert scale != "group", "a group of equal rewards would be divided by a deviation of 0"
-        centered = rewards - rewards[0, 0]
-        centered = centered - centered.mean()
-    else:
-        centered = rewards - rewards[:, :1]
-        centered = centered - centered.mean(axis=1, keepdims=True)
+    assert scale != "group" or baseline != "reinforce", "a group of equal rewards would be divided by a deviation of 0"
+    size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
+    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # a row is what is compared
+    centered = compared - compared[:, :1]
+    noise = np.ptp(centered, axis=1, keepdims=True) <= signal_floor * (step_deviation + 1e-4)
+    centered = np.where(noise, 0.0, centered - centered.mean(axis=1, keepdims=True)).reshape(rewards.shape)
     if scale == "group":
-        centered = centered / (mx.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
+        centered = centered / (np.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
     elif scale == "batch":
-        centered = centered / (mx.sqrt(mx.var(rewards - rewards[0, 0], ddof=1)) + 1e-4)
+        centered = centered / (step_deviation + 1e-4)
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
-    return centered * (size / (size - 1)) if baseline == "rloo" else centered
+    return (centered * (size / (size - 1)) if baseline == "rloo" else centered).astype(np.float32)
 
 
-def decoupled_advantages(rewards: mx.array, weights: list[float]) -> mx.array:
+def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0) -> np.ndarray:
     """
     Advantages of several rewards, each normalized within its group before their weighted sum is, over the batch.
 
-    (K, B, G) -> (B, G). The sum has mean 0 already, since each group has; so a group that is equal in every reward
+    (K, B, G) float64 -> (B, G) float32. Each reward has a floor of its own, from its own deviation, because each is
+    blown up to full size. The sum has mean 0 already, since each group has; so a group that is equal in every reward
     stays at exactly 0.
     Source: GDPO, arXiv:2601.05242.
     """
-    total = sum((weight * group_advantages(one) for one, weight in zip(rewards, weights, strict=True)), mx.array(0.0))
-    return total / (mx.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)
+    parts = [group_advantages(one, signal_floor=signal_floor) for one in rewards]
+    total = np.sum([weight * part.astype(np.float64) for weight, part in zip(weights, parts, strict=True)], axis=0)
+    return (total / (np.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)).astype(np.float32)
 
 
 # ---- what a token weighs
@@ -235,10 +239,10 @@ def aggregate(
 
 
 class Stats(NamedTuple):
-    """Means over the counted tokens of a batch, () float32 each; none of them carries a gradient."""
+    """Means over the counted tokens of a batch, () float32 each, None where not measured; without gradient."""
 
-    kl: mx.array  # the estimate of KL(policy, reference) that the loss contains; 0 without a reference
-    clip_frac: mx.array  # share of tokens whose gradient the clip removed, or for cispo whose weight it capped
+    kl: mx.array | None  # the estimate of KL(policy, reference) that the loss contains; None without a reference
+    clip_frac: mx.array | None  # share of tokens whose gradient the clip removed, for cispo whose weight it capped
     ratio: mx.array  # policy / old policy
 
 
@@ -277,12 +281,13 @@ def policy_loss(
     logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
     advantages = mx.stop_gradient(advantages)[:, None]
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)
+    kl: mx.array | None = None
+    removed: mx.array | None = None  # sapo does not clip
     if loss == "cispo":
         per_token = cispo_term(ratio, logprobs, advantages, clip_high)
         removed = ratio > clip_high
     elif loss == "sapo":
         per_token = sapo_term(ratio, advantages)
-        removed = mx.zeros_like(ratio)
     else:
         if terms is None:
             per_token = clipped_term(ratio, advantages, clip_low, clip_high, delta)
@@ -293,11 +298,12 @@ def policy_loss(
             removed = removed | ((ratio > max(delta, 1 + clip_high)) & (advantages < 0))
     if weights is not None:
         per_token = per_token * mx.stop_gradient(weights)
-    kl = mx.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = kl_term(logprobs, mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0), ratio, kl_estimator)
         per_token = per_token + kl_coef * kl
-    num_tokens = mx.maximum(mask.sum(), 1)
-    means = (mx.stop_gradient((x * mask).sum() / num_tokens) for x in (kl, removed.astype(mx.float32), ratio))
     total = aggregate(per_token, mask, loss, max_tokens=max_tokens, num_rows=num_rows, num_items=num_items)
-    return total, Stats(*means)
+
+    def mean(values: mx.array) -> mx.array:
+        return mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
+
+    return total, Stats(None if kl is None else mean(kl), None if removed is None else mean(removed), mean(ratio))

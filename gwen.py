@@ -393,7 +393,7 @@ def doctor() -> tuple[list[str], bool]:
     lines = [
         f"versions: Python {found['python']}, {versions}",
         f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
-        f"memory: {memory.of_device() / 2**30:.1f} GB for this process",
+        f"memory: {memory.of_device() / 1e9:.1f} GB for this process",
         f"device: {gpu.backend() or 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",

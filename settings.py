@@ -86,6 +86,9 @@ class Config:
     combine_rewards: str = _flag(
         "sum", "several rewards: summed then normalized, or normalized then summed", choices=("sum", "normalize")
     )
+    signal_floor: float = _flag(
+        0.01, "a group whose rewards lie within this share of the step's deviation is noise; 0: no group is", low=0
+    )
     clip_low: float = _flag(0.2, "the ratio is clipped at 1 - this", low=0)
     clip_high: float = _flag(0.2, "the ratio is clipped at 1 + this; for cispo its weight is capped at this", low=0)
     delta: float = _flag(0.0, "most that a ratio counts for a negative advantage; 0 is no bound", low=0)
@@ -174,7 +177,7 @@ def make_task(config: Config) -> tasks.Task:
         rewards = dict(loaded)
         if len(rewards) < len(loaded):
             raise ValueError(f"--reward {' '.join(config.reward)}: two rewards have the same name")
-        if taken := sorted(rewards.keys() & {"mean", "std", "zero_std_frac"}):
+        if taken := sorted(rewards.keys() & {"mean", "std", "zero_std_frac", "s"}):
             raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
         rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
         task = task._replace(rewards=rewards, reward_weights=dict.fromkeys(rewards, 1.0) | rubric)

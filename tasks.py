@@ -20,6 +20,7 @@ import random
 import re
 import reprlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -622,7 +623,8 @@ def _import_file(spec: str, path: Path) -> Any:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"--reward {spec}: importing {path.name} failed, {_one_line(error)}") from error
+        where = _place(error, str(path))
+        raise ValueError(f"--reward {spec}: importing {path.name} failed, {_one_line(error)}{where}") from error
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
@@ -638,7 +640,8 @@ def call_reward(
     Called by keyword with copies of the lists: prompts, completions and the columns, all of them where `fn` takes
     **kwargs, else those that it names. The trainer adds the column `num_tokens`, each completion's length in tokens.
 
-    Raises ValueError naming the reward, and the column that is missing, what `fn` raised, or the row and its value.
+    Raises ValueError naming the reward, and the column that is missing, what `fn` raised and where, or the row and its
+    value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
@@ -648,8 +651,15 @@ def call_reward(
         if inspect.isawaitable(rewards):
             rewards = asyncio.run(_awaited(rewards))
     except (Exception, SystemExit) as error:
-        raise ValueError(f"reward {name} raised {_one_line(error)}") from error
+        file = getattr(sys.modules.get(fn.__module__), "__file__", None)
+        raise ValueError(f"reward {name} raised {_one_line(error)}{_place(error, file)}") from error
     return _checked_rewards(name, rewards, len(completions))
+
+
+def _place(error: BaseException, file: str | None) -> str:
+    """The last line of `file`, which is the user's own, that an error came through; "" where there is none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", at {file}:{lines[-1]}" if lines else ""
 
 
 async def _awaited(awaitable: Any) -> Any:
@@ -688,6 +698,8 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
     checked = []
     for row, value in enumerate(rewards):
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array of no axes
+        if value is None:
+            raise ValueError(f"reward {name} gave None for row {row} of {num_rows}; return a number for each")
         number: Any = value if isinstance(value, Real) else float("nan")
         if not abs(number) < 1e15:  # so written, it refuses nan; the square of more overflows float32
             raise ValueError(f"reward {name} gave {_short(value)} for row {row}; return a finite number below 1e15")

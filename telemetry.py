@@ -99,20 +99,26 @@ def replace_text(path: Path, text: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
+# the prefix of a step's line leaves room for a number, and none for its name
+CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
+
+
 def _fixed(value: float | None, digits: int) -> str:
-    """So many decimals; a loss that overflowed and rewards of which none could be read are no numbers."""
+    """So many decimals; a loss that overflowed or was never computed and rewards that nobody could read are nan."""
     return "nan" if value is None else f"{value:.{digits}f}"
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
-    """The one line of a step. Other people's scripts read its beginning: add at the end only."""
+    """
+    The one line of a step, as a rule within 100 columns; `CONSOLE_COLUMNS` says what stands in it.
+
+    Other people's scripts read its beginning: add at the end only.
+    """
     loss, reward = _fixed(metrics["loss"], 4), _fixed(metrics["reward/mean"], 6)
     return (
         f"step {metrics['step']}/{num_steps} | loss {loss} | reward {reward} | "
         f"{metrics['step/s']:.1f}s | rollout {metrics['rollout/tok_s']:.1f} tok/s | "
-        f"train {metrics['train/tok_s']:.1f} tok/s | judge {metrics['judge/s']:.1f}s | "
-        f"update {metrics['update/s']:.1f}s | tokens {metrics['completion/mean_tokens']:.1f} | "
-        f"peak {metrics['mem/peak_gb']:.2f} GB"
+        f"train {metrics['train/tok_s']:.1f} tok/s | {metrics['reward/zero_std_frac']:.0%}"
     )
 
 

@@ -35,6 +35,7 @@ import evaluate
 import gpu
 import grpo
 import gwen
+import health
 import judge
 import lora
 import memory
@@ -75,10 +76,8 @@ def train(config: Config, run: "Run") -> None:
                 )
                 done(rollout.completion_ids)
 
-            with clock.phase("judge") as done:
-                draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout)))
-                chosen, advantages = choose_groups(config, draws)
-                done(advantages)
+            draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
+            chosen, advantages = choose_groups(config, draws)
             enough = len(draws) == most_draws or bool(has_signal(advantages).all())
 
         with clock.phase("update") as done:
@@ -94,7 +93,7 @@ def train(config: Config, run: "Run") -> None:
 
         with clock.phase("update") as done:
             lr = update.learning_rate(config, run.step)
-            result = update.update(learner, batches, rollout, advantages.reshape(-1), ref_logprobs, lr)
+            result = update.update(learner, batches, rollout, mx.array(advantages.reshape(-1)), ref_logprobs, lr)
             done(learner.trainable, learner.optimizer.state)
 
         learner.whole = False  # until the step is on record
@@ -110,9 +109,9 @@ def train(config: Config, run: "Run") -> None:
 class Rewards(NamedTuple):
     """Rewards of one rollout, numpy float64."""
 
-    total: np.ndarray  # (B, G); nan where the judge was unreadable
-    filled: np.ndarray  # (B, G); there the mean of its group, or of the step (`fill`), and 0 where there is none
-    parts: np.ndarray  # (K, B, G), each reward before weighting, filled in the same way
+    total: np.ndarray  # (B, G), weighted sum of the parts; nan where none of them could be read
+    filled: np.ndarray  # (B, G), the same, there too
+    parts: np.ndarray  # (K, B, G), each reward before weighting, see `fill` for what could not be read
     weights: list[float]  # K
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
     judgement: judge.Judgement | None
@@ -128,32 +127,21 @@ class Draw(NamedTuple):
     rewards: Rewards
 
 
-def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> mx.array:
+def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
     """Advantages of the chosen groups, numbered through all draws, (B, G) float32."""
     if config.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
-        return grpo.decoupled_advantages(without_offset(parts, parts[..., :1]), draws[0].rewards.weights)
+        return grpo.decoupled_advantages(parts, draws[0].rewards.weights, config.signal_floor)
     rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
-    across = config.advantage == "reinforce" or config.scale_rewards == "batch"  # groups are compared with each other
-    offset = rewards[0, 0] if across else rewards[:, :1]
-    return grpo.group_advantages(without_offset(rewards, offset), config.scale_rewards, config.advantage)
+    return grpo.group_advantages(rewards, config.scale_rewards, config.advantage, config.signal_floor)
 
 
-def without_offset(rewards: np.ndarray, offset: np.ndarray) -> mx.array:
-    """
-    float64 rewards less what they have in common, float32, which would round 1.7e9 + 1 to 1.7e9.
-
-    Whole thousands (of 1,024) are taken away, so that rewards below that stay bit for bit what they are.
-    """
-    return mx.array(rewards - np.trunc(offset / 1024) * 1024, mx.float32)
+def has_signal(advantages: np.ndarray) -> np.ndarray:
+    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards differ by more than noise."""
+    return (advantages != 0).any(axis=1)
 
 
-def has_signal(advantages: mx.array) -> np.ndarray:
-    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards are not all equal."""
-    return np.array(mx.abs(advantages).max(axis=1) > 0)
-
-
-def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], mx.array]:
+def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], np.ndarray]:
     """
     The B groups that are trained, numbered through all draws, ascending, and their advantages, (B, G).
 
@@ -190,11 +178,14 @@ def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[l
     return [prompts[row] for row in rows], rollout
 
 
-def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampler.Rollout) -> Rewards:
+def reward_completions(
+    run: "Run", examples: list[tasks.Example], rollout: sampler.Rollout, clock: telemetry.PhaseClock
+) -> Rewards:
     """
     Weighted sum of the task's verifiers and the judge, each called once.
 
-    A completion that the judge could not read gets the mean that it is compared with, hence no advantage.
+    What the judge could not read gets the mean that it is compared with: the judge then says nothing of that
+    completion, and what the verifiers say of it counts in full.
     """
     config, task = run.config, run.task
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
@@ -204,29 +195,33 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     }
     columns["num_tokens"] = np.array(rollout.mask).sum(-1).astype(int).tolist()
     prompts = [example["prompt"] for example in repeated]
-    components: dict[str, np.ndarray] = {
-        name: np.array(tasks.call_reward(name, reward, prompts, completions, columns))
-        for name, reward in task.rewards.items()
-    }
+    components: dict[str, np.ndarray] = {}
+    with clock.phase("reward") as done:
+        for name, reward in tqdm(task.rewards.items(), desc="reward", leave=False, disable=None):
+            components[name] = np.array(tasks.call_reward(name, reward, prompts, completions, columns))
+        done()
     judgement = None
     if run.judge is not None:
-        judgement = run.judge.score([tasks.prompt_text(prompt) for prompt in prompts], completions)
-        components["rubric"] = judgement.rewards
+        with clock.phase("judge") as done:
+            judgement = run.judge.score([tasks.prompt_text(prompt) for prompt in prompts], completions)
+            components["rubric"] = judgement.rewards
+            done()
     weights = [task.reward_weights[name] for name in components]
     for (name, values), weight in zip(components.items(), weights, strict=True):
         if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
             raise ValueError(f"reward {name} times its weight {weight:g} passes 1e15; lower it with --reward-weights")
-    parts = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
-    # no BLAS, whose roundings may depend on the place: what is equal must stay equal
-    total = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
-    readable = np.isfinite(total)
+    given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     axis = None if config.advantage == "reinforce" else 1
-    filled = np.stack([fill(part, readable, axis) for part in parts])
-    return Rewards(total, fill(total, readable, axis), filled, weights, components, judgement, completions)
+    parts = np.stack([fill(part, axis) for part in given])
+    # no BLAS, whose roundings may depend on the place: what is equal must stay equal
+    filled = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
+    total = np.where(np.isnan(given).all(axis=0), np.nan, filled)
+    return Rewards(total, filled, parts, weights, components, judgement, completions)
 
 
-def fill(values: np.ndarray, readable: np.ndarray, axis: int | None) -> np.ndarray:
-    """(B, G) with the mean of the readable values, along `axis` or of all, where one is not, and 0 without any."""
+def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """(B, G) with the mean of the readable values, along `axis` or of all, where one is nan, and 0 without any."""
+    readable = ~np.isnan(values)
     total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
     return np.where(readable, values, total / np.maximum(number, 1))
 
@@ -299,11 +294,13 @@ class Run:
 
     def open(self) -> None:
         """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
-        self.metrics, self.rollouts, self.evals, self.judge_scores = (
-            telemetry.JsonLines(self.dir / f"{name}.jsonl") for name in ("metrics", "rollouts", "eval", "judge_scores")
+        self.metrics, self.rollouts, self.evals, self.judge_scores, self.warnings = (
+            telemetry.JsonLines(self.dir / f"{name}.jsonl")
+            for name in ("metrics", "rollouts", "eval", "judge_scores", "warnings")
         )
-        for log in (self.metrics, self.rollouts, self.evals, self.judge_scores):
+        for log in (self.metrics, self.rollouts, self.evals, self.judge_scores, self.warnings):
             log.cut_after(self.step)
+        self.past_steps, self.past_evals = self.metrics.read(), self.evals.read()
         if self.judge:
             self.judge.cache.fill(self.judge_scores.read())
 
@@ -377,11 +374,22 @@ class Run:
             limit=config.eval_limit or None,
             thinking=config.thinking,
         )
-        self.evals.write({"step": self.step} | record)
+        record = {"step": self.step} | record
+        self.evals.write(record)
+        self.past_evals.append(record)
         self.remember_scores()
         name = f"eval/{self.task.metric}"
         value, greedy = _three(record[name]), _three(record["eval/greedy"])
         print(f"{name} {value} | greedy {greedy} | {record['eval/num']} held-out problems", flush=True)
+        self.warn()
+
+    def warn(self) -> None:
+        """Says what ails the run, each once, and records the step at which it showed."""
+        given = {record["name"] for record in self.warnings.read()}
+        for finding in health.examine(self.past_steps, self.past_evals):
+            if finding.name not in given:
+                self.warnings.write({"step": self.step} | finding._asdict())
+                print(f"WARNING after step {self.step}: {finding.text}.", file=sys.stderr, flush=True)
 
     def remember_scores(self) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
@@ -394,27 +402,29 @@ class Run:
         draws: list[Draw],
         rollout: sampler.Rollout,
         chosen: list[int],
-        advantages: mx.array,
+        advantages: np.ndarray,
         result: update.UpdateResult,
     ) -> None:
         """Writes the step's metrics and completions, of everything that was drawn, and prints its line."""
         stats = [draw.rollout.stats for draw in draws]
         num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
         num_trained = round(float(rollout.mask.sum()))
-        train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "ref", "update"))
+        train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "update"))
         self.recent.append(seconds["step"])
         rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
         judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
         judge_s = sum(one.stats.seconds for one in judged)
-        num_signal = int(
-            has_signal(advantages_of(self.config, draws, list(range(len(draws) * self.config.batch)))).sum()
-        )
+        num_judged = sum(one.stats.num_evaluations for one in judged)
+        num_scores = sum(one.scores.size for one in judged)
+        num_groups = len(draws) * self.config.batch
+        num_signal = int(has_signal(advantages_of(self.config, draws, list(range(num_groups)))).sum())
+        any_readable = np.isfinite(np.concatenate(rewards)).any()
         metrics: dict[str, Any] = {
             "step": self.step,
             "loss": result.loss,
             "reward/mean": evaluate.mean(np.concatenate(rewards)),
-            "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()),
-            "reward/zero_std_frac": float((np.ptp(np.concatenate(filled), axis=1) == 0).mean()),
+            "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if any_readable else None,
+            "reward/zero_std_frac": 1 - num_signal / num_groups,
             **{
                 f"reward/{name}": evaluate.mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
                 for name in draws[0].rewards.components
@@ -426,14 +436,16 @@ class Run:
             "rollout/tok_s": num_tokens / seconds["rollout"],
             "prefill/s": sum(one.prefill_s for one in stats),
             "decode/s": sum(one.decode_s for one in stats),
-            "judge/s": seconds["judge"],
-            "judge/crit_eval_s": sum(one.stats.num_evaluations for one in judged) / judge_s if judged else 0.0,
-            "judge/unparsed": sum(one.unparsed for one in judged),
+            "reward/s": seconds["reward"],
+            "judge/s": seconds.get("judge", 0.0),
+            "judge/crit_eval_s": num_judged / judge_s if num_judged else None,
+            "judge/unparsed": sum(one.unparsed for one in judged) if judged else None,
+            "judge/unparsed_frac": sum(one.unparsed for one in judged) / num_scores if judged else None,
             "judge/mass": evaluate.mean(np.array([one.stats.mass for one in judged])),
-            "judge/cached": sum(one.stats.num_cached for one in judged),
+            "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
             "ref/s": seconds.get("ref", 0.0),
             "update/s": seconds["update"],
-            "update/tok_s": num_trained / seconds["update"],
+            "update/tok_s": num_trained / seconds["update"] if num_trained else None,
             "train/s": train_s,
             "train/tok_s": num_trained / train_s,
             "other/s": seconds["other"],
@@ -461,7 +473,8 @@ class Run:
         }
         metrics = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
         self.metrics.write(metrics)
-        trained = dict(zip(chosen, np.array(advantages).tolist(), strict=True))
+        self.past_steps.append(metrics)
+        trained = dict(zip(chosen, advantages.tolist(), strict=True))
         for number, draw in enumerate(draws):
             for row, record in enumerate(self.completions(draw)):
                 group, member = divmod(row, self.config.groups)
@@ -471,6 +484,7 @@ class Run:
         print(telemetry.console_line(metrics, self.config.steps), flush=True)
         if result.skipped:
             print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
+        self.warn()
 
     def completions(self, draw: Draw) -> Iterator[dict[str, Any]]:
         """What is recorded of each completion; the advantage is not known here."""
@@ -493,7 +507,9 @@ class Run:
             }
 
     def summary(self) -> None:
-        """Compares the first and the last evaluation, which know nothing of the training reward."""
+        """Repeats what was warned of, and compares the first and the last evaluation."""
+        for warning in self.warnings.read():
+            print(f"warned after step {warning['step']}: {warning['name']}")
         records = self.evals.read()
         if len(records) < 2:
             return
@@ -555,6 +571,7 @@ def main(argv: list[str] | None = None) -> None:
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
         )
         print(run.memory, flush=True)
+        print(telemetry.CONSOLE_COLUMNS, flush=True)
         with _stoppable(run):
             train(config, run)
         run.summary()

@@ -118,14 +118,15 @@ class Targets(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """What the optimizer steps on one rollout did; Python numbers, means over these steps."""
+    """What the optimizer steps on one rollout did; Python numbers, means over these steps, None where not measured."""
 
-    loss: float
-    grad_norm: float  # before clipping
+    loss: float | None
+    grad_norm: float | None  # before clipping
     lr: float
     skipped: int  # steps whose gradient was not finite, so that they changed nothing
-    pad_frac: float  # of the positions that went through the model
-    means: dict[str, float]  # over the counted tokens; `_max` is the largest; of MISMATCH in the first step alone
+    pad_frac: float | None  # of the positions that went through the model
+    # over the counted tokens; `_max` is the largest; of MISMATCH in the first step alone
+    means: dict[str, float | None]
 
 
 def update(
@@ -145,7 +146,7 @@ def update(
     """
     config = learner.config
     if not batches:  # every row was truncated and left out: there is nothing to learn from
-        return UpdateResult(0.0, 0.0, lr, 0, 0.0, dict.fromkeys(MEASURED, 0.0))
+        return UpdateResult(None, None, lr, 0, None, dict.fromkeys(MEASURED))
     chosen = rollout.mask
     if config.top_entropy < 1:  # the quantile needs all of the step before the first gradient
         _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
@@ -167,9 +168,11 @@ def update(
         lr=lr,
         skipped=int(sum(merged["skipped"])),
         pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions,
-        means={
+        means=dict.fromkeys(MEASURED)
+        | {
             name: max(values) if name.endswith("_max") else sum(values) / len(values) / targets.num_items
-            for name, values in ((name, merged[name]) for name in MEASURED)
+            for name, values in merged.items()
+            if name in MEASURED
         },
     )
 
@@ -212,8 +215,6 @@ def objective(
     gap = mx.abs(logprobs - sampled) * mask
     sums = {
         "loss": loss,
-        "kl": stats.kl * mask.sum(),
-        "clip_frac": stats.clip_frac * mask.sum(),
         "entropy": (entropy * mask).sum(),
         "gap": gap.sum(),
         "gap_max": gap.max(),
@@ -222,6 +223,8 @@ def objective(
         "over_cap": (trust > config.mismatch_cap).sum(),
         "signal": (mx.abs(advantages)[:, None] * weights * (entropy > NO_CHOICE)).sum(),
     }
+    means = {"kl": stats.kl, "clip_frac": stats.clip_frac}
+    sums |= {name: value * mask.sum() for name, value in means.items() if value is not None}
     return loss * learner.loss_scale.value, logprobs, sums
 
 
@@ -257,7 +260,7 @@ def step(
     if overflow:
         count_failure(learner, measured["loss"])
     else:
-        provable = lr and measured["signal"] and not measured["clip_frac"]  # what the clip removes is rightly 0
+        provable = lr and measured["signal"] and not measured.get("clip_frac")  # what the clip removes is rightly 0
         proving = prove_gradients(learner, grads) if provable else {}
         before = {name: learner.trainable[name] for name in proving}
         learner.whole, learner.failures = False, 0

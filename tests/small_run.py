@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten
 
 import grpo
@@ -48,8 +49,8 @@ def sample(run, key=1):
 def update_once(run, budget=100_000, advantages=None):
     _, rows, rollout = sample(run)
     if advantages is None:
-        rewards = mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3))
-        advantages = grpo.group_advantages(rewards).reshape(-1)
+        rewards = np.array(mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3)), np.float64)
+        advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, budget)
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.kl_coef else None
     lr = update.learning_rate(run.config, run.step)

@@ -99,6 +99,9 @@ def words(completions, **_): return ["good"] * len(completions)
 def nothing(completions, **_): pass
 def a_dict(completions, **_): return {"reward": 1.0}
 async def late(completions, **_): raise TimeoutError("nobody answers")
+import json
+def deep(completions, **_): return [json.loads("{") for text in completions]
+def missing(completions, **_): return [1.0, None, 2.0, 3.0]
 def wants_more(completions, colour): return [1.0] * len(completions)
 number = 3
 """
@@ -589,9 +592,11 @@ def test_help_is_no_mistake(capsys):
 @pytest.mark.parametrize(
     ("function", "pattern"),
     [
-        ("raises", "reward raises raised RuntimeError: no way"),
+        ("raises", r"reward raises raised RuntimeError: no way, at \S+/mine.py:5"),
         ("exits", "reward exits raised SystemExit"),
-        ("late", "reward late raised TimeoutError: nobody answers"),
+        ("late", r"reward late raised TimeoutError: nobody answers, at \S+/mine.py:14"),
+        ("deep", r"reward deep raised JSONDecodeError: .*, at \S+/mine.py:16"),  # raised in a library
+        ("missing", "reward missing gave None for row 1 of 4; return a number for each"),
         ("not_a_number", "reward not_a_number gave nan for row 0; return a finite number"),
         ("infinite", "reward infinite gave inf for row 0"),
         ("huge", r"reward huge gave -1e\+30 for row 0; return a finite number below 1e15"),

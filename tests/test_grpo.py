@@ -177,29 +177,30 @@ def test_frozen_cases(settings, expected, gradient):
 )
 def test_advantages_equal_the_oracle(baseline, scale):
     rewards = RNG.normal(2, 3, (4, 8))
-    ours = grpo.group_advantages(array(rewards), scale, baseline)
-    np.testing.assert_allclose(np.array(ours), oracle.advantages(rewards, scale, baseline), atol=1e-5)
+    ours = grpo.group_advantages(rewards, scale, baseline)
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, oracle.advantages(rewards, scale, baseline), atol=1e-5)
 
 
 def test_rewards_normalized_one_by_one_equal_the_oracle():
     rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
-    ours = grpo.decoupled_advantages(array(rewards), [1.0, 0.5])
-    np.testing.assert_allclose(np.array(ours), oracle.decoupled(rewards, [1.0, 0.5]), atol=1e-5)
+    ours = grpo.decoupled_advantages(rewards, [1.0, 0.5])
+    np.testing.assert_allclose(ours, oracle.decoupled(rewards, [1.0, 0.5]), atol=1e-5)
 
 
 def test_rewards_normalized_one_by_one_count_alike_whatever_their_size():
     rewards = RNG.normal(0, 1, (2, 4, 8))
     large = np.stack([rewards[0], 1000 * rewards[1]])
-    ours, theirs = (np.array(grpo.decoupled_advantages(array(r), [1.0, 1.0])) for r in (rewards, large))
+    ours, theirs = (grpo.decoupled_advantages(r, [1.0, 1.0]) for r in (rewards, large))
     np.testing.assert_allclose(ours, theirs, atol=1e-3)
-    summed = [np.array(grpo.group_advantages(array(r.sum(0)))) for r in (rewards, large)]
+    summed = [grpo.group_advantages(r.sum(0)) for r in (rewards, large)]
     assert np.abs(summed[0] - summed[1]).max() > 0.5
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 123.456])
 def test_a_group_that_is_equal_in_every_reward_has_exactly_zero_advantage(reward):
-    rewards = mx.concatenate([mx.full((2, 1, 7), reward), mx.random.normal((2, 3, 7), key=mx.random.key(1))], axis=1)
-    assert (grpo.decoupled_advantages(rewards, [1.0, 0.3])[0] == 0).all().item()
+    rewards = np.concatenate([np.full((2, 1, 7), reward), RNG.normal(0, 1, (2, 3, 7))], axis=1)
+    assert (grpo.decoupled_advantages(rewards, [1.0, 0.3])[0] == 0).all()
 
 
 @pytest.mark.parametrize("baseline", ["group", "rloo"])
@@ -207,8 +208,51 @@ def test_a_group_that_is_equal_in_every_reward_has_exactly_zero_advantage(reward
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 1e6, 123.456, 0.0])
 def test_a_group_of_equal_rewards_has_exactly_zero_advantage(baseline, scale, reward):
     for size in (2, 3, 7, 8, 11):
-        rewards = mx.concatenate([mx.full((1, size), reward), mx.random.normal((1, size), key=mx.random.key(1))])
-        assert (grpo.group_advantages(rewards, scale, baseline)[0] == 0).all().item()
+        rewards = np.stack([np.full(size, reward), RNG.normal(0, 1, size)])
+        assert (grpo.group_advantages(rewards, scale, baseline)[0] == 0).all()
+
+
+FLOORED = np.array([[0.0, 1.0, 0.0, 1.0], [3.0, 3.0002, 3.0, 3.0], [2.0, 2.0, 4.0, 2.0], [1.0, 1.02, 1.0, 1.0]])
+# The 16 rewards have the deviation 1.1824: at a floor of 1% a group within 0.0118 is noise, here the second.
+
+
+@pytest.mark.parametrize("baseline", ["group", "rloo"])
+@pytest.mark.parametrize("scale", grpo.SCALES)
+def test_a_group_whose_rewards_lie_within_the_floor_has_exactly_zero_advantage_and_no_other_changes(baseline, scale):
+    plain, floored = (grpo.group_advantages(FLOORED, scale, baseline, floor) for floor in (0.0, 0.01))
+    assert (np.abs(plain[1]) > 0).all() and (floored[1] == 0).all()
+    np.testing.assert_array_equal(floored[[0, 2, 3]], plain[[0, 2, 3]])
+    wider = grpo.group_advantages(FLOORED, scale, baseline, 0.02)  # within 0.0236: the fourth too
+    assert (wider[[1, 3]] == 0).all() and (wider[[0, 2]] == plain[[0, 2]]).all()
+
+
+def test_noise_of_a_judge_is_no_longer_a_full_size_advantage():
+    assert grpo.group_advantages(FLOORED)[1].max() == pytest.approx(0.75, abs=1e-6)  # 1.5e-4 / (1e-4 + 1e-4)
+    assert grpo.group_advantages(FLOORED, signal_floor=0.01)[1].max() == 0
+
+
+@pytest.mark.parametrize(("scale", "baseline"), [("group", "group"), ("none", "rloo"), ("batch", "reinforce")])
+def test_a_step_that_is_noise_everywhere_has_no_signal_although_its_deviation_is_noise_too(scale, baseline):
+    """The floor is a share of the deviation and 1e-4: 1% of that is 1e-6."""
+    noise = 0.7 + 1e-7 * RNG.integers(0, 3, (4, 8))
+    assert (grpo.group_advantages(noise, scale, baseline) != 0).any()
+    assert (grpo.group_advantages(noise, scale, baseline, 0.01) == 0).all()
+    assert (grpo.group_advantages(0.7 + 1000 * (noise - 0.7), scale, baseline, 0.01) != 0).any()
+
+
+def test_a_group_of_equal_rewards_is_a_signal_where_the_step_is_the_baseline():
+    advantages = grpo.group_advantages(FLOORED, "none", "reinforce", 0.01)
+    np.testing.assert_allclose(advantages, FLOORED - FLOORED.mean(), atol=1e-6)
+
+
+def test_each_of_several_rewards_has_a_floor_of_its_own():
+    """A reward of thousands makes no noise of one that lies between 0 and 1."""
+    large = np.array([[0.0, 2000.0, 0.0, 2000.0]] * 4)
+    both = grpo.decoupled_advantages(np.stack([FLOORED, large]), [1.0, 1.0], 0.01)
+    alone = grpo.decoupled_advantages(np.stack([large, large]), [0.0, 1.0], 0.01)
+    # of the second group only the large reward is left, so it stays in the ratio of that one's advantages
+    np.testing.assert_allclose(both[1] / both[1, 1], alone[1] / alone[1, 1], rtol=1e-6)
+    assert np.abs(both[3] / both[3, 1] - alone[3] / alone[3, 1]).max() > 0.1
 
 
 @pytest.mark.parametrize("loss", [loss for loss in grpo.LOSSES if loss != "bnpo"])

@@ -21,6 +21,7 @@ FLOORS = {
     "gpu": 0,
     "grpo": 0,
     "telemetry": 0,
+    "health": 0,
     "endpoint": 0,
     "hub": 0,
     "tasks": 1,

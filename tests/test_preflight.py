@@ -39,10 +39,10 @@ def one_step(model, config, prompts):
         key=0,
         batch_size=config.rollout_batch_size,
     )
-    rewards = mx.array(np.arange(config.batch * config.groups).reshape(config.batch, -1) % 3.0)
+    rewards = np.arange(config.batch * config.groups).reshape(config.batch, -1) % 3.0
     rows = [prompt for prompt in prompts for _ in range(config.groups)]
     batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
-    update.update(learner, batches, rollout, grpo.group_advantages(rewards).reshape(-1), None, 1e-4)
+    update.update(learner, batches, rollout, mx.array(grpo.group_advantages(rewards).reshape(-1)), None, 1e-4)
 
 
 @pytest.mark.parametrize(

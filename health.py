@@ -1,0 +1,197 @@
+"""
+How a run fares by its own figures: a warning for each illness that shows in them, with what to try.
+
+Records in, warnings out: the steps' metrics and the evaluations' records, as `metrics.jsonl` and `eval.jsonl` hold
+them, so a resumed run sees what it would have seen without the stop. What is left out: where and how often to say it.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Records = list[dict[str, Any]]
+
+FEW = 5  # steps whose mean counts, so that one odd step is no illness
+SPAN = 20  # steps over which a reward has to rise
+HELD_OUT = ("eval/accuracy", "eval/score")  # the figure of an evaluation; a run has one of them
+MOST_TRUNCATED, MOST_UNREADABLE, MOST_OVER_CAP = 0.5, 0.2, 0.01
+LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # against the first steps
+LEAST_HELD_OUT = 0.5  # against the first evaluation, or the best
+LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that its witness must see
+
+
+class Finding(NamedTuple):
+    name: str
+    text: str  # what is seen, and what to try
+
+
+class Illness(NamedTuple):
+    name: str
+    symptom: Callable[[Records, Records], str]  # of steps and evaluations: what is seen, "" where it is not
+    advice: str
+
+
+def examine(steps: Records, evals: Records) -> list[Finding]:
+    """What ails the run after these steps and evaluations, both in order. What nobody measured is no symptom."""
+    seen = [(illness, illness.symptom(steps, evals)) for illness in ILLNESSES]
+    return [Finding(illness.name, f"{symptom}. {illness.advice}") for illness, symptom in seen if symptom]
+
+
+# ---- reading the records
+
+
+def measured(records: Records, key: str) -> list[float]:
+    """The figures of this name; a record without it, or with null, has none."""
+    return [record[key] for record in records if record.get(key) is not None]
+
+
+def recent(steps: Records, key: str) -> float | None:
+    """The mean over the last FEW steps; None where there are fewer, or nothing was measured."""
+    values = measured(steps[-FEW:], key)
+    return statistics.fmean(values) if values and len(steps) >= FEW else None
+
+
+def ends(steps: Records, key: str) -> tuple[float, float] | None:
+    """The means over the first and the last FEW steps; None while these overlap, or where nothing was measured."""
+    first, last = measured(steps[:FEW], key), measured(steps[-FEW:], key)
+    return (statistics.fmean(first), statistics.fmean(last)) if first and last and len(steps) >= 2 * FEW else None
+
+
+def rise(before: dict[str, Any], after: dict[str, Any], key: str) -> float:
+    """By how much a figure of two evaluations rose, 0 within the 95% intervals (`KEY_ci95`, where it is there)."""
+    change = after[key] - before[key]
+    noise = math.hypot(before.get(f"{key}_ci95") or 0.0, after.get(f"{key}_ci95") or 0.0)
+    return change if abs(change) > noise else 0.0
+
+
+def held_out(evals: Records) -> tuple[str, Records]:
+    """The name of the held-out figure, and the evaluations that have one."""
+    key = next((key for key in HELD_OUT if measured(evals, key)), HELD_OUT[0])
+    return key, [record for record in evals if record.get(key) is not None]
+
+
+# ---- the symptoms
+
+
+def no_signal(steps: Records, _: Records) -> str:
+    groups = measured(steps[-FEW:], "sampling/signal_groups")
+    if len(groups) < FEW or any(groups):
+        return ""
+    return f"No group had rewards that differ, {FEW} steps in a row, so nothing was learned"
+
+
+def hacked(steps: Records, evals: Records) -> str:
+    key, evals = held_out(evals)
+    earlier = [record for record in evals if record["step"] <= evals[-1]["step"] - SPAN]
+    if not earlier or rise(earlier[-1], evals[-1], key) >= 0:
+        return ""
+    before, after = earlier[-1], evals[-1]
+    rewards = measured([step for step in steps if before["step"] < step["step"] <= after["step"]], "reward/mean")
+    if len(rewards) < SPAN:
+        return ""
+    halves = rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]
+    low, high = map(statistics.fmean, halves)
+    noise = math.hypot(*(statistics.stdev(half) / math.sqrt(len(half)) for half in halves))  # a standard error
+    if high - low <= 2 * noise:
+        return ""
+    return (
+        f"From step {before['step']} to {after['step']} the reward rose, half by half from {low:.3f} to {high:.3f}, "
+        f"while {key} fell from {before[key]:.3f} to {after[key]:.3f}"
+    )
+
+
+def entropy_lost(steps: Records, _: Records) -> str:
+    means = ends(steps, "entropy")
+    if means is None or means[1] >= LEAST_ENTROPY * means[0]:
+        return ""
+    return f"The entropy fell from {means[0]:.3f} to {means[1]:.3f} nats a token: the policy hardly tries anything new"
+
+
+def longer(steps: Records, _: Records) -> str:
+    means = ends(steps, "completion/mean_tokens")
+    if means is None or means[1] <= MOST_LENGTH * means[0]:
+        return ""
+    return f"Completions grew from {means[0]:.1f} to {means[1]:.1f} tokens"
+
+
+def truncated(steps: Records, _: Records) -> str:
+    share = recent(steps, "completion/truncated_frac")
+    if share is None or share <= MOST_TRUNCATED:
+        return ""
+    return f"{share:.0%} of the completions of the last {FEW} steps ran into --max-tokens"
+
+
+def unreadable(steps: Records, _: Records) -> str:
+    share = recent(steps, "judge/unparsed_frac")
+    if share is None or share <= MOST_UNREADABLE:
+        return ""
+    return f"{share:.0%} of the judge's scores of the last {FEW} steps could not be read; rewards come from the rest"
+
+
+def mismatched(steps: Records, _: Records) -> str:
+    share = recent(steps, "mismatch/over_cap_frac")
+    if share is None or share <= MOST_OVER_CAP:
+        return ""
+    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than --mismatch-cap"
+
+
+def collapsed(_: Records, evals: Records) -> str:
+    key, evals = held_out(evals)
+    if not evals:
+        return ""
+    last, best = evals[-1], max(evals, key=lambda record: record[key])
+    for kind, other in (("first", evals[0]), ("best", best)):
+        if rise(other, last, key) < 0 and other[key] > 0 and last[key] < LEAST_HELD_OUT * other[key]:
+            return f"{key} is {last[key]:.3f} after step {last['step']}, less than half of the {kind}, {other[key]:.3f}"
+    return ""
+
+
+def unwitnessed(_: Records, evals: Records) -> str:
+    both = [record for record in evals if None not in (record.get("eval/score"), record.get("eval/witness"))]
+    if not both:
+        return ""
+    (before, after), keys = (both[0], both[-1]), ("eval/score", "eval/witness")
+    judged, witnessed = rise(before, after, keys[0]), after[keys[1]] - before[keys[1]]
+    if judged <= 0 or witnessed >= LEAST_WITNESSED * judged:
+        return ""
+    return (
+        f"The judge's score rose from {before[keys[0]]:.3f} to {after[keys[0]]:.3f} while its witness went from "
+        f"{before[keys[1]]:.3f} to {after[keys[1]]:.3f}"
+    )
+
+
+READ = "Read late completions in rollouts.jsonl"
+ILLNESSES = (
+    Illness(
+        "no signal",
+        no_signal,
+        "Is the reward constant, or is every prompt too easy or too hard? Try a reward that tells answers apart, "
+        "other prompts, a higher --temp or more --groups",
+    ),
+    Illness(
+        "reward without gain",
+        hacked,
+        f"{READ}: the reward may pay for something else. Mend it, or try --kl-coef 0.05 or a lower --lr",
+    ),
+    Illness("entropy", entropy_lost, "Try a lower --lr, --entropy-coef 0.01 or a higher --temp"),
+    Illness(
+        "length",
+        longer,
+        f"{READ}: does the reward pay for length? Try --truncated punish, --kl-coef 0.05 or a lower --lr",
+    ),
+    Illness("truncated", truncated, "Raise --max-tokens, or ask for short answers in the prompt"),
+    Illness("unreadable", unreadable, "Try another --judge-model, or --judge-mode decode with --judge-think 512"),
+    Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),
+    Illness(
+        "collapse",
+        collapsed,
+        "The steps may be too large, or the reward pays for something else. Try a quarter of --lr or a larger --batch; "
+        "earlier states are in checkpoints/",
+    ),
+    Illness(
+        "judge without witness",
+        unwitnessed,
+        f"{READ}: they may please the judge alone. Try another --judge-model, a plainer --rubric or --kl-coef 0.05",
+    ),
+)

@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -102,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
@@ -164,7 +164,7 @@ class Model(nn.Module):
     must not hold (N, L, V).
     """
 
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -269,7 +269,7 @@ RANDOM = {  # name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary
 }
 
 
-def random_config(name: str) -> hub.Config:
+def random_config(name: str) -> hub.ModelConfig:
     """The configuration of a size in `RANDOM`. ValueError when there is none of that name."""
     if name not in RANDOM:
         raise ValueError(f"--model {name}: the random models are {', '.join(RANDOM)}")
@@ -294,7 +294,7 @@ def random_config(name: str) -> hub.Config:
     return hub.make_config(raw)
 
 
-def load_config(path_or_id: str | Path) -> hub.Config:
+def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     """The configuration of what `load` takes. ValueError names what is wrong with it."""
     name = str(path_or_id)
     return random_config(name) if name.startswith("random:") else hub.load_config(hub.find(path_or_id))

@@ -14,7 +14,7 @@ import ops
 RNG = np.random.default_rng(0)
 
 
-def rope_of(config: hub.Config) -> ops.Rope:
+def rope_of(config: hub.ModelConfig) -> ops.Rope:
     return ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
 
 

@@ -439,8 +439,9 @@ ROW_LOSSES = gpu.Kernel(
         float change = ON_POLICY ? 0.0f : logprob - old_logprobs[row];
         float ratio = metal::exp(metal::min(change, HIGHEST)), advantage = advantages[row];
         float bounded = metal::min(ratio, clip[2]), clipped = metal::max(metal::min(ratio, clip[1]), clip[0]);
-        bool moves = bounded * advantage <= clipped * advantage ? ratio <= clip[2] : ratio == clipped;
-        losses[row] = -metal::min(bounded * advantage, clipped * advantage);
+        float free = bounded * advantage, held = clipped * advantage;  // the rule of grpo.clipped_term
+        bool moves = free <= held ? ratio <= clip[2] : ratio == clipped;
+        losses[row] = -metal::min(free, held);
         slopes[row] = moves && change <= HIGHEST ? -ratio * advantage : 0.0f;
         logprobs[row] = logprob;
         entropies[row] = log_total - moment / total;

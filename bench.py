@@ -560,7 +560,7 @@ def geometric_lengths(num_rows: int, mean: float, cap: int, seed: int) -> list[i
     return np.minimum(np.random.default_rng(seed).geometric(1 / mean, num_rows), cap).tolist()
 
 
-def make_work(args: argparse.Namespace, config: hub.Config) -> Work:
+def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
     """The work that the settings describe, for a model of this configuration."""
     num_rows = args.batch * args.groups
     limits = [args.max_tokens] * num_rows

@@ -47,7 +47,7 @@ ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
 PHASES = ("rollout", "reward", "update")
 
 
-def make_prompts(args: argparse.Namespace, config: hub.Config) -> list[list[int]]:
+def make_prompts(args: argparse.Namespace, config: hub.ModelConfig) -> list[list[int]]:
     """B prompts of random ordinary tokens."""
     ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.eos_ids)
     return np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()

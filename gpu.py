@@ -1,30 +1,25 @@
 """
 Kernels for a GPU: how one is made, whether this machine may use it, and what it may be replaced by.
 
-A kernel is written once, in Metal's language, beside the plain expression that it equals. It is made when it is first
-called: by `mx.fast.metal_kernel` from the body as it stands, or by `mx.fast.cuda_kernel` from the body behind a prelude
-that explains Metal's words to CUDA. At its first use on a device it must agree with its expression on a small example,
-once for each version of either, device and type; a kernel that does not, or does not compile, is left out for the run
-and named on stderr. On a CPU the expressions run. GWEN_KERNELS=off|on|name,name chooses.
+A kernel is written once, in Metal's language, beside the plain expression that it equals; an `Op` is the two of them.
+The kernel is made when it is first called: by `mx.fast.metal_kernel` from the body as it stands, or by
+`mx.fast.cuda_kernel` from the body behind a prelude that explains Metal's words to CUDA. Before its first use in a
+process, for each type, it must agree with its expression on a small example; one that does not, or does not compile, is
+left out for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
 
 What is left out: the kernels themselves, which are in ops.py and softmax.py.
 """
 
-import contextlib
 import functools
-import hashlib
-import inspect
 import os
-import platform
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 
 # Metal's words in CUDA's: 32 threads of a simdgroup are a warp, a threadgroup is a block. Blocks are not cut to the
 # grid as threadgroups are, so every body asks whether its thread is inside. Threadgroups are at most two-dimensional.
@@ -68,7 +63,7 @@ def on_gpu() -> bool:
 
 def backend() -> str:
     """Where kernels would run now: "metal", "cuda", or "" on a CPU."""
-    if mx.default_device().type != mx.gpu:
+    if not on_gpu():
         return ""
     return "metal" if mx.metal.is_available() else "cuda"
 
@@ -80,54 +75,12 @@ def cuda_source(source: str) -> str:
     return re.sub(r"\b(device|constant|threadgroup|thread) ", "", source)
 
 
-class Example(NamedTuple):
-    """A kernel and its expression on the same arrays; each gives a sequence of arrays."""
-
-    kernel: Callable[[], Sequence[mx.array]]
-    reference: Callable[[], Sequence[mx.array]]
-
-
-def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
-    """An array for an example, the same every time."""
-    return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
-
-
-@functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
-def constant(*values: float | bool) -> mx.array:
-    """Numbers for a kernel, which takes arrays only; of settings, so few are ever made."""
-    return mx.array(values)
-
-
-TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
-
-
-def disagreement(example: Example, dtype: mx.Dtype) -> float:
-    """
-    The largest |kernel - reference| / (1 + |reference|) as a share of the type's tolerance: at most 1 agrees.
-
-    Whole numbers must be equal, and what is infinite in one must be so in the other; else the answer is infinite.
-    """
-    worst = 0.0
-    for ours, theirs in zip(example.kernel(), example.reference(), strict=True):
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return float("inf")
-        if not mx.issubdtype(ours.dtype, mx.floating):
-            worst = max(worst, 0.0 if mx.array_equal(ours, theirs).item() else float("inf"))
-            continue
-        x, y = ours.astype(mx.float32), theirs.astype(mx.float32)
-        same = (x == y) | (mx.isnan(x) & mx.isnan(y))  # infinities less each other would be nan
-        error = mx.where(same, 0.0, mx.abs(x - y) / (1 + mx.abs(y)))
-        largest: Any = mx.where(mx.isnan(error), mx.inf, error).max().item()
-        worst = max(worst, largest / TOLERANCES[dtype])
-    return worst
-
-
-KERNELS: dict[str, "Kernel"] = {}  # by name, in the order in which they are written
+# ---- a kernel
 
 
 class Kernel:
     """
-    One kernel: its body in Metal's language, made for the backend at hand when it is called.
+    The source of a kernel: a body in Metal's language, made for the backend at hand when it is called.
 
     inputs, outputs: the names that the body uses. Scalars are passed as arrays of one: CUDA knows no other.
     source, header: as for `mx.fast.metal_kernel`. contiguous: whether inputs are copied into row-major order first; a
@@ -144,18 +97,9 @@ class Kernel:
         header: str = "",
         contiguous: bool = True,
     ):
-        assert name not in KERNELS, name
         self.name, self.inputs, self.outputs, self.source, self.header = name, inputs, outputs, source, header
         self.contiguous = contiguous
-        self.example: Callable[[mx.Dtype, bool], Example] | None = None
         self._made: dict[Any, Any] = {}  # by what made it
-        self._runs: dict[tuple[Any, ...], bool] = {}
-        KERNELS[name] = self
-
-    def has_example(self, example: Callable[[mx.Dtype, bool], Example]) -> Callable[[mx.Dtype, bool], Example]:
-        """Decorates a function of (dtype, large): small examples are checked, large ones are timed."""
-        self.example = example
-        return example
 
     def make(self, place: str) -> Any:
         """MLX's object for the kernel; whatever stands in the place of its maker makes another."""
@@ -197,71 +141,147 @@ class Kernel:
             template=list(template.items()),
         )
 
+
+@functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
+def constant(*values: float | bool) -> mx.array:
+    """Numbers for a kernel, which takes arrays only; of settings, so few are ever made."""
+    return mx.array(values)
+
+
+# ---- an operation: the expression, and the kernel that equals it
+
+TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+OPS: dict[str, Any] = {}  # every `Op` by name, in the order in which they are written
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Gradient = Callable[..., Sequence[mx.array]]  # (cotangents, results, *arguments) -> of each array of floats in these
+
+
+class Op(Generic[P, R]):
+    """
+    One operation in two forms that give the same: `reference` defines it, `launch_NAME` runs a kernel.
+
+    A call runs the kernel where that may run for the type of the first argument, else the reference.
+    example: of a type, small or large, the arguments of calls: on the small ones the forms are compared, on a large one
+    timed. gradient: the reference's by default; each array of floats that is given by position, or in what is, has one.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        launch: Callable[P, R],
+        example: Callable[[mx.Dtype, bool], list[tuple[Any, ...]]],
+        gradient: Gradient | None = None,
+    ):
+        self.name = launch.__name__.removeprefix("launch_")
+        assert self.name not in OPS, self.name
+        self.reference: Callable[..., R] = reference
+        self.launch: Callable[..., R] = launch
+        self.example = example
+        self.gradient = gradient or self._gradient_of_reference
+        self._runs: dict[tuple[Any, ...], bool] = {}
+        OPS[self.name] = self
+
+    def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
+        first: Any = arguments[0]
+        if not self.runs(first.dtype):
+            return self.reference(*arguments, **settings)
+        floats, put = _floats(arguments)
+        forward: Any = mx.custom_function(lambda *moved: self.launch(*put(moved), **settings))
+
+        @forward.vjp
+        def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
+            moved = put(_arrays(primals))
+            return tuple(self.gradient(_arrays(cotangents), _arrays(results), *moved, **settings))
+
+        result: R = forward(*floats)
+        return result
+
+    def _gradient_of_reference(
+        self, cotangents: list[mx.array], _: list[mx.array], *arguments: Any, **settings: Any
+    ) -> list[mx.array]:
+        floats, put = _floats(arguments)
+        return mx.vjp(lambda *moved: _arrays(self.reference(*put(moved), **settings)), floats, cotangents)[1]
+
     def runs(self, dtype: mx.Dtype) -> bool:
-        """Whether to call it now for arrays of `dtype`; the first time on a GPU it is checked, which takes a moment."""
+        """Whether the kernel runs now for arrays of `dtype`; on a GPU the first answer takes a check, and a moment."""
         place = backend()
         if not place or dtype not in TOLERANCES:
             return False
         key = place, dtype, os.environ.get("GWEN_KERNELS")
         if key not in self._runs:
-            self._runs[key] = is_wanted(self.name) and self._is_trusted(place, dtype)
+            reason = self.check(dtype) if is_wanted() else ""
+            if reason:
+                print(f"gwen: the kernel {self.name} is off for {dtype}: {reason}", file=sys.stderr)
+            self._runs[key] = is_wanted() and not reason
         return self._runs[key]
 
     def check(self, dtype: mx.Dtype) -> str:
         """Why the kernel must not be used on this device, or "": on its small example it agrees."""
-        assert self.example is not None, f"{self.name} has no example"
         try:
-            share = disagreement(self.example(dtype, False), dtype)
+            calls = self.example(dtype, False)
+            share = max(disagreement(self.launch(*call), self.reference(*call), dtype) for call in calls)
         except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
             return " ".join(str(error).split())[:300]
         return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
 
-    def _is_trusted(self, place: str, dtype: mx.Dtype) -> bool:
-        stamp = cache_directory() / f"kernel-{self.name}-{self._fingerprint(place, dtype)}"
-        if stamp.exists():
-            return True
-        reason = self.check(dtype)
-        if reason:
-            print(f"gwen: the kernel {self.name} is off for {dtype}: {reason}", file=sys.stderr)
-            return False
-        with contextlib.suppress(OSError):  # a home that cannot be written to: checked again next time
-            stamp.parent.mkdir(parents=True, exist_ok=True)
-            stamp.touch()
-        return True
 
-    def _fingerprint(self, place: str, dtype: mx.Dtype) -> str:
-        """Of everything that a verdict depends on."""
-        device = mx.device_info().get("device_name", "")
-        parts = [place, str(dtype), str(device), version("mlx"), platform.platform(), self.source, self.header]
-        assert self.example is not None, f"{self.name} has no example"
-        # CUDA's prelude; the call and the expression; and the modules of ours that the expression calls
-        modules = filter(inspect.ismodule, self.example.__globals__.values())
-        used = [Path(str(getattr(module, "__file__", ""))) for module in modules]
-        ours = (file for file in used if file.parent == Path(__file__).parent)
-        files = {Path(__file__), Path(inspect.getfile(self.example)), *ours}
-        parts += [file.read_text(encoding="utf-8") for file in sorted(files)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _arrays(tree: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
 
 
-def cache_directory() -> Path:
-    """Where verdicts are kept."""
-    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "gwen"
+def _floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+    """The arrays of floats among the arguments, and a function that gives the arguments with others in their places."""
+
+    def is_float(leaf: Any) -> bool:
+        return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
+
+    def put(floats: Sequence[mx.array]) -> Any:
+        following = iter(floats)
+        return tree_map(lambda leaf: next(following) if is_float(leaf) else leaf, arguments)
+
+    return [array for array in _arrays(arguments) if is_float(array)], put
 
 
-def is_wanted(name: str) -> bool:
-    """Whether GWEN_KERNELS asks for the kernel; unset it asks for all. Raises ValueError when it names no kernel."""
+def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
+    """An array for an example, the same every time."""
+    return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
+
+
+def disagreement(ours: Any, theirs: Any, dtype: mx.Dtype) -> float:
+    """
+    The largest |kernel - reference| / (1 + |reference|) as a share of the type's tolerance: at most 1 agrees.
+
+    Whole numbers must be equal, and what is infinite in one must be so in the other; else the answer is infinite.
+    """
+    worst = 0.0
+    for mine, other in zip(_arrays(ours), _arrays(theirs), strict=True):
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            return float("inf")
+        if not mx.issubdtype(mine.dtype, mx.floating):
+            worst = max(worst, 0.0 if mx.array_equal(mine, other).item() else float("inf"))
+            continue
+        x, y = mine.astype(mx.float32), other.astype(mx.float32)
+        same = (x == y) | (mx.isnan(x) & mx.isnan(y))  # infinities less each other would be nan
+        error = mx.where(same, 0.0, mx.abs(x - y) / (1 + mx.abs(y)))
+        largest: Any = mx.where(mx.isnan(error), mx.inf, error).max().item()
+        worst = max(worst, largest / TOLERANCES[dtype])
+    return worst
+
+
+def is_wanted() -> bool:
+    """Whether GWEN_KERNELS asks for kernels; unset it does. Raises ValueError when it is neither on nor off."""
     value = os.environ.get("GWEN_KERNELS") or "on"
-    if value in ("on", "off"):
-        return value == "on"
-    names = [part.strip() for part in value.split(",")]
-    for part in names:
-        if part not in KERNELS:
-            raise ValueError(f"GWEN_KERNELS={value!r}: {part!r} is none of on, off, {', '.join(KERNELS)}")
-    return name in names
+    if value not in ("on", "off"):
+        raise ValueError(f"GWEN_KERNELS={value!r} is neither on nor off")
+    return value == "on"
 
 
-def milliseconds(function: Callable[[], Sequence[mx.array]], runs: int = 3) -> float:
+# ---- the report
+
+
+def milliseconds(function: Callable[[], Any], runs: int = 3) -> float:
     """Median wall time of one call, after one that is not counted."""
     seconds = []
     for _ in range(runs + 1):
@@ -273,21 +293,20 @@ def milliseconds(function: Callable[[], Sequence[mx.array]], runs: int = 3) -> f
 
 def report(dtype: mx.Dtype) -> tuple[list[str], bool]:
     """One line a kernel, which says what runs here, why, and how long it takes; and whether all agree."""
-    place, lines, agree = backend(), [], True
-    for name, kernel in KERNELS.items():
-        assert kernel.example is not None, f"{name} has no example"
-        wanted, example = is_wanted(name), kernel.example(dtype, True)
-        expression_ms = milliseconds(example.reference)
+    place, wanted, lines, agree = backend(), is_wanted(), [], True
+    for name, op in OPS.items():
+        (call,) = op.example(dtype, True)
+        expression_ms = milliseconds(functools.partial(op.reference, *call))
         times = f"{name:17} expression {expression_ms:8.2f} ms"
         if not place:
             lines.append(f"{times} | runs: no GPU. A Mac would {'check and run a kernel' if wanted else 'run it too'}")
             continue
-        reason = kernel.check(dtype)
+        reason = op.check(dtype)
         if reason:
             lines.append(f"{times} | runs: the kernel is OFF, {reason}")
             agree = False
             continue
-        kernel_ms = milliseconds(example.kernel)
+        kernel_ms = milliseconds(functools.partial(op.launch, *call))
         choice = f"{place} kernel" if wanted else "expression, as GWEN_KERNELS says"
         lines.append(
             f"{times}, kernel {kernel_ms:8.2f} ms ({expression_ms / kernel_ms:.2f}x) | agrees | runs: {choice}"

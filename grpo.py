@@ -8,6 +8,7 @@ step; only bnpo divides by the tokens of its own micro-batch.
 Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completion positions, K rewards.
 """
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -138,18 +139,21 @@ def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.a
 
 def clipped_term(
     ratio: mx.array, advantages: mx.array, clip_low: float, clip_high: float, delta: float | None
-) -> mx.array:
+) -> tuple[mx.array, mx.array]:
     """
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `delta` the first r is at most that (two-sided clipping).
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and whether it lost its gradient.
 
-    Where the two are equal the gradient is that of the first: on a border of the range, as r = 1 is when clip_low is 0,
-    mx.minimum and mx.clip would have none.
+    With `delta` the first r is at most that (two-sided clipping). Where the two products are equal the gradient is that
+    of the first: on a border of the range, as r = 1 is when clip_low is 0, mx.minimum and mx.clip would have none.
+    The kernel of `softmax.row_losses` has the same rule in the same words.
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10; delta: INTELLECT-2,
     arXiv:2505.07291.
     """
-    bounded = ratio if delta is None else mx.minimum(ratio, delta)
-    free, held = bounded * advantages, mx.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
-    return -mx.where(free <= held, free, held)
+    delta = math.inf if delta is None else delta
+    bounded, clipped = mx.minimum(ratio, delta), mx.clip(ratio, 1 - clip_low, 1 + clip_high)
+    free, held = bounded * advantages, clipped * advantages
+    moves = mx.where(free <= held, ratio <= delta, ratio == clipped)
+    return -mx.where(free <= held, free, held), ~moves & (advantages != 0)
 
 
 class Surrogate(NamedTuple):
@@ -162,10 +166,10 @@ class Surrogate(NamedTuple):
     delta: float | None = None
 
     def terms(self, logprobs: mx.array) -> mx.array:
-        """`clipped_term` of each token."""
+        """The `clipped_term` of each token."""
         old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
         ratio = importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
-        return clipped_term(ratio, self.advantages, self.clip_low, self.clip_high, self.delta)
+        return clipped_term(ratio, self.advantages, self.clip_low, self.clip_high, self.delta)[0]
 
 
 def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
@@ -289,13 +293,9 @@ def policy_loss(
     elif loss == "sapo":
         per_token = sapo_term(ratio, advantages)
     else:
-        if terms is None:
-            per_token = clipped_term(ratio, advantages, clip_low, clip_high, delta)
-        else:
+        per_token, removed = clipped_term(ratio, advantages, clip_low, clip_high, delta)
+        if terms is not None:
             per_token = mx.where(mask > 0, terms, 0.0)
-        removed = ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
-        if delta is not None:
-            removed = removed | ((ratio > max(delta, 1 + clip_high)) & (advantages < 0))
     if weights is not None:
         per_token = per_token * mx.stop_gradient(weights)
     if ref_logprobs is not None:

@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
@@ -73,7 +73,6 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: mx.array,
-        rope: ops.Rope,
         rotation: ops.Rotation,
         mask: mx.array | str | Layout | None,
         cache: LayerCache | SlotLayer | TreeLayer | None,
@@ -81,7 +80,7 @@ class Attention(nn.Module):
         num_rows, length, _ = x.shape
         qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
         weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
-        queries, keys, values = ops.norm_rope(qkv, self.num_heads, weights, self.eps, rope, rotation)
+        queries, keys, values = ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
         held = (keys, values) if cache is None else cache.update(keys, values)
         if isinstance(held, list):  # in parts, some of them shared by several rows
             assert isinstance(mask, list), "the cache and the mask are not of one kind"
@@ -93,7 +92,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -103,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
@@ -114,14 +113,13 @@ class Block(nn.Module):
         self,
         x: mx.array,
         delta: mx.array | None,
-        rope: ops.Rope,
         rotation: ops.Rotation,
         mask: mx.array | str | Layout | None,
         cache: LayerCache | SlotLayer | TreeLayer | None,
     ) -> tuple[mx.array, mx.array]:
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
         x, normed = self.input_layernorm.after(x, delta)
-        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, rope, rotation, mask, cache))
+        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, rotation, mask, cache))
         return x, self.mlp(normed)
 
 
@@ -129,7 +127,6 @@ def checkpointed(
     layer: Block,
     x: mx.array,
     delta: mx.array | None,
-    rope: ops.Rope,
     rotation: ops.Rotation,
     mask: mx.array | str | Layout | None,
     cache: LayerCache | SlotLayer | TreeLayer | None,
@@ -150,7 +147,7 @@ def checkpointed(
         held = layer.trainable_parameters()
         layer.update(weights)
         level = None if cache is None else TreeLayer(list(ancestors))
-        x, out = layer(x, None, rope, rotation, mask, level)
+        x, out = layer(x, None, rotation, mask, level)
         layer.update(held)
         return x + out, [] if level is None else level.parts[-1:]
 
@@ -167,7 +164,7 @@ class Model(nn.Module):
     must not hold (N, L, V).
     """
 
-    def __init__(self, config: hub.Config):
+    def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -200,7 +197,7 @@ class Model(nn.Module):
         for index, layer in enumerate(self.layers):
             run = checkpointed if index < checkpoint_layers else Block.__call__
             held = None if cache is None else cache.layers[index]
-            x, delta = run(layer, x, delta, self._rope, rotation, mask, held)
+            x, delta = run(layer, x, delta, rotation, mask, held)
         return self.norm.after(x, delta)[1]
 
     def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
@@ -272,7 +269,7 @@ RANDOM = {  # name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary
 }
 
 
-def random_config(name: str) -> hub.Config:
+def random_config(name: str) -> hub.ModelConfig:
     """The configuration of a size in `RANDOM`. ValueError when there is none of that name."""
     if name not in RANDOM:
         raise ValueError(f"--model {name}: the random models are {', '.join(RANDOM)}")
@@ -297,7 +294,7 @@ def random_config(name: str) -> hub.Config:
     return hub.make_config(raw)
 
 
-def load_config(path_or_id: str | Path) -> hub.Config:
+def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     """The configuration of what `load` takes. ValueError names what is wrong with it."""
     name = str(path_or_id)
     return random_config(name) if name.startswith("random:") else hub.load_config(hub.find(path_or_id))
@@ -378,7 +375,7 @@ def rope_error(dtype: mx.Dtype) -> float:
     """
     rope, offsets = ops.Rope(128, 1e6), [0, 40, 700]
     x = gpu.normal(3, 1, 3, rope.head_dim, dtype=dtype)
-    queries, _, _ = ops.norm_rope_ref(x, 1, None, 0.0, rope, rope.at(mx.array(offsets), 1))
+    queries, _, _ = ops.norm_rope_ref(x, ops.Heads(1, None, 0.0, rope.at(mx.array(offsets), 1)))
     low, high = np.split(np.array(x.astype(mx.float32)).astype(np.float64)[:, 0, :1], 2, axis=-1)
     angles = np.array(offsets)[:, None, None] * rope.frequencies
     parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
@@ -398,7 +395,7 @@ def doctor() -> tuple[list[str], bool]:
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",
         *hub.describe_cache(),
-        f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}, verdicts are in {gpu.cache_directory()}",
+        f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}",
     ]
     kernels, agree = gpu.report(dtype)
     return [*lines, *(f"  {line}" for line in kernels)], agree and error < limit

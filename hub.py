@@ -17,7 +17,7 @@ import mlx.core as mx
 
 
 @dataclass(frozen=True)
-class Config:
+class ModelConfig:
     """What a Qwen `config.json` says, checked. `raw` is the file's own content, kept for saving."""
 
     model_type: str
@@ -58,7 +58,7 @@ SIZES = {
 }
 
 
-def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> Config:
+def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> ModelConfig:
     """
     The checked configuration of a `config.json` read into `raw`.
 
@@ -89,7 +89,7 @@ def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> 
     eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(eos_id) is int for eos_id in eos):
         raise ValueError(f"eos_token_id={eos!r:.60} is neither a token id nor a list of them")
-    return Config(
+    return ModelConfig(
         model_type=model_type,
         **sizes,
         num_key_value_heads=num_kv_heads,
@@ -178,7 +178,7 @@ FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
 }
 
 
-def part_rows(config: Config, fused: str) -> list[int]:
+def part_rows(config: ModelConfig, fused: str) -> list[int]:
     """How many output rows each part of a fused projection has, in the order of `FUSED`."""
     if fused == "mlp.gate_up_proj":
         return [config.intermediate_size] * 2
@@ -196,7 +196,7 @@ def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return weights
 
 
-def unfuse_weights(weights: dict[str, mx.array], config: Config) -> dict[str, mx.array]:
+def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, mx.array]:
     """This model's names -> Hugging Face names and parts."""
     out: dict[str, mx.array] = {}
     for name, array in weights.items():
@@ -240,7 +240,7 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def load_config(directory: Path) -> Config:
+def load_config(directory: Path) -> ModelConfig:
     """The configuration of a model directory. ValueError when a file is missing or is not JSON."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")

@@ -115,7 +115,7 @@ class TokenLosses(NamedTuple):
 
 def has_token_losses(head_weight: mx.array, support: dict[str, Any] | None = None) -> bool:
     """Whether `token_losses` may be used: it is made for a GPU's kernel."""
-    return not support and softmax.ROW_LOSSES.runs(head_weight.dtype)
+    return not support and softmax.row_losses.runs(head_weight.dtype)
 
 
 def token_losses(
@@ -188,7 +188,7 @@ def token_logprobs(
     if head == "frozen" and gradient == "logprobs" and has_token_losses(head_weight, support):
         no_loss = grpo.Surrogate(mx.zeros(ids.shape), None)
         return token_losses(hidden, head_weight, ids, no_loss, temperature)[1:]
-    if not support and softmax.ROW_LOGPROBS.runs(head_weight.dtype):
+    if not support and softmax.row_logprobs.runs(head_weight.dtype):
         rows = token_logprobs_in_rows(
             hidden.reshape(-1, hidden.shape[-1]), head_weight, ids.reshape(-1), temperature, head
         )

@@ -1,8 +1,8 @@
 """
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
-Each comes in this order: the expression, which defines what is computed; the kernel's body; the call that gives it a
-grid, with its gradient; an example, on which the kernel must agree before it is used; and the choice between the two.
+Each comes in this order: the expression, which defines what is computed; the kernel's source; the call that gives it a
+grid; and the `gpu.Op` that chooses between the two, with an example on which they must agree.
 What is left out: the matmuls, which are MLX's, and the layer that joins all of it, which is in gwen.py.
 
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, S keys.
@@ -25,7 +25,7 @@ def exp(x: mx.array) -> mx.array:
 
 
 def swiglu_ref(gate_up: mx.array) -> mx.array:
-    """The definition of `swiglu`."""
+    """silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
     gate, up = mx.split(gate_up, 2, axis=-1)
     if gpu.on_gpu():
         return gate * mx.sigmoid(gate) * up
@@ -36,7 +36,7 @@ def swiglu_ref(gate_up: mx.array) -> mx.array:
 
 
 def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:
-    """The gradient of `swiglu_ref`."""
+    """The gradient of `swiglu`, (..., 2F)."""
     return mx.vjp(swiglu_ref, [gate_up], [cotangent])[1][0]
 
 
@@ -72,50 +72,31 @@ SWIGLU_VJP = gpu.Kernel(
 )
 
 
-def swiglu_vjp_kernel(gate_up: mx.array, cotangent: mx.array) -> mx.array:
+def launch_swiglu(gate_up: mx.array) -> mx.array:
+    """Reads 2F elements a row and writes F, the least there is."""
     width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
-    inputs, grid = [gate_up.reshape(-1, 2 * width), cotangent], (cotangent.size, 1, 1)
-    return SWIGLU_VJP(inputs, [(gate_up.shape, dtype)], grid=grid, threadgroup=(256, 1, 1), T=dtype, F=width)[0]
+    inputs, outputs = [gate_up.reshape(-1, 2 * width)], [((*gate_up.shape[:-1], width), dtype)]
+    return SWIGLU(inputs, outputs, grid=(gate_up.size // 2, 1, 1), threadgroup=(256, 1, 1), T=dtype, F=width)[0]
 
 
-def swiglu_kernel(gate_up: mx.array) -> mx.array:
+def launch_swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
+    """Reads 3F elements a row and writes 2F, the least there is."""
     width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
-    shape, grid = (*gate_up.shape[:-1], width), (gate_up.size // 2, 1, 1)
-
-    @mx.custom_function
-    def forward(gate_up: mx.array) -> mx.array:
-        rows = gate_up.reshape(-1, 2 * width)
-        return SWIGLU([rows], [(shape, dtype)], grid=grid, threadgroup=(256, 1, 1), T=dtype, F=width)[0]
-
-    @forward.vjp
-    def backward(gate_up: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-        return (swiglu_vjp_kernel if SWIGLU_VJP.runs(dtype) else swiglu_vjp_ref)(gate_up, cotangent)
-
-    out: Any = forward(gate_up)
-    return out
+    inputs, outputs = [gate_up.reshape(-1, 2 * width), cotangent], [(gate_up.shape, dtype)]
+    return SWIGLU_VJP(inputs, outputs, grid=(cotangent.size, 1, 1), threadgroup=(256, 1, 1), T=dtype, F=width)[0]
 
 
-@SWIGLU.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    x = gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=3)
-    return gpu.Example(lambda: [swiglu_kernel(x)], lambda: [swiglu_ref(x)])
+def example_of_swiglu(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array]]:
+    return [(gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=3),)]
 
 
-@SWIGLU_VJP.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    shape = (2048, 6144) if large else (3, 10)
-    x, d = gpu.normal(*shape, dtype=dtype, scale=3), gpu.normal(shape[0], shape[1] // 2, dtype=dtype, seed=1)
-    return gpu.Example(lambda: [swiglu_vjp_kernel(x, d)], lambda: [swiglu_vjp_ref(x, d)])
+def example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
+    rows, width = (2048, 3072) if large else (3, 5)
+    return [(gpu.normal(rows, 2 * width, dtype=dtype, scale=3), gpu.normal(rows, width, dtype=dtype, seed=1))]
 
 
-def swiglu(gate_up: mx.array) -> mx.array:
-    """
-    silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202.
-
-    The kernel reads 2F elements a row and writes F, the gradient's reads 3F and writes 2F: the least there is, each in
-    one launch.
-    """
-    return swiglu_kernel(gate_up) if SWIGLU.runs(gate_up.dtype) else swiglu_ref(gate_up)
+swiglu_vjp = gpu.Op(swiglu_vjp_ref, launch_swiglu_vjp, example_of_swiglu_vjp)
+swiglu = gpu.Op(swiglu_ref, launch_swiglu, example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
@@ -128,7 +109,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
 
 
 def add_norm_ref(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """The definition of `add_norm`."""
+    """The residual stream after a sublayer and what the next one reads: x + delta, and its RMS-norm; all (..., C)."""
     total = x + delta
     return total, rms_norm(total, weight, eps)
 
@@ -171,50 +152,36 @@ ADD_NORM = gpu.Kernel(
 )
 
 
-def add_norm_kernel(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+def launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """Reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C."""
     size, dtype = x.shape[-1], x.dtype
-
-    @mx.custom_function
-    def forward(x: mx.array, delta: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
-        outputs, grid = [(x.shape, dtype)] * 2, (x.size // size * 256, 1, 1)
-        total, normed = ADD_NORM(
-            [x, delta, weight, gpu.constant(eps)], outputs, grid=grid, threadgroup=(256, 1, 1), T=dtype, C=size
-        )
-        return total, normed
-
-    @forward.vjp
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
-        _, (d_x, d_weight) = mx.vjp(lambda x, w: rms_norm(x, w, eps), [outputs[0], primals[2]], [cotangents[1]])
-        d_x = d_x + cotangents[0]
-        return d_x, d_x, d_weight
-
-    out: Any = forward(x, delta, weight)
-    return out
+    total, normed = ADD_NORM(
+        [x, delta, weight, gpu.constant(eps)],
+        [(x.shape, dtype)] * 2,
+        grid=(x.size // size * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        T=dtype,
+        C=size,
+    )
+    return total, normed
 
 
-@ADD_NORM.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+def gradient_of_add_norm(
+    cotangents: list[mx.array], results: list[mx.array], x: mx.array, delta: mx.array, weight: mx.array, eps: float
+) -> list[mx.array]:
+    """From the sum that is held, which the expression's own gradient would make again."""
+    _, (d_x, d_weight) = mx.vjp(lambda x, w: rms_norm(x, w, eps), [results[0], weight], [cotangents[1]])
+    d_x = d_x + cotangents[0]
+    return [d_x, d_x, d_weight]
+
+
+def example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     shape = (64, 1024) if large else (3, 260)
     x, delta = (gpu.normal(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
-    weight = gpu.normal(shape[1], dtype=dtype)
-    return gpu.Example(lambda: add_norm_kernel(x, delta, weight, 1e-6), lambda: add_norm_ref(x, delta, weight, 1e-6))
+    return [(x, delta, gpu.normal(shape[1], dtype=dtype), 1e-6)]
 
 
-def add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """
-    The residual stream after a sublayer and what the next one reads: x + delta, and its RMS-norm; all (..., C).
-
-    The kernel reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C.
-    """
-    return (add_norm_kernel if ADD_NORM.runs(x.dtype) else add_norm_ref)(x, delta, weight, eps)
-
-
-class Rotation(NamedTuple):
-    """Where the tokens of a forward pass stand; made once and used by every layer."""
-
-    offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
-    cos: mx.array | None  # (N, L, 1, D) float32, and None on a GPU, where a kernel makes them
-    sin: mx.array | None  # with the sign that its half of D takes
+add_norm = gpu.Op(add_norm_ref, launch_add_norm, example_of_add_norm, gradient_of_add_norm)
 
 
 class Rope:
@@ -243,49 +210,64 @@ class Rope:
         self.frequencies = self.frequencies * (1 - stretched) + self.frequencies / factor * stretched
         self.magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
-    def at(self, offsets: mx.array, length: int) -> Rotation:
+    def at(self, offsets: mx.array, length: int) -> "Rotation":
         """The rotation of `length` tokens a row that begin at `offsets`, (N,) int32."""
         if gpu.on_gpu():
-            return Rotation(offsets, None, None)
+            return Rotation(self, offsets, None, None)
         positions = (offsets[:, None] + mx.arange(length)).astype(mx.float32)
         angles = (positions[:, :, None] / self.periods)[:, :, None]  # (N, L, 1, D / 2)
         cos, sin = mx.cos(angles) * self.magnitude, mx.sin(angles) * self.magnitude
-        return Rotation(offsets, mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1))
+        return Rotation(self, offsets, mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1))
 
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
+
+class Rotation(NamedTuple):
+    """Where the tokens of a forward pass stand; made once, by `Rope.at`, and used by every layer."""
+
+    rope: Rope
+    offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
+    cos: mx.array | None  # (N, L, 1, D) float32, and None on a GPU, where a kernel makes them
+    sin: mx.array | None  # with the sign that its half of D takes
+
+    def turn(self, x: mx.array) -> mx.array:
         """Rotates (N, L, heads, D): pairs are i and i + D / 2."""
-        if rotation.cos is None or rotation.sin is None:
-            x = x if self.magnitude == 1.0 else x * self.magnitude
+        if self.cos is None or self.sin is None:
+            x = x if self.rope.magnitude == 1.0 else x * self.rope.magnitude
             rotated = mx.fast.rope(
                 x.transpose(0, 2, 1, 3),
-                self.head_dim,
+                self.rope.head_dim,
                 traditional=False,
                 base=None,
                 scale=1.0,
-                offset=rotation.offsets,
-                freqs=self.periods,
+                offset=self.offsets,
+                freqs=self.rope.periods,
             )
             return rotated.transpose(0, 2, 1, 3)
         low, high = mx.split(x, 2, axis=-1)
-        return (x * rotation.cos + mx.concatenate([high, low], axis=-1) * rotation.sin).astype(x.dtype)
+        return (x * self.cos + mx.concatenate([high, low], axis=-1) * self.sin).astype(x.dtype)
 
 
-def norm_rope_ref(
-    qkv: mx.array,
-    num_heads: int,
-    weights: tuple[mx.array, mx.array] | None,
-    eps: float,
-    rope: Rope,
-    rotation: Rotation,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The definition of `norm_rope`."""
-    num_kv_heads = (qkv.shape[2] - num_heads) // 2
+class Heads(NamedTuple):
+    """How the heads of a layer's fused projection become queries and keys."""
+
+    num_heads: int  # those of queries; as many as remain are of keys and of values
+    weights: tuple[mx.array, mx.array] | None  # (D,) of the norms of queries and keys, where the family has them
+    eps: float
+    rotation: Rotation
+
+
+def norm_rope_ref(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
+
+    Queries and keys are rotated and, where the family has `weights` for them, RMS-normalized over D before.
+    """
+    num_heads, num_kv_heads = heads.num_heads, (qkv.shape[2] - heads.num_heads) // 2
     turned, values = mx.split(qkv, [num_heads + num_kv_heads], axis=2)
-    if weights is not None:
+    if heads.weights is not None:
         counts, size = (num_heads, num_kv_heads), qkv.shape[-1]
-        weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(weights, counts, strict=True)])
-        turned = rms_norm(turned, None, eps) * weight
-    queries, keys = mx.split(rope(turned, rotation), [num_heads], axis=2)
+        weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(heads.weights, counts, strict=True)])
+        turned = rms_norm(turned, None, heads.eps) * weight
+    queries, keys = mx.split(heads.rotation.turn(turned), [num_heads], axis=2)
     return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
 
@@ -335,78 +317,41 @@ NORM_ROPE = gpu.Kernel(
 )
 
 
-def norm_rope_kernel(
-    qkv: mx.array,
-    num_heads: int,
-    weights: tuple[mx.array, mx.array] | None,
-    eps: float,
-    rope: Rope,
-    rotation: Rotation,
-) -> tuple[mx.array, mx.array, mx.array]:
+def launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two copies:
+    MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays of its
+    own only, so the cache takes the keys in by a launch of its own.
+    """
     num_rows, length, all_heads, size = qkv.shape
+    num_heads, weights, eps, rotation = heads
     num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
     num_turned = num_heads + num_kv_heads
-    scalars = gpu.constant(eps), gpu.constant(rope.magnitude)
-
-    @mx.custom_function
-    def forward(qkv: mx.array, query_weight: mx.array, key_weight: mx.array) -> tuple[mx.array, mx.array]:
-        queries, keys = NORM_ROPE(
-            [qkv, query_weight, key_weight, scalars[0], rope.periods, scalars[1], rotation.offsets],
-            [((num_rows, heads, length, size), dtype) for heads in (num_heads, num_kv_heads)],
-            grid=(num_rows * length * 32, -(-num_turned // 8) * 8, 1),
-            threadgroup=(32, 8, 1),
-            T=dtype,
-            H=num_heads,
-            K=num_kv_heads,
-            D=size,
-            NORMED=weights is not None,
-        )
-        return queries, keys
-
-    @forward.vjp
-    def backward(primals: Any, cotangents: Any, _: Any) -> Any:
-        def reference(qkv: mx.array, *given: mx.array) -> tuple[mx.array, mx.array]:
-            pair = None if weights is None else (given[0], given[1])
-            return norm_rope_ref(qkv, num_heads, pair, eps, rope, rotation)[:2]
-
-        return tuple(mx.vjp(reference, list(primals), list(cotangents))[1])
-
-    turned: Any = forward(qkv, *(weights or scalars))
-    return turned[0], turned[1], qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
+    scalars = gpu.constant(eps), gpu.constant(rotation.rope.magnitude)
+    queries, keys = NORM_ROPE(
+        [qkv, *(weights or scalars), scalars[0], rotation.rope.periods, scalars[1], rotation.offsets],
+        [((num_rows, count, length, size), dtype) for count in (num_heads, num_kv_heads)],
+        grid=(num_rows * length * 32, -(-num_turned // 8) * 8, 1),
+        threadgroup=(32, 8, 1),
+        T=dtype,
+        H=num_heads,
+        K=num_kv_heads,
+        D=size,
+        NORMED=weights is not None,
+    )
+    return queries, keys, qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
 
 
-@NORM_ROPE.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    rows, length, heads, kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
-    qkv, rope = gpu.normal(rows, length, heads + 2 * kv_heads, size, dtype=dtype), Rope(size, 1e6)
-    weights, offsets = (gpu.normal(size, dtype=dtype), gpu.normal(size, dtype=dtype, seed=1)), 40 * mx.arange(rows) - 1
-    turn = 1e-6, rope, rope.at(offsets, length)
+def example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    rows, length, num_heads, num_kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
+    qkv = gpu.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
+    weights = gpu.normal(size, dtype=dtype), gpu.normal(size, dtype=dtype, seed=1)
+    rotation = Rope(size, 1e6).at(40 * mx.arange(rows) - 1, length)
     kinds = [weights] if large else [weights, None]  # None: another kernel, that of Qwen2.5
-
-    def run(norm_rope: Any) -> list[mx.array]:
-        return [out for kind in kinds for out in norm_rope(qkv, heads, kind, *turn)]
-
-    return gpu.Example(lambda: run(norm_rope_kernel), lambda: run(norm_rope_ref))
+    return [(qkv, Heads(num_heads, kind, 1e-6, rotation)) for kind in kinds]
 
 
-def norm_rope(
-    qkv: mx.array,
-    num_heads: int,
-    weights: tuple[mx.array, mx.array] | None,
-    eps: float,
-    rope: Rope,
-    rotation: Rotation,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """
-    Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
-
-    Queries and keys are rotated and, where the family has `weights` (D,) for them, RMS-normalized over D before.
-    The kernel reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two
-    copies: MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays
-    of its own only, so the cache takes the keys in by a launch of its own.
-    """
-    run = norm_rope_kernel if NORM_ROPE.runs(qkv.dtype) else norm_rope_ref
-    return run(qkv, num_heads, weights, eps, rope, rotation)
+norm_rope = gpu.Op(norm_rope_ref, launch_norm_rope, example_of_norm_rope)
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
@@ -448,10 +393,10 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
-    The definition of `tree_attention`.
+    Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D), with float32 scores.
 
-    The weights of all parts are taken from a common maximum and their sums added. All queries that read a row of a part
-    do so in one matmul, (H / K * G * L, D) x (D, S).
+    Equal to attention over each row's parts joined together: the weights of all parts are taken from a common maximum
+    and their sums added. All queries that read a row of a part do so in one matmul, (H / K * G * L, D) x (D, S).
     """
     num_rows, num_heads, length, head_dim = queries.shape
     num_kv_heads = parts[0][0].shape[1]
@@ -585,83 +530,62 @@ SLOT_ATTENTION = gpu.Kernel(
 )
 
 
-def slot_attention_kernel(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+    """
+    For a decode step of slots that share prompts. In one launch it reads the queries, each slot's own columns, and each
+    prompt: once from memory, and for the rest of its group, whose threadgroups run side by side, from the cache. That
+    is P columns for a group where copies of its prompt, which MLX's own kernel needs, are G * P. Two calls of that
+    kernel could not be joined: it keeps its sums to itself.
+    """
     (keys, values), (own_keys, own_values) = parts
     members, places, mask = layout[0]
-    own_mask, dtype = layout[1].mask, queries.dtype
+    own_mask = layout[1].mask
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
     num_kv_heads, nothing = keys.shape[1], gpu.constant(False).reshape(1, 1, 1, 1)
-
-    @mx.custom_function
-    def forward(*arrays: mx.array) -> mx.array:
-        return SLOT_ATTENTION(
-            [
-                *arrays,
-                nothing if members is None else members,
-                nothing if places is None else places,
-                nothing if mask is None else mask,
-                nothing if own_mask is None else own_mask,
-            ],
-            [(queries.shape, dtype)],
-            grid=(num_rows * 256, num_kv_heads, 1),
-            threadgroup=(256, 1, 1),
-            T=dtype,
-            D=size,
-            Q=num_heads // num_kv_heads,
-            FULL=members is None,
-            MASKED=mask is not None,
-            OWN_MASKED=own_mask is not None,
-        )[0]
-
-    @forward.vjp
-    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
-        def reference(queries: mx.array, *held: mx.array) -> mx.array:
-            return tree_attention_ref(queries, [(held[0], held[1]), (held[2], held[3])], layout)
-
-        return tuple(mx.vjp(reference, list(primals), [cotangent])[1])
-
-    out: Any = forward(queries, keys, values, own_keys, own_values)
-    return out
+    choices = [nothing if choice is None else choice for choice in (members, places, mask, own_mask)]
+    return SLOT_ATTENTION(
+        [queries, keys, values, own_keys, own_values, *choices],
+        [(queries.shape, queries.dtype)],
+        grid=(num_rows * 256, num_kv_heads, 1),
+        threadgroup=(256, 1, 1),
+        T=queries.dtype,
+        D=size,
+        Q=num_heads // num_kv_heads,
+        FULL=members is None,
+        MASKED=mask is not None,
+        OWN_MASKED=own_mask is not None,
+    )[0]
 
 
-@SLOT_ATTENTION.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+def example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     prompts, rows, heads, kv_heads, size, length, width = (
         (8, 64, 16, 8, 128, 512, 64) if large else (2, 3, 4, 2, 64, 9, 5)
     )
     queries = gpu.normal(rows, heads, 1, size, dtype=dtype)
-    held = gpu.normal(2, prompts, kv_heads, 2 * length, size, dtype=dtype, seed=1)[
-        :, :, :, :length
-    ]  # a view, as in a cache
-    own = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
+    buffers = gpu.normal(2, prompts, kv_heads, 2 * length, size, dtype=dtype, seed=1)
+    keys, values = buffers[:, :, :, :length]  # views, as in a cache
+    own_keys, own_values = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
+    parts, own = [(keys, values), (own_keys, own_values)], Group(None, None, None)
     group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    layouts = [([(held[0], held[1]), (own[0], own[1])], [group, Group(None, None, None)])]
+    calls: list[tuple[Any, ...]] = [(queries, parts, [group, own])]
     if not large:  # and with masks, and a slot a prompt: other kernels
-        mask, own_mask = (mx.arange(n)[None, None, None] > 1 for n in (length, width))
-        masks = [mx.broadcast_to(one, (n, 1, 1, one.shape[-1])) for one, n in ((mask, prompts), (own_mask, rows))]
-        layouts.append((layouts[0][0], [group._replace(mask=masks[0]), Group(None, None, masks[1])]))
+        mask, own_mask = (
+            mx.broadcast_to(mx.arange(num_columns) > 1, (num_rows, 1, 1, num_columns))
+            for num_rows, num_columns in ((prompts, length), (rows, width))
+        )
+        calls.append((queries, parts, [group._replace(mask=mask), own._replace(mask=own_mask)]))
         alone = make_group(list(range(prompts)), prompts, None)
-        layouts.append(([(held[0], held[1]), (own[0, :prompts], own[1, :prompts])], [alone, Group(None, None, None)]))
+        calls.append((queries[:prompts], [parts[0], (own_keys[:prompts], own_values[:prompts])], [alone, own]))
+    return calls
 
-    def run(attention: Any) -> list[mx.array]:
-        return [attention(queries[: len(parts[1][0])], parts, layout) for parts, layout in layouts]
 
-    return gpu.Example(lambda: run(slot_attention_kernel), lambda: run(tree_attention_ref))
+slot_attention = gpu.Op(tree_attention_ref, launch_slot_attention, example_of_slot_attention)
 
 
 def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
-    """
-    Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D), with float32 scores.
-
-    Equal to attention over each row's parts joined together. The kernel is for a decode step of slots that share
-    prompts. In one launch it reads the queries, each slot's own columns, and each prompt: once from memory, and for the
-    rest of its group, whose threadgroups run side by side, from the cache. That is P columns for a group where copies
-    of its prompt, which MLX's own kernel needs, are G * P. Two calls of that kernel could not be joined: it keeps its
-    sums to itself.
-    """
+    """`tree_attention_ref`, which has a kernel for the case that a rollout decodes in."""
     own = layout[-1]
     is_slots = len(parts) == 2 and queries.shape[2] == 1 and own.members is None and not isinstance(own.mask, str)
-    if is_slots and queries.shape[-1] <= 256 and SLOT_ATTENTION.runs(queries.dtype):
-        return slot_attention_kernel(queries, parts, layout)
-    return tree_attention_ref(queries, parts, layout)
+    attend = slot_attention if is_slots and queries.shape[-1] <= 256 else tree_attention_ref
+    return attend(queries, parts, layout)

@@ -71,7 +71,7 @@ class Need(NamedTuple):
         return self.resident + max(self.rollout, self.update)
 
 
-def layer_bytes(model: hub.Config, keys: float) -> float:
+def layer_bytes(model: hub.ModelConfig, keys: float) -> float:
     """
     What one position keeps of one layer for the gradient, with `keys` keys to each query.
 
@@ -85,7 +85,7 @@ def layer_bytes(model: hub.Config, keys: float) -> float:
 
 
 def estimate(
-    model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
 ) -> Need:
     """What a run needs at most, when its prompts have these lengths."""
     shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
@@ -113,7 +113,7 @@ def estimate(
 
 
 def _update(
-    model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
 ) -> tuple[int, int, int, int]:
     """
     Number of micro-batches when all completions are as long as allowed, and bytes of what the largest of them keeps, of
@@ -146,7 +146,7 @@ def _update(
     return len(cut), *most
 
 
-def _rollout(model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
+def _rollout(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
     batch_size = config.rollout_batch_size or dispatch.USUAL_ROWS
     slots = min(batch_size, config.batch * config.groups)
@@ -159,7 +159,7 @@ def _rollout(model: hub.Config, dtype: mx.Dtype, config: Config, prompts: list[i
     return column * (len(together) * width + slots * own), int(max(prefill, logits))
 
 
-def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
     """
     Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
 
@@ -181,7 +181,7 @@ def settle(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: l
             return
 
 
-def advice(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
+def advice(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
     """The flags that make a run fit which does not, or as far as flags can."""
 
     def need(**changed: Any) -> Need:
@@ -206,7 +206,7 @@ def advice(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: l
     return f"set {' '.join(flags)}"
 
 
-def line(model: hub.Config, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
+def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
     room = memory.of_device()

@@ -282,7 +282,7 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
     if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-        return ops.SLOT_ATTENTION.runs(dtype)
+        return ops.slot_attention.runs(dtype)
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 

@@ -1,8 +1,8 @@
 """
 The softmax over rows of logits: log-probabilities, entropy, a drawn token, a restricted support.
 
-Expressions and kernels come in the order of ops.py. What is left out: where logits come from; lm_head.py makes them
-from hidden states, some at a time.
+Expression, source, launch and `gpu.Op` come in the order of ops.py. What is left out: where logits come from;
+lm_head.py makes them from hidden states, some at a time.
 
 Axes: N or M rows, V vocabulary.
 """
@@ -131,7 +131,7 @@ def at_temperature(logits: mx.array, temperature: float) -> mx.array:
 
 
 def log_softmax_ref(logits: mx.array, temperature: float = 1.0) -> mx.array:
-    """The definition of `log_softmax`."""
+    """Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row."""
     logits = at_temperature(logits, temperature)
     return logits - logsumexp(logits)[..., None]
 
@@ -151,36 +151,27 @@ LOG_SOFTMAX = gpu.Kernel(
 )
 
 
-def log_softmax_kernel(logits: mx.array, temperature: float = 1.0) -> mx.array:
-    @mx.custom_function
-    def forward(logits: mx.array) -> mx.array:
-        rows = logits.reshape(-1, logits.shape[-1])
-        return _on_rows(LOG_SOFTMAX, rows, [], temperature, [mx.float32])[0].reshape(logits.shape)
-
-    @forward.vjp
-    def backward(logits: mx.array, cotangent: mx.array, out: mx.array) -> mx.array:
-        return ((cotangent - ops.exp(out) * tiled_sum(cotangent)[..., None]) / temperature).astype(logits.dtype)
-
-    out: Any = forward(logits)
-    return out
-
-
-@LOG_SOFTMAX.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    logits = gpu.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4)
-    return gpu.Example(lambda: [log_softmax_kernel(logits, 0.7)], lambda: [log_softmax_ref(logits, 0.7)])
-
-
-def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
+def launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
     """
-    Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row.
-
-    The kernel reads V logits twice, the second time mostly from the cache, and writes V, in one launch; the least is
-    reading them once, which would need V of a threadgroup's memory.
+    Reads V logits twice, the second time mostly from the cache, and writes V, in one launch; the least is reading them
+    once, which would need V of a threadgroup's memory.
     """
-    run = log_softmax_kernel if LOG_SOFTMAX.runs(logits.dtype) else log_softmax_ref
-    return run(logits, temperature)
+    rows = logits.reshape(-1, logits.shape[-1])
+    return _on_rows(LOG_SOFTMAX, rows, [], temperature, [mx.float32])[0].reshape(logits.shape)
 
+
+def gradient_of_log_softmax(
+    cotangents: list[mx.array], results: list[mx.array], logits: mx.array, temperature: float = 1.0
+) -> list[mx.array]:
+    (d_out,), (out,) = cotangents, results
+    return [((d_out - ops.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
+
+
+def example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
+    return [(gpu.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4), 0.7)]
+
+
+log_softmax = gpu.Op(log_softmax_ref, launch_log_softmax, example_of_log_softmax, gradient_of_log_softmax)
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
@@ -194,7 +185,15 @@ def draw(weights: mx.array, share: mx.array) -> mx.array:
 def sample_token_ref(
     logits: mx.array, uniforms: mx.array, temperature: float = 1.0
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The definition of `sample_token`."""
+    """
+    Draws a token a row at `temperature`: it, its log-probability and the entropy; (N, V), (N, 4) -> (N,) each.
+
+    uniforms: four numbers in [0, 1) a row. Each chooses one of at most 32 in proportion to what they weigh: 32,768
+    logits, of those 1,024, of those 32, of those one. The choices multiply to the token's probability, one Philox block
+    gives the four, and a rounding moves one of 32 borders and not one of V: with a single number for all of V another
+    order of summation drew another token once in some hundred draws. A logit of -inf is never drawn. V: at most 2**20.
+    """
+    assert logits.shape[-1] <= 2**20, logits.shape
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
     peak = logits.max(-1, keepdims=True)
@@ -266,35 +265,25 @@ SAMPLE_TOKEN = gpu.Kernel(
 )
 
 
-def sample_token_kernel(
+def launch_sample_token(
     logits: mx.array, uniforms: mx.array, temperature: float = 1.0
 ) -> tuple[mx.array, mx.array, mx.array]:
+    """
+    Reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read the same and
+    compute V pairs of logarithms and V / 4 Philox blocks more.
+    """
+    assert logits.shape[-1] <= 2**20, logits.shape
     dtypes = [mx.int32, mx.float32, mx.float32]
     token, logprob, entropy = _on_rows(SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes)
     return token, logprob, entropy
 
 
-@SAMPLE_TOKEN.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
+def example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
     logits = gpu.normal(*((64, 151_936) if large else (8, 40_000)), dtype=dtype, scale=4)
-    given = logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7
-    return gpu.Example(lambda: sample_token_kernel(*given), lambda: sample_token_ref(*given))
+    return [(logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7)]
 
 
-def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array, mx.array]:
-    """
-    Draws a token a row at `temperature`: it, its log-probability and the entropy; (N, V), (N, 4) -> (N,) each.
-
-    uniforms: four numbers in [0, 1) a row. Each chooses one of at most 32 in proportion to what they weigh: 32,768
-    logits, of those 1,024, of those 32, of those one. The choices multiply to the token's probability, one Philox block
-    gives the four, and a rounding moves one of 32 borders and not one of V: with a single number for all of V another
-    order of summation drew another token once in some hundred draws. A logit of -inf is never drawn.
-    The kernel reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read
-    the same and compute V pairs of logarithms and V / 4 Philox blocks more. V is at most 2**20.
-    """
-    assert logits.shape[-1] <= 2**20, logits.shape
-    run = sample_token_kernel if SAMPLE_TOKEN.runs(logits.dtype) else sample_token_ref
-    return run(logits, uniforms, temperature)
+sample_token = gpu.Op(sample_token_ref, launch_sample_token, example_of_sample_token)
 
 
 class RowLogprobs(NamedTuple):
@@ -307,7 +296,7 @@ class RowLogprobs(NamedTuple):
 
 
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
-    """The definition of `row_logprobs`."""
+    """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
     logits = at_temperature(logits, temperature)
     peak = mx.stop_gradient(logits.max(-1, keepdims=True))
     shifted = logits - peak
@@ -317,6 +306,14 @@ def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) 
     moment = tiled_sum(weights * mx.where(weights > 0, shifted, 0.0))
     log_total = mx.log(total)
     return RowLogprobs(chosen - log_total, log_total - moment / total, peak.squeeze(-1), log_total)
+
+
+def row_logprobs_vjp_ref(
+    logits: mx.array, ids: mx.array, outputs: RowLogprobs, cotangents: Sequence[mx.array], temperature: float = 1.0
+) -> mx.array:
+    """The gradient of `row_logprobs` by its logits, of their type, from its results and the first two's cotangents."""
+    _, (d_logits,) = mx.vjp(lambda x: row_logprobs_ref(x, ids, temperature)[:2], [logits], list(cotangents))
+    return d_logits
 
 
 ROW_LOGPROBS = gpu.Kernel(
@@ -354,13 +351,18 @@ ROW_LOGPROBS_VJP = gpu.Kernel(
 )
 
 
-def row_logprobs_vjp_kernel(
-    logits: mx.array,
-    ids: mx.array,
-    outputs: RowLogprobs,
-    cotangents: Sequence[mx.array],
-    temperature: float = 1.0,
+def launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
+    """Reads each logit once and writes 16 bytes a row, in one launch."""
+    return RowLogprobs(*_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4))
+
+
+def launch_row_logprobs_vjp(
+    logits: mx.array, ids: mx.array, outputs: RowLogprobs, cotangents: Sequence[mx.array], temperature: float = 1.0
 ) -> mx.array:
+    """
+    Reads V logits a row and writes V, the least there is while the logits are kept; MLX gives a kernel arrays of its
+    own to write to, so the logits' buffer cannot take them.
+    """
     num_rows, size = logits.shape
     return ROW_LOGPROBS_VJP(
         [logits, ids, *outputs[1:], *cotangents, gpu.constant(float(temperature))],
@@ -372,75 +374,25 @@ def row_logprobs_vjp_kernel(
     )[0]
 
 
-def row_logprobs_kernel(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
-    @mx.custom_function
-    def forward(logits: mx.array) -> tuple[mx.array, ...]:
-        return tuple(_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4))
-
-    @forward.vjp
-    def backward(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
-        return row_logprobs_vjp(logits, ids, RowLogprobs(*outputs), cotangents[:2], temperature)
-
-    out: Any = forward(logits)
-    return RowLogprobs(*out)
+def gradient_of_row_logprobs(
+    cotangents: list[mx.array], results: list[mx.array], logits: mx.array, ids: mx.array, temperature: float = 1.0
+) -> list[mx.array]:
+    return [row_logprobs_vjp(logits, ids, RowLogprobs(*results), cotangents[:2], temperature)]
 
 
-def _row_logprobs_example(dtype: mx.Dtype, large: bool) -> tuple[mx.array, mx.array]:
+def example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
     logits = gpu.normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
-    return logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1]
+    return [(logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1], 0.7)]
 
 
-@ROW_LOGPROBS.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    given = *_row_logprobs_example(dtype, large), 0.7
-    return gpu.Example(lambda: row_logprobs_kernel(*given), lambda: row_logprobs_ref(*given))
-
-
-@ROW_LOGPROBS_VJP.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    logits, ids = _row_logprobs_example(dtype, large)
+def example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    ((logits, ids, temperature),) = example_of_row_logprobs(dtype, large)
     cotangents = [gpu.normal(len(ids), dtype=mx.float32, seed=seed) for seed in (1, 2)]
-    given = logits, ids, row_logprobs_ref(logits, ids), cotangents
-    return gpu.Example(lambda: [row_logprobs_vjp_kernel(*given)], lambda: [row_logprobs_vjp_ref(*given)])
+    return [(logits, ids, row_logprobs_ref(logits, ids, temperature), cotangents, temperature)]
 
 
-def row_logprobs_vjp_ref(
-    logits: mx.array,
-    ids: mx.array,
-    outputs: RowLogprobs,
-    cotangents: Sequence[mx.array],
-    temperature: float = 1.0,
-) -> mx.array:
-    """The definition of `row_logprobs_vjp`."""
-    _, (d_logits,) = mx.vjp(lambda x: row_logprobs_ref(x, ids, temperature)[:2], [logits], list(cotangents))
-    return d_logits
-
-
-def row_logprobs_vjp(
-    logits: mx.array,
-    ids: mx.array,
-    outputs: RowLogprobs,
-    cotangents: Sequence[mx.array],
-    temperature: float = 1.0,
-) -> mx.array:
-    """
-    The gradient of `row_logprobs` by its logits, of their type, from its results and the first two's cotangents, (M,).
-
-    The kernel reads V logits a row and writes V, the least there is while the logits are kept; MLX gives a kernel
-    arrays of its own to write to, so the logits' buffer cannot take them.
-    """
-    run = row_logprobs_vjp_kernel if ROW_LOGPROBS_VJP.runs(logits.dtype) else row_logprobs_vjp_ref
-    return run(logits, ids, outputs, cotangents, temperature)
-
-
-def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
-    """
-    Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each; with gradient.
-
-    The kernel reads each logit once and writes 16 bytes a row, in one launch.
-    """
-    run = row_logprobs_kernel if ROW_LOGPROBS.runs(logits.dtype) else row_logprobs_ref
-    return run(logits, ids, temperature)
+row_logprobs_vjp = gpu.Op(row_logprobs_vjp_ref, launch_row_logprobs_vjp, example_of_row_logprobs_vjp)
+row_logprobs = gpu.Op(row_logprobs_ref, launch_row_logprobs, example_of_row_logprobs, gradient_of_row_logprobs)
 
 
 SLOPE_SCALE = 256.0  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
@@ -457,7 +409,11 @@ class RowLosses(NamedTuple):
 
 
 def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
-    """The definition of `row_losses`."""
+    """
+    The clipped loss of an id a row and all that its gradient needs, (M, V), (M,) and a surrogate of M tokens.
+
+    What reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE / temperature, so no logit is needed again.
+    """
     found = row_logprobs_ref(logits, ids, temperature)
     losses, slopes = mx.vjp(surrogate.terms, [found.logprobs], [mx.ones_like(found.logprobs)])
     unit = [mx.full(ids.shape, SLOPE_SCALE * temperature), mx.zeros(ids.shape)]
@@ -483,8 +439,9 @@ ROW_LOSSES = gpu.Kernel(
         float change = ON_POLICY ? 0.0f : logprob - old_logprobs[row];
         float ratio = metal::exp(metal::min(change, HIGHEST)), advantage = advantages[row];
         float bounded = metal::min(ratio, clip[2]), clipped = metal::max(metal::min(ratio, clip[1]), clip[0]);
-        bool moves = bounded * advantage <= clipped * advantage ? ratio <= clip[2] : ratio == clipped;
-        losses[row] = -metal::min(bounded * advantage, clipped * advantage);
+        float free = bounded * advantage, held = clipped * advantage;  // the rule of grpo.clipped_term
+        bool moves = free <= held ? ratio <= clip[2] : ratio == clipped;
+        losses[row] = -metal::min(free, held);
         slopes[row] = moves && change <= HIGHEST ? -ratio * advantage : 0.0f;
         logprobs[row] = logprob;
         entropies[row] = log_total - moment / total;
@@ -494,16 +451,19 @@ ROW_LOSSES = gpu.Kernel(
 )
 
 
-def row_losses_kernel(
+def launch_row_losses(
     logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0
 ) -> RowLosses:
+    """
+    Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
+    results and one for the gradient read the logits twice too, the second time made anew by a matmul.
+    """
     advantages, old_logprobs, low, high, delta = surrogate
     bounds = gpu.constant(1.0 - low, 1.0 + high, math.inf if delta is None else float(delta))
-    old = gpu.constant(0.0) if old_logprobs is None else old_logprobs
     results = _on_rows(
         ROW_LOSSES,
         logits,
-        [ids, advantages, old, bounds],
+        [ids, advantages, gpu.constant(0.0) if old_logprobs is None else old_logprobs, bounds],
         temperature,
         [*[mx.float32] * 4, logits.dtype],
         T=logits.dtype,
@@ -512,30 +472,15 @@ def row_losses_kernel(
     return RowLosses(*results)
 
 
-@ROW_LOSSES.has_example
-def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-    logits, ids = _row_logprobs_example(dtype, large)
-    old = row_logprobs_ref(logits, ids, 0.7).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
+def example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    ((logits, ids, temperature),) = example_of_row_logprobs(dtype, large)
+    old = row_logprobs_ref(logits, ids, temperature).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
     advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
     olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
-
-    def run(row_losses: Any) -> list[mx.array]:
-        surrogates = [grpo.Surrogate(advantages, one, 0.2, 0.28, 4.0) for one in olds]
-        return [out for surrogate in surrogates for out in row_losses(logits, ids, surrogate, 0.7)]
-
-    return gpu.Example(lambda: run(row_losses_kernel), lambda: run(row_losses_ref))
+    return [(logits, ids, grpo.Surrogate(advantages, one, 0.2, 0.28, 4.0), temperature) for one in olds]
 
 
-def row_losses(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
-    """
-    The clipped loss of an id a row and all that its gradient needs, (M, V), (M,) and a surrogate of M tokens.
-
-    What reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE / temperature, so no logit is needed again.
-    The kernel reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel
-    for the results and one for the gradient read the logits twice too, the second time made anew by a matmul.
-    """
-    run = row_losses_kernel if ROW_LOSSES.runs(logits.dtype) else row_losses_ref
-    return run(logits, ids, surrogate, temperature)
+row_losses = gpu.Op(row_losses_ref, launch_row_losses, example_of_row_losses)
 
 
 def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -34,50 +34,46 @@ class StandIn:
 
 
 @pytest.fixture
-def double(monkeypatch, tmp_path):
-    """A kernel that should double, on a device that is said to be a GPU; `put(f)` makes it compute f(x)."""
-    monkeypatch.setattr(gpu, "KERNELS", {})
+def double(monkeypatch):
+    """An operation whose kernel should double, on a device that is said to be a GPU; `put(f)` makes it compute f(x)."""
+    monkeypatch.setattr(gpu, "OPS", {})
     monkeypatch.setattr(gpu, "backend", lambda: "metal")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
 
-    def put(function: Callable[[mx.array], mx.array], source: str = "") -> gpu.Kernel:
+    def put(function: Callable[[mx.array], mx.array]) -> gpu.Op:
         stand_in = StandIn(lambda inputs, **_: [function(inputs[0])])
         monkeypatch.setattr(mx.fast, "metal_kernel", stand_in)
-        gpu.KERNELS.clear()
-        kernel = gpu.Kernel("double", ["x"], ["out"], source)
+        gpu.OPS.clear()
+        kernel = gpu.Kernel("double", ["x"], ["out"], "")
 
-        @kernel.has_example
-        def _(dtype: mx.Dtype, large: bool) -> gpu.Example:
-            x = mx.arange(4).astype(dtype)
-            size = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1)}
-            return gpu.Example(lambda: kernel([x], [(x.shape, dtype)], **size), lambda: [2 * x])
+        def double_ref(x: mx.array, factor: float = 2.0) -> mx.array:
+            return factor * x
 
-        kernel.stand_in = stand_in  # type: ignore[attr-defined]
-        return kernel
+        def launch_double(x: mx.array, factor: float = 2.0) -> mx.array:
+            return kernel([x], [(x.shape, x.dtype)], grid=(4, 1, 1), threadgroup=(4, 1, 1))[0]
+
+        op = gpu.Op(double_ref, launch_double, lambda dtype, large: [(mx.arange(4).astype(dtype),)])
+        op.stand_in = stand_in  # type: ignore[attr-defined]
+        return op
 
     return put
 
 
-def test_a_kernel_that_agrees_runs_and_is_checked_once(double, capsys):
-    kernel = double(lambda x: x + x)
-    assert kernel.runs(mx.float32) and kernel.runs(mx.float32)
-    assert len(kernel.stand_in.calls) == 1
-    again = double(lambda x: x + x)  # as in the next process
-    assert again.runs(mx.float32) and not again.stand_in.calls
-    assert again.runs(mx.float16) and len(again.stand_in.calls) == 1  # another type
-    assert double(lambda x: x + x, source="new").runs(mx.float32)
-    assert len(gpu.KERNELS["double"].stand_in.calls) == 1  # another body
+def test_a_kernel_that_agrees_runs_and_is_checked_once_for_each_type(double, capsys):
+    op, x = double(lambda x: x + x), mx.array([3.0])
+    assert op(x).item() == 6 and len(op.stand_in.calls) == 2  # the check, and the call
+    assert op(x).item() == 6 and len(op.stand_in.calls) == 3
+    assert op.runs(mx.float16) and len(op.stand_in.calls) == 4
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("wrong", [lambda x: 2.001 * x, lambda x: x * mx.nan, lambda x: (2 * x)[:3]])
 def test_a_kernel_that_disagrees_is_off_for_the_run_and_named_once(double, capsys, wrong):
-    kernel = double(wrong)
-    assert not kernel.runs(mx.float32) and not kernel.runs(mx.float32)
+    op = double(wrong)
+    assert not op.runs(mx.float32) and op(mx.array([3.0])).item() == 6
+    assert len(op.stand_in.calls) == 1
     said = capsys.readouterr().err
     assert said.startswith("gwen: the kernel double is off for mlx.core.float32: it differs") and said.count("\n") == 1
-    assert double(lambda x: 2 * x).runs(mx.float32)  # no verdict was kept against it
 
 
 def test_a_kernel_that_does_not_compile_is_off_and_says_why(double, capsys):
@@ -88,55 +84,53 @@ def test_a_kernel_that_does_not_compile_is_off_and_says_why(double, capsys):
     assert "double is off for mlx.core.float32: [metal::Device] Unable to build metal" in capsys.readouterr().err
 
 
-def test_a_verdict_is_as_old_as_the_files_of_the_kernel_its_call_and_its_expression(double, monkeypatch, tmp_path):
-    copy = tmp_path / "changed.py"
-    copy.write_text(Path(__file__).read_text() + "\n")
-    double(lambda x: 2 * x).runs(mx.float32)
-    for file, checks in ((__file__, 0), (str(copy), 1)):
-        kernel = double(lambda x: 2 * x)
-        monkeypatch.setattr(gpu.inspect, "getfile", lambda _, file=file: file)
-        assert kernel.runs(mx.float32) and len(kernel.stand_in.calls) == checks
+def test_every_array_of_floats_in_the_arguments_has_the_gradient_of_the_reference(monkeypatch):
+    monkeypatch.setattr(gpu, "OPS", {})
 
+    class Pair(NamedTuple):
+        scale: mx.array
+        offset: mx.array | None
 
-def test_a_verdict_depends_on_the_modules_that_the_expression_calls(monkeypatch):
-    read, kernel = [], gpu.KERNELS["row_losses"]
-    text = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, **how: read.append(path.name) or text(path, **how))
-    kernel._fingerprint("metal", mx.float32)
-    assert [name for name in read if name.endswith(".py")] == ["gpu.py", "grpo.py", "ops.py", "softmax.py"]
+    def weigh_ref(x, pairs, ids, power=1.0):
+        return [(x**power * pair.scale + (0 if pair.offset is None else pair.offset))[ids] for pair in pairs]
 
+    def launch_weigh(x, pairs, ids, power=1.0):
+        return [mx.stop_gradient(out) for out in weigh_ref(x, pairs, ids, power)]
 
-def test_a_home_that_cannot_be_written_to_costs_a_check_and_nothing_else(double, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert double(lambda x: 2 * x).runs(mx.float32)
+    op = gpu.Op(weigh_ref, launch_weigh, lambda dtype, large: [])
+    monkeypatch.setattr(op, "runs", lambda _: True)
+    x, ids = mx.array([1.0, 2.0, 3.0]), mx.array([2, 0, 2])
+
+    def total(call, x, scale, other, offset):
+        found = call(x, [Pair(scale, None), Pair(other, offset)], ids, power=3.0)
+        return sum((out * mx.array([1.0, 10.0, 100.0])).sum() for out in found)
+
+    given = x, 2 * x, mx.array([5.0]), x + 1
+    ours, theirs = (mx.grad(lambda *a, f=f: total(f, *a), argnums=(0, 1, 2, 3))(*given) for f in (op, weigh_ref))
+    assert [g.tolist() for g in ours] == [g.tolist() for g in theirs] and ours[2].shape == (1,)
 
 
 def test_the_variable_chooses_and_refuses_what_it_does_not_know(double, monkeypatch):
-    kernel = double(lambda x: 2 * x)
-    for value, runs in (("off", False), ("on", True), ("double", True), ("", True), ("off", False)):
+    op = double(lambda x: 2 * x)
+    for value, runs in (("off", False), ("on", True), ("", True), ("off", False)):
         monkeypatch.setenv("GWEN_KERNELS", value)
-        assert kernel.runs(mx.float32) is runs, value
-    monkeypatch.setenv("GWEN_KERNELS", "double,triple")
-    with pytest.raises(ValueError, match="GWEN_KERNELS='double,triple': 'triple' is none of on, off, double"):
-        kernel.runs(mx.float32)
-    gpu.Kernel("other", ["x"], ["out"], "")
-    monkeypatch.setenv("GWEN_KERNELS", "other")
-    assert not kernel.runs(mx.float32)
+        assert op.runs(mx.float32) is runs, value
+    monkeypatch.setenv("GWEN_KERNELS", "swiglu")
+    with pytest.raises(ValueError, match="GWEN_KERNELS='swiglu' is neither on nor off"):
+        op.runs(mx.float32)
 
 
 def test_on_a_cpu_no_kernel_runs_or_is_made(double, monkeypatch):
-    kernel = double(lambda x: 2 * x)
+    op = double(lambda x: 2 * x)
     monkeypatch.setattr(gpu, "backend", lambda: "")
-    assert not kernel.runs(mx.float32) and not kernel.stand_in.calls
+    assert op(mx.array([3.0])).item() == 6 and not op.stand_in.calls
     monkeypatch.undo()
     assert gpu.backend() == ("" if mx.default_device().type != mx.gpu else gpu.backend())
 
 
 def test_whole_numbers_must_be_equal_and_infinities_must_match():
     def compare(ours: list[Any], theirs: list[Any], dtype: mx.Dtype = mx.float32) -> float:
-        pair = [mx.array(ours, dtype=dtype)], [mx.array(theirs, dtype=dtype)]
-        return gpu.disagreement(gpu.Example(lambda: pair[0], lambda: pair[1]), mx.float32)
+        return gpu.disagreement(mx.array(ours, dtype=dtype), [mx.array(theirs, dtype=dtype)], mx.float32)
 
     assert compare([1, 2], [1, 2], mx.int32) == 0 and compare([1, 2], [1, 3], mx.int32) == float("inf")
     assert compare([1.0, -np.inf, np.nan], [1.0, -np.inf, np.nan]) == 0
@@ -196,10 +190,10 @@ def test_every_body_compiles_as_cuda(monkeypatch, tmp_path, dtype):
     stand_in = StandIn(nothing)
     monkeypatch.setattr(mx.fast, "cuda_kernel", stand_in)
     monkeypatch.setattr(gpu, "backend", lambda: "cuda")
-    for kernel in gpu.KERNELS.values():
-        for large in (False, True):
-            kernel.example(dtype, large).kernel()
-    assert len(stand_in.calls) > 2 * len(gpu.KERNELS)  # some examples run a kernel with several constants
+    for op in gpu.OPS.values():
+        for call in (*op.example(dtype, False), *op.example(dtype, True)):
+            op.launch(*call)
+    assert len(stand_in.calls) > 2 * len(gpu.OPS)  # some examples run a kernel with several constants
     text, seen = CUDA_BEGIN + gpu.CUDA_PRELUDE, set()
     for number, call in enumerate(stand_in.calls):
         header = call["header"].removeprefix(gpu.CUDA_PRELUDE)
@@ -220,10 +214,10 @@ def test_a_launch_of_many_tokens_stays_within_cudas_grid(monkeypatch):
     monkeypatch.setattr(mx.fast, "cuda_kernel", stand_in)
     monkeypatch.setattr(gpu, "backend", lambda: "cuda")
     rope, weight, tokens = ops.Rope(2, 1e4), mx.ones((2,)), 70_000
-    rotation = ops.Rotation(mx.array([0]), None, None)
-    ops.norm_rope_kernel(mx.zeros((1, tokens, 3, 2)), 1, (weight, weight), 1e-6, rope, rotation)
-    ops.swiglu_kernel(mx.zeros((tokens, 2)))
-    ops.add_norm_kernel(mx.zeros((tokens, 2)), mx.zeros((tokens, 2)), weight, 1e-6)
+    rotation = ops.Rotation(rope, mx.array([0]), None, None)
+    ops.norm_rope.launch(mx.zeros((1, tokens, 3, 2)), ops.Heads(1, (weight, weight), 1e-6, rotation))
+    ops.swiglu.launch(mx.zeros((tokens, 2)))
+    ops.add_norm.launch(mx.zeros((tokens, 2)), mx.zeros((tokens, 2)), weight, 1e-6)
     grids = {
         call["name"]: [-(-threads // size) for threads, size in zip(call["grid"], call["threadgroup"], strict=True)]
         for call in stand_in.calls
@@ -253,10 +247,10 @@ def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do():
     done = run_doctor()
     assert (done.returncode, done.stderr) == (0, "")
     lines = dict(line.strip().split(" ", 1) for line in done.stdout.splitlines())
-    assert list(lines) == [*"versions: machine: memory: device: BLAS: rope: hub: kernels:".split(), *gpu.KERNELS]
+    assert list(lines) == [*"versions: machine: memory: device: BLAS: rope: hub: kernels:".split(), *gpu.OPS]
     assert "mlx 0." in lines["versions:"] and lines["device:"] == "cpu, where models are float32"
     assert lines["rope:"].startswith("right, within ") and "is out of reach (OfflineModeIsEnabled)" in lines["hub:"]
-    assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.KERNELS)
+    assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.OPS)
 
 
 def test_the_doctor_refuses_a_variable_it_does_not_know():
@@ -275,7 +269,7 @@ def test_the_doctor_reports_a_kernel_that_is_wrong(double):
 
 
 def test_the_doctor_fails_where_rope_is_wrong(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "KERNELS", {})
+    monkeypatch.setattr(gpu, "OPS", {})
     monkeypatch.setattr(gwen, "rope_error", lambda dtype: 1.0)
     with pytest.raises(SystemExit) as status:
         gwen.main(["--doctor"])

@@ -14,7 +14,7 @@ import ops
 RNG = np.random.default_rng(0)
 
 
-def rope_of(config: hub.Config) -> ops.Rope:
+def rope_of(config: hub.ModelConfig) -> ops.Rope:
     return ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
 
 
@@ -46,7 +46,7 @@ def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
 @pytest.mark.parametrize("length", [1, 9])
 def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
     x, rope = normal(2, length, 3, 32), ops.Rope(32, 1e6)
-    ours = np.array(rope(x, rope.at(mx.array(offsets), length)))
+    ours = np.array(rope.at(mx.array(offsets), length).turn(x))
     frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
     for row, offset in enumerate(offsets):
         for head in range(3):
@@ -58,7 +58,7 @@ def test_rope_equals_that_of_mlx():
     x, offsets, rope = normal(2, 5, 3, 32), mx.array([7, 3000]), ops.Rope(32, 1e6)
     arguments = dict(traditional=False, base=1e6, scale=1.0, offset=offsets)
     theirs = mx.fast.rope(x.transpose(0, 2, 1, 3), 32, **arguments).transpose(0, 2, 1, 3)
-    assert relative_error(rope(x, rope.at(offsets, 5)), theirs) < 3e-4  # an angle of 3,000 has that rounding
+    assert relative_error(rope.at(offsets, 5).turn(x), theirs) < 3e-4  # an angle of 3,000 has that rounding
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
@@ -76,7 +76,7 @@ def test_norm_rope_normalizes_and_rotates_queries_and_keys_and_leaves_values_alo
     rope, offsets = ops.Rope(32, 1e6), mx.array([0, 40])
     qkv, weights = normal(2, 4, 3 + 2 * 1, 32), (normal(32), normal(32))
     rotation = rope.at(offsets, 4)
-    outs = ops.norm_rope(qkv, 3, weights if normed else None, 1e-6, rope, rotation)
+    outs = ops.norm_rope(qkv, ops.Heads(3, weights if normed else None, 1e-6, rotation))
     frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
     for row, offset in enumerate(offsets.tolist()):
         for head in range(5):
@@ -102,7 +102,7 @@ def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
     np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
     x = normal(1, 40, 1, head_dim)
     expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
-    ours = rope(x, rope.at(mx.array([7]), 40))
+    ours = rope.at(mx.array([7]), 40).turn(x)
     np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
 
 

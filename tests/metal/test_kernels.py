@@ -39,9 +39,9 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""
     monkeypatch.setattr(gpu, "backend", lambda: "metal")
-    for kernel in gpu.KERNELS.values():
-        monkeypatch.setattr(kernel, "_runs", {})
-        monkeypatch.setattr(kernel, "_is_trusted", lambda *_: True)
+    for op in gpu.OPS.values():
+        monkeypatch.setattr(op, "_runs", {})
+        monkeypatch.setattr(op, "check", lambda _: "")
     yield metal
 
 
@@ -97,14 +97,14 @@ def swiglu_by_hand(gate_up: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("shape", [(1, 2), (2, 6), (3, 1, 74), (5, 64), (300, 6)])
 def test_swiglu_equals_its_formula_and_so_does_its_gradient(kernels, shape, dtype):
     x = array(*shape, dtype=dtype, scale=4)
-    assert_close(ops.swiglu_kernel(x), swiglu_by_hand(wide(x))[0], dtype, 2)
-    assert_gradient(lambda x: [ops.swiglu_kernel(x)], swiglu_by_hand, [x], 4)
+    assert_close(ops.swiglu(x), swiglu_by_hand(wide(x))[0], dtype, 2)
+    assert_gradient(lambda x: [ops.swiglu(x)], swiglu_by_hand, [x], 4)
 
 
 def test_swiglu_of_huge_gates_is_finite_and_has_a_finite_gradient(kernels):
     x = mx.array([[-3e38, -200.0, -89.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
-    assert ops.swiglu_kernel(x).tolist() == [[0.0, 0.0, pytest.approx(0.0, abs=1e-30), 200.0]]
-    assert mx.isfinite(mx.grad(lambda x: ops.swiglu_kernel(x).sum())(x)).all().item()
+    assert ops.swiglu(x).tolist() == [[0.0, 0.0, pytest.approx(0.0, abs=1e-30), 200.0]]
+    assert mx.isfinite(mx.grad(lambda x: ops.swiglu(x).sum())(x)).all().item()
 
 
 # ---- residual and norm
@@ -119,11 +119,11 @@ def add_norm_by_hand(x: np.ndarray, delta: np.ndarray, weight: np.ndarray) -> li
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (3, 1, 37), (2, 256), (2, 1027)])
 def test_add_norm_equals_its_formula_and_so_does_its_gradient(kernels, shape, dtype):
     arrays = array(*shape, dtype=dtype), array(*shape, dtype=dtype), array(shape[-1], dtype=dtype)
-    total, normed = ops.add_norm_kernel(*arrays, 1e-6)
+    total, normed = ops.add_norm(*arrays, 1e-6)
     assert mx.array_equal(total, arrays[0] + arrays[1])  # rounded once, as the sum of the expression is
     assert_close(normed, add_norm_by_hand(wide(total), np.zeros(1), wide(arrays[2]))[1], dtype, 2)
     if shape[-1] > 1:  # the norm of one number is its sign
-        assert_gradient(lambda *given: ops.add_norm_kernel(*given, 1e-6), add_norm_by_hand, arrays, 16)
+        assert_gradient(lambda *given: ops.add_norm(*given, 1e-6), add_norm_by_hand, arrays, 16)
 
 
 # ---- norm and rope
@@ -169,8 +169,8 @@ def test_norm_rope_equals_its_formula_and_so_does_its_gradient(
     rope, offsets = ops.Rope(size, config.rope_theta, config.rope_scaling), [0, -2, 700]
     qkv = array(3, length, heads + 2 * kv_heads, size, dtype=dtype)
     weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
-    given = heads, weights, 1e-6, rope, ops.Rotation(mx.array(offsets), None, None)
-    queries, keys, values = ops.norm_rope_kernel(qkv, *given)
+    given = ops.Heads(heads, weights, 1e-6, ops.Rotation(rope, mx.array(offsets), None, None))
+    queries, keys, values = ops.norm_rope(qkv, given)
     expected = norm_rope_by_hand(wide(qkv), [wide(w) for w in weights or ()], heads, rope, offsets)
     for ours, theirs in zip((queries, keys), expected, strict=True):
         angle = 702 * 1.2e-7 * np.abs(theirs).max()  # what float32 leaves of an angle, at the farthest position
@@ -181,7 +181,7 @@ def test_norm_rope_equals_its_formula_and_so_does_its_gradient(
 
         def function(qkv: mx.array, *weights: mx.array) -> list[mx.array]:
             pair = (weights[0], weights[1]) if weights else None
-            return list(ops.norm_rope_kernel(qkv, heads, pair, 1e-6, rope, rotation)[:2])
+            return list(ops.norm_rope(qkv, ops.Heads(heads, pair, 1e-6, rotation))[:2])
 
         formula = lambda qkv, *weights: norm_rope_by_hand(qkv, weights, heads, rope, offsets)  # noqa: E731
         assert_gradient(function, formula, [qkv, *(weights or ())], 64)
@@ -240,7 +240,7 @@ def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
     arrays = [queries, *held, *own]
 
     def function(*arrays: mx.array) -> list[mx.array]:
-        return [ops.slot_attention_kernel(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
+        return [ops.slot_attention(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
 
     expected = slot_attention_by_hand(*[wide(a) for a in arrays], **seen)[0]
     assert_close(function(*arrays)[0], expected, dtype, 2)
@@ -281,7 +281,7 @@ each_row = pytest.mark.parametrize(
 def test_row_logprobs_equal_their_formula(kernels, size, dtype):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):  # one row of few elements is in another address space
-        ours = softmax.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
+        ours = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
         scaled = wide(logits[rows]) / 0.7
         largest = np.abs(np.where(np.isfinite(scaled), scaled, 0)).max(-1)  # subtracting two is off by their rounding
         for mine, theirs in zip(ours[:2], row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True):
@@ -292,11 +292,11 @@ def test_row_logprobs_equal_their_formula(kernels, size, dtype):
 @each_row
 def test_the_gradient_of_row_logprobs_is_that_of_their_formula(kernels, size, dtype):
     logits, ids = array(3, size, dtype=dtype, scale=2), RNG.integers(0, size, 3)
-    function = lambda x: list(softmax.row_logprobs_kernel(x, mx.array(ids), 0.7)[:2])  # noqa: E731
+    function = lambda x: list(softmax.row_logprobs(x, mx.array(ids), 0.7)[:2])  # noqa: E731
     assert_gradient(function, lambda x: row_logprobs_by_hand(x, ids, 0.7), [logits], 8)
     strange = rows_of_logits(size, dtype)
     chosen = mx.full((4,), size // 2)
-    gradient = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs_kernel(x, chosen)[:2]))(strange)
+    gradient = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs(x, chosen)[:2]))(strange)
     expected = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs_ref(x, chosen)[:2]))(
         mx.where(mx.isfinite(strange), strange, -6e4 if dtype == mx.float16 else -1e30)
     )
@@ -331,7 +331,7 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
     exact = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
     old = exact - np.array(CHANGES)
     given = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, *clip), 0.8
-    ours = softmax.row_losses_kernel(logits, mx.array(ids), *given)
+    ours = softmax.row_losses(logits, mx.array(ids), *given)
     theirs = softmax.row_losses_ref(logits, mx.array(ids), *given)
     if policy == "on":
         old = exact
@@ -348,16 +348,18 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
         smooth &= exact != old
     np.testing.assert_allclose(np.array(ours.slopes)[smooth], slopes[smooth], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(np.array(ours.slopes), np.array(theirs.slopes), rtol=2e-5, atol=1e-6)
+    before = ours.logprobs if policy == "on" else given[0].old_logprobs
+    _, removed = grpo.clipped_term(mx.exp(ours.logprobs - before), given[0].advantages, *clip)
+    still = (np.array(ours.slopes) == 0) & (advantages != 0)
+    assert np.array(removed)[:-1].tolist() == still[:-1].tolist()  # the last is beyond any float, where all stop
 
 
 @each_row
 def test_row_losses_hold_log_probabilities_entropies_and_the_gradient_by_the_logits(kernels, size, dtype):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):
-        ours = softmax.row_losses_kernel(
-            logits[rows], mx.array(ids[rows]), grpo.Surrogate(mx.ones((4,))[rows], None), 0.7
-        )
-        found = softmax.row_logprobs_kernel(logits[rows], mx.array(ids[rows]), 0.7)
+        ours = softmax.row_losses(logits[rows], mx.array(ids[rows]), grpo.Surrogate(mx.ones((4,))[rows], None), 0.7)
+        found = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
         assert mx.array_equal(ours.logprobs, found.logprobs) and mx.array_equal(ours.entropies, found.entropies)
         assert ours.losses.tolist() == ours.slopes.tolist() == [-1.0] * len(ours.losses)
         expected = -np.exp(wide(logits[rows]) / 0.7 - logsumexp(wide(logits[rows]) / 0.7))
@@ -374,14 +376,10 @@ def test_the_gradient_of_row_losses_keeps_what_float16_would_lose(kernels):
     """A vocabulary of Qwen's size whose tail has half of the mass: each of its tokens less than float16 can hold."""
     logits = np.full((1, 151_936), -np.log(2 * 151_935))
     logits[0, 0] = -np.log(2)
-    found = softmax.row_losses_kernel(
-        mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None)
-    )
+    found = softmax.row_losses(mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None))
     assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
     logits[0, 1:] -= 6  # 8e-9 each
-    found = softmax.row_losses_kernel(
-        mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None)
-    )
+    found = softmax.row_losses(mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None))
     probs = np.exp(wide(mx.array(logits).astype(mx.float16)))
     tail = probs[0, 1:].sum() / probs.sum()
     assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(tail, rel=0.01)
@@ -392,12 +390,12 @@ def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, 
     logits = rows_of_logits(size, dtype)
     scaled = wide(logits) / 0.7
     expected = scaled - logsumexp(scaled)
-    for ours, row, x in zip(softmax.log_softmax_kernel(logits, 0.7), expected, scaled, strict=True):
+    for ours, row, x in zip(softmax.log_softmax(logits, 0.7), expected, scaled, strict=True):
         largest = np.abs(x[np.isfinite(x)]).max()  # subtracting two logits is off by what they are rounded to
         np.testing.assert_allclose(np.array(ours), row, rtol=1e-6, atol=1e-5 + 2e-7 * largest)
     formula = lambda x: [x / 0.7 - logsumexp(x / 0.7)]  # noqa: E731
     x = array(2, size, dtype=dtype)
-    assert_gradient(lambda x: [softmax.log_softmax_kernel(x, 0.7)], formula, [x], 8)
+    assert_gradient(lambda x: [softmax.log_softmax(x, 0.7)], formula, [x], 8)
 
 
 @fast
@@ -405,13 +403,13 @@ def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, 
 def test_qwens_vocabulary_is_exact(kernels, dtype):
     logits, ids = array(3, 151_936, dtype=dtype, scale=3), np.array([0, 77_777, 151_935])
     expected = row_logprobs_by_hand(wide(logits), ids, 0.9)
-    held = softmax.row_logprobs_kernel(logits, mx.array(ids), 0.9)
+    held = softmax.row_logprobs(logits, mx.array(ids), 0.9)
     for ours, theirs in zip(held[:2], expected, strict=True):
         np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-6, atol=1e-5)
     scaled = wide(logits) / 0.9
-    np.testing.assert_allclose(np.array(softmax.log_softmax_kernel(logits, 0.9)), scaled - logsumexp(scaled), atol=2e-5)
+    np.testing.assert_allclose(np.array(softmax.log_softmax(logits, 0.9)), scaled - logsumexp(scaled), atol=2e-5)
     cotangents = [mx.array([1.0, -2.0, 0.5]), mx.array([0.3, 0.1, -0.2])]
-    gradient = softmax.row_logprobs_vjp_kernel(logits, mx.array(ids), held, cotangents, 0.9)
+    gradient = softmax.row_logprobs_vjp(logits, mx.array(ids), held, cotangents, 0.9)
     logprobs = scaled - logsumexp(scaled)
     p, first, second = np.exp(logprobs), *(wide(c)[:, None] for c in cotangents)
     by_hand = -p * (first + second * (logprobs + expected[1][:, None]))
@@ -444,7 +442,7 @@ def conditionals(logits: np.ndarray, token: int) -> list[tuple[float, float]]:
 def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(kernels, size, dtype):
     logits = rows_of_logits(size, dtype)[:3]
     uniforms = RNG.random((3, 4)).astype(np.float32)
-    tokens, logprobs, entropies = softmax.sample_token_kernel(logits, mx.array(uniforms), 0.7)
+    tokens, logprobs, entropies = softmax.sample_token(logits, mx.array(uniforms), 0.7)
     by_hand = row_logprobs_by_hand(wide(logits), np.array(tokens), 0.7)
     np.testing.assert_allclose(np.array(logprobs), by_hand[0], rtol=2e-6, atol=2e-5)
     np.testing.assert_allclose(np.array(entropies), by_hand[1], rtol=2e-6, atol=2e-5)
@@ -462,7 +460,7 @@ def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scal
     for begin in range(0, rows, 200):
         logits = array(min(200, rows - begin), size, dtype=mx.float32, scale=scale)
         uniforms = mx.array(RNG.random((len(logits), 4)).astype(np.float32))
-        ours, theirs = softmax.sample_token_kernel(logits, uniforms), softmax.sample_token_ref(logits, uniforms)
+        ours, theirs = softmax.sample_token(logits, uniforms), softmax.sample_token_ref(logits, uniforms)
         assert mx.array_equal(ours[0], theirs[0])
         for mine, other in zip(ours[1:], theirs[1:], strict=True):
             np.testing.assert_allclose(np.array(mine), np.array(other), atol=2e-5)
@@ -476,7 +474,7 @@ def test_the_kernels_draws_follow_the_distribution(kernels):
     num_draws = 4800
     rows = mx.broadcast_to(mx.array(logits), (num_draws, 1100))
     uniforms = mx.array(RNG.random((num_draws, 4)).astype(np.float32))
-    tokens = softmax.sample_token_kernel(rows, uniforms)[0]
+    tokens = softmax.sample_token(rows, uniforms)[0]
     assert mx.array_equal(tokens, softmax.sample_token_ref(rows, uniforms)[0])
     probs = np.exp(logits.astype(np.float64))
     probs /= probs.sum()
@@ -485,7 +483,7 @@ def test_the_kernels_draws_follow_the_distribution(kernels):
 
 def test_a_row_without_support_draws_its_first_token_and_reads_nothing_beyond_it(kernels):
     logits = mx.full((2, 1030), -mx.inf)
-    tokens, logprobs, _ = softmax.sample_token_kernel(logits, mx.full((2, 4), 0.5))
+    tokens, logprobs, _ = softmax.sample_token(logits, mx.full((2, 4), 0.5))
     assert tokens.tolist() == [0, 0] and mx.isnan(logprobs).all().item()
 
 
@@ -508,7 +506,7 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
 
     for ours, theirs in zip(function(hidden), formula(wide(hidden)), strict=True):
         np.testing.assert_allclose(np.array(ours), theirs, atol=2e-5)
-    assert any(gpu.KERNELS["row_logprobs"]._runs.values())
+    assert any(gpu.OPS["row_logprobs"]._runs.values())
     assert_gradient(function, formula, [hidden] if head == "frozen" else [hidden, frozen], 16)
 
 
@@ -541,7 +539,7 @@ def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(k
         np.testing.assert_allclose(np.array(ours), theirs, rtol=slack * EPSILON[dtype], atol=slack * EPSILON[dtype])
     if policy == "on" or dtype == mx.float32:  # else rounding may move a ratio across a border
         assert_gradient(function, formula, [hidden], 2 * slack)
-    assert any(gpu.KERNELS["row_losses"]._runs.values())
+    assert any(gpu.OPS["row_losses"]._runs.values())
 
 
 @pytest.mark.parametrize("gradient", ["logprobs", "both", "none"])
@@ -556,7 +554,7 @@ def test_the_head_has_the_same_results_whichever_kernels_it_takes(kernels, gradi
         return list(mx.value_and_grad(total)(hidden))
 
     ours = value_and_gradient()
-    assert any(gpu.KERNELS["row_losses"]._runs.values()) == (gradient == "logprobs")
+    assert any(gpu.OPS["row_losses"]._runs.values()) == (gradient == "logprobs")
     monkeypatch.setenv("GWEN_KERNELS", "off")
     for mine, other in zip(ours[: 1 if gradient == "none" else 2], value_and_gradient(), strict=False):
         np.testing.assert_allclose(np.array(mine), np.array(other), rtol=2e-5, atol=2e-5)
@@ -590,7 +588,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     theirs, other = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
-    assert any(gpu.KERNELS["row_losses"]._runs.values()) == (flags in FUSED or "sequence" in flags or "cispo" in flags)
+    assert any(gpu.OPS["row_losses"]._runs.values()) == (flags in FUSED or "sequence" in flags or "cispo" in flags)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):
         assert ours.means[name] == pytest.approx(theirs.means[name], rel=1e-3, abs=1e-6)
@@ -608,7 +606,7 @@ def test_the_token_loss_of_grpo_has_its_formulas_gradient_by_the_logits(kernels,
     old = at_first if policy == "on" else at_first + np.array([0.5, -0.5, 0.05, 0.1, -0.6, 0.3])
 
     def function(logits: mx.array) -> list[mx.array]:
-        logprobs, entropy = softmax.row_logprobs_kernel(logits, mx.array(ids), 0.8)[:2]
+        logprobs, entropy = softmax.row_logprobs(logits, mx.array(ids), 0.8)[:2]
         before = mx.array(old.astype(np.float32)) if policy == "off" else mx.stop_gradient(logprobs)
         loss, _ = grpo.policy_loss(logprobs[None], before[None], advantages[:1], mx.ones((1, 6)), level="token")
         each = [
@@ -649,7 +647,7 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         return [g for _, g in sorted(tree_flatten(mx.grad(loss)(model.parameters())))]
 
     ours = outputs() + gradients()
-    assert {name for name, kernel in gpu.KERNELS.items() if any(kernel._runs.values())} >= {
+    assert {name for name, op in gpu.OPS.items() if any(op._runs.values())} >= {
         "swiglu",
         "swiglu_vjp",
         "add_norm",
@@ -663,28 +661,41 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         np.testing.assert_allclose(np.array(mine), np.array(other), rtol=1e-4, atol=2e-5 * float(mx.abs(other).max()))
 
 
-@pytest.mark.parametrize("name", list(gpu.KERNELS))
+@pytest.mark.parametrize("name", list(gpu.OPS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, name, dtype):
-    assert gpu.KERNELS[name].check(dtype) == ""
-    assert gpu.disagreement(gpu.KERNELS[name].example(dtype, False), dtype) < 0.25
+    op = gpu.OPS[name]
+    assert all(
+        gpu.disagreement(op.launch(*call), op.reference(*call), dtype) < 0.25 for call in op.example(dtype, False)
+    )
 
 
+SOURCES = {
+    kernel.name: kernel
+    for module in (ops, softmax)
+    for kernel in vars(module).values()
+    if isinstance(kernel, gpu.Kernel)
+}
 BARRIERS = [
     (name, index)
-    for name, kernel in gpu.KERNELS.items()
+    for name, kernel in SOURCES.items()
     for index in range(len(re.findall("threadgroup_barrier", kernel.source)))
 ]
+
+
+def test_every_kernel_has_the_name_of_its_operation():
+    assert SOURCES.keys() == gpu.OPS.keys()
 
 
 @pytest.mark.parametrize(("name", "index"), BARRIERS)
 def test_without_any_one_of_its_barriers_a_kernel_is_caught(kernels, name, index, monkeypatch):
     if kernels == "gpu":
         pytest.skip("a GPU does not tell")
-    kernel = gpu.KERNELS[name]
+    kernel, op = SOURCES[name], gpu.OPS[name]
     begin = [match.start() for match in re.finditer("threadgroup_barrier", kernel.source)][index]
     end = kernel.source.index(";", begin)
     monkeypatch.setattr(kernel, "source", kernel.source[:begin] + kernel.source[end:])
     monkeypatch.setattr(kernel, "_made", {})
     with pytest.raises(emulator.MetalRuntimeError, match="race"):
-        kernel.example(mx.float32, False).kernel()
+        for call in op.example(mx.float32, False):
+            mx.eval(op.launch(*call))

@@ -141,9 +141,9 @@ def unfused_layer(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run unchecked: nothing can be computed while launches are counted."""
     monkeypatch.setattr(mx, "custom_function", without_gradients)
-    for kernel in gpu.KERNELS.values():
-        monkeypatch.setattr(kernel, "_is_trusted", lambda *_: True)
-        monkeypatch.setattr(kernel, "_runs", {})
+    for op in gpu.OPS.values():
+        monkeypatch.setattr(op, "check", lambda _: "")
+        monkeypatch.setattr(op, "_runs", {})
 
 
 def test_kernels_save_two_fifths_of_the_launches_of_a_layer_and_decode_step(
@@ -163,18 +163,18 @@ def test_kernels_save_two_fifths_of_the_launches_of_a_layer_and_decode_step(
 def test_sampling_is_one_launch(trusted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms, heat = mx.zeros((4, 151_936)), mx.zeros((4, 4)), mx.array([0.7])
     mx.eval(heat)
-    monkeypatch.setattr(mx, "array", lambda *_, **__: heat)
+    monkeypatch.setattr(gpu, "constant", lambda *_: heat)
     assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
     monkeypatch.setenv("GWEN_KERNELS", "off")
     assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms).total() > 40
 
 
-@pytest.mark.parametrize(("names", "matmuls", "kernels"), [("on", 2, 1), ("row_logprobs,row_logprobs_vjp", 3, 2)])
+@pytest.mark.parametrize(("fused", "matmuls", "kernels"), [(True, 2, 1), (False, 3, 2)])
 def test_the_head_of_an_update_makes_its_logits_once(
-    trusted: None, monkeypatch: pytest.MonkeyPatch, names: str, matmuls: int, kernels: int
+    trusted: None, monkeypatch: pytest.MonkeyPatch, fused: bool, matmuls: int, kernels: int
 ) -> None:
     """Log-probabilities and their gradient by the hidden states: logits and back, where others make them twice."""
-    monkeypatch.setenv("GWEN_KERNELS", names)
+    monkeypatch.setattr(softmax.row_losses, "runs", lambda _: fused)
     made: list[Any] = []
 
     def recording(function: Callable[..., Any]) -> Any:

@@ -110,16 +110,16 @@ def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, st
     _sync(path)
 
 
-def save_adapter(model: gwen.Model, directory: str | Path) -> None:
+def save_adapter(model: gwen.Model, directory: str | Path, base: str) -> None:
     """
-    Writes the trained weights in mlx_lm's adapter layout, each file replaced at once.
+    Writes the trained weights in mlx_lm's adapter layout, each file replaced at once. base: the model's name or path.
 
     A model without adapters, trained whole, is written as a "full" adapter: all its weights, un-fused.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     adapted = list(lora.layers(model))
-    config: dict[str, Any] = {"fine_tune_type": "full", "num_layers": len(model.layers)}
+    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
     if adapted:
         first = adapted[0][1]
         weights = lora.adapter_weights(model)

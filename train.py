@@ -353,7 +353,7 @@ class Run:
 
     def save(self) -> None:
         state = self.state()
-        checkpoint.save_adapter(self.model, self.dir / "adapter")  # first: a run with its last checkpoint is finished
+        checkpoint.save_adapter(self.model, self.dir / "adapter", self.config.model)
         checkpoint.save(self.dir, state)
 
     def end_step(self) -> None:

@@ -192,8 +192,10 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
         file.unlink()
     write_checkpoint(at / "small_vocabulary", QWEN3 | {"vocab_size": 64})
     tokenizer.save_pretrained(str(at / "small_vocabulary"))
+    (at / "nameless").mkdir()
+    (at / "nameless" / "adapter_config.json").write_text("{}")
     (at / "adapter").mkdir()
-    (at / "adapter" / "adapter_config.json").write_text('{"lora_parameters": {"scale": 1}}')
+    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"scale": 1}}')
     other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
     other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
     mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)
@@ -506,6 +508,7 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
         ),
         (lora.main, "--fuse --model demo --adapter {at}/adapter --out {at}/sums.jsonl", "sums.jsonl exists"),
         (lora.main, "--fuse --model demo --adapter {at}/model --out {at}/new", "no adapter_config.json there"),
+        (lora.main, "--fuse --adapter {at}/nameless --out {at}/new", "does not name the model it was trained on; give"),
         (lora.main, "--fuse --model demo --adapter {at}/adapter --out {at}/new", "q_proj does not fit a weight"),
         (lora.main, "--fuse --model {at}/wide --adapter {at}/adapter --out {at}/new", "down_proj.weight has shape"),
     ],
@@ -553,7 +556,7 @@ def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, c
         ("train.py", "", {"GWEN_DTYPE": "int4"}, "GWEN_DTYPE='int4' is not one of"),
         ("evaluate.py", "--model demo --limit 0", {}, "--limit is 0"),
         ("sampler.py", "--model demo --prompt hi --temp hot", {}, "--temp: not a number: 'hot'"),
-        ("lora.py", "--fuse", {}, "are required: --model, --adapter, --out"),
+        ("lora.py", "--fuse", {}, "are required: --adapter, --out"),
     ],
 )
 def test_a_process_ends_with_status_2_and_one_line(mistakes, tmp_path, program, flags, environment, pattern):

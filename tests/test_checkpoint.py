@@ -88,7 +88,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_earlier_checkpoint_good(tmp_p
 def test_a_disk_that_fills_while_the_adapter_is_written_leaves_the_earlier_one_good(tmp_path, monkeypatch, checkpoints):
     model = gwen.load_model(checkpoints["qwen3"])
     lora.apply(model, 2, 2.0)
-    checkpoint.save_adapter(model, tmp_path)
+    checkpoint.save_adapter(model, tmp_path, "tiny")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(path, arrays, metadata=None):
@@ -98,7 +98,7 @@ def test_a_disk_that_fills_while_the_adapter_is_written_leaves_the_earlier_one_g
     monkeypatch.setattr(checkpoint, "save_tensors", full)
     lora.apply(model := gwen.load_model(checkpoints["qwen3"]), 4, 3.0)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save_adapter(model, tmp_path)
+        checkpoint.save_adapter(model, tmp_path, "tiny")
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 

@@ -752,7 +752,7 @@ def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
     run.save()
-    lora.main(["--fuse", "--model", "demo", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "fused")])
+    lora.main(["--fuse", "--adapter", str(tmp_path), "--out", str(tmp_path / "fused")])
     fused, _ = gwen.load(tmp_path / "fused")
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(np.array(fused(tokens)), np.array(run.model(tokens)), atol=1e-4)

@@ -96,6 +96,16 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     return out
 
 
+def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+    """What `adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
+    rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
+    out = {name: mx.contiguous(array.T) for name, array in rows.items()}
+    for name in rows:
+        part = next((name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name), name)
+        out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
+    return dict(sorted(out.items()))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("lora.py", "Merge an adapter into its model.")
     parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")

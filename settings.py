@@ -39,7 +39,7 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
 
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, and the memory it takes
 CHANGEABLE = {
-    *("steps", "save_every", "eval_every", "eval_limit"),
+    *("steps", "save_every", "keep", "eval_every", "eval_limit"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers", "judge_chunk_size"),
 }
 
@@ -138,6 +138,7 @@ class Config:
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
     eval_limit: int = _flag(0, "most held-out problems, evenly spread over them; 0 takes all", low=0)
     save_every: int = _flag(20, "steps between checkpoints", low=1)
+    keep: int = _flag(3, "newest checkpoints that stay on disk", low=1)
     seed: int = _flag(0, "of prompts, sampling and adapters", low=0)
 
     @property

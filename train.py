@@ -52,7 +52,8 @@ def train(config: Config, run: "Run") -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
     model, task, learner, clock = run.model, run.task, run.learner, telemetry.PhaseClock()
     most_draws = config.dynamic_sampling_cap if config.dynamic_sampling else 1
-    run.evaluate_if_due()
+    if run.evaluate_if_due():
+        run.save()
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
@@ -102,8 +103,8 @@ def train(config: Config, run: "Run") -> None:
         # ---- everything below is reporting
         run.report(clock.end_step(), draws, rollout, chosen, advantages, result)
         run.end_step()
-        run.evaluate_if_due()
-        if run.step % config.save_every == 0 or run.step == config.steps:
+        is_best = run.evaluate_if_due()
+        if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
 
 
@@ -330,6 +331,7 @@ class Run:
             "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
+            "best_step": self.best_step(),
         }
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
@@ -353,8 +355,8 @@ class Run:
 
     def save(self) -> None:
         state = self.state()
-        checkpoint.save_adapter(self.model, self.dir / "adapter", self.config.model)
-        checkpoint.save(self.dir, state)
+        checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
+        publish(self.dir, state)
 
     def end_step(self) -> None:
         """From here on the run may be saved again; a Ctrl-C that came meanwhile takes effect."""
@@ -362,11 +364,15 @@ class Run:
         if self.stopping:
             raise KeyboardInterrupt
 
-    def evaluate_if_due(self) -> None:
-        """Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record."""
+    def evaluate_if_due(self) -> bool:
+        """
+        Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record.
+
+        Whether it did, and the held-out figure is the best so far: such a step is saved, whatever `save_every` says.
+        """
         config = self.config
         if not evaluation_is_due(config, self.step, self.dir):
-            return
+            return False
         record, _ = evaluate.evaluate(
             self.model,
             self.tokenizer,
@@ -382,6 +388,13 @@ class Run:
         name = f"eval/{self.task.metric}"
         value, greedy = _three(record[name]), _three(record["eval/greedy"])
         print(f"{name} {value} | greedy {greedy} | {record['eval/num']} held-out problems", flush=True)
+        return self.best_step() == self.step
+
+    def best_step(self) -> int | None:
+        """The step with the best held-out figure on record, the first of equals; None where nothing could be scored."""
+        name = f"eval/{self.task.metric}"
+        scored = [record for record in self.evals.read() if record[name] is not None]
+        return max(scored, key=lambda record: record[name])["step"] if scored else None
 
     def remember_scores(self) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
@@ -505,6 +518,13 @@ class Run:
                 print(f"{label}: {_three(first[key])} before, {_three(last[key])} after {last['step']} steps")
 
 
+def publish(run_dir: Path, state: checkpoint.State) -> None:
+    """Makes `adapter` that of the newest checkpoint, and `adapter-best` too where it is the best so far."""
+    checkpoint.copy_adapter(run_dir, state.step, "adapter")
+    if state.extra["best_step"] == state.step:
+        checkpoint.copy_adapter(run_dir, state.step, "adapter-best")
+
+
 def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
     """Whether a step is one to be evaluated after, and the run's record does not have it."""
     if not config.eval_every or (step % config.eval_every and step != config.steps):
@@ -535,6 +555,8 @@ def main(argv: list[str] | None = None) -> None:
             print(settings.as_yaml(config), end="")
             return
         state = checkpoint.load(args.resume) if args.resume else None
+        if state:
+            publish(Path(args.resume), state)  # the process may have been killed before it did
         if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
@@ -559,6 +581,8 @@ def main(argv: list[str] | None = None) -> None:
             train(config, run)
         run.summary()
         print(f"adapter: {run_dir / 'adapter'}")
+        if (best := run.best_step()) is not None:
+            print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
     except (ValueError, OSError) as error:
         telemetry.fail(error)
 

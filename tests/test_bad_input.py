@@ -860,7 +860,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     before = contents(run / "checkpoints")
     done = command("train.py", "--resume", run, "--steps", "4", preexec_fn=limited(200_000))
     assert done.returncode == 2
-    line = checked_line(done.stderr, r"adapter/adapters.partial.safetensors cannot be written: ")
+    line = checked_line(done.stderr, r"step-000004.partial/adapter/adapters.safetensors cannot be written: ")
     assert f"step-000003 is whole, make room and go on with: uv run train.py --resume {run}\n" in line
     assert contents(run / "checkpoints") == before
     assert gwen.load("demo", adapter=run / "adapter")
@@ -868,7 +868,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     assert again.returncode == 0 and "step 4/4" in again.stdout and "step 3/4" not in again.stdout
 
 
-@pytest.mark.parametrize("name", ["save", "save_adapter"])
+@pytest.mark.parametrize("name", ["save", "copy_adapter"])
 def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_once_it_is_resumed(
     run, tmp_path, capsys, monkeypatch, name
 ):
@@ -876,7 +876,7 @@ def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_onc
     shutil.copytree(run, whole)
     train.main(["--resume", str(whole), "--steps", "4"])
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -81,6 +81,15 @@ def test_every_adapter_has_a_gradient_of_both_its_matrices(tiny_qwen3):
         assert mx.abs(grad).max().item() > 0, name
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8"])
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
+def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):
+    model = adapted(checkpoints[family], targets=targets)
+    ours, out = dict(tree_flatten(model.trainable_parameters())), lora.masters(lora.adapter_weights(model))
+    assert sorted(ours) == list(out)
+    assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)
+
+
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "down_proj"), ("gate_up_proj",)])
 def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp_path, targets):
     for index, directory in enumerate((tiny_qwen3, tiny_qwen2)):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import mlx_lm
 import numpy as np
 import oracle
 import pytest
@@ -22,6 +23,7 @@ import checkpoint
 import evaluate
 import grpo
 import gwen
+import hub
 import judge
 import lora
 import sampler
@@ -302,6 +304,69 @@ def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypa
     assert np.abs(expected - oracle.advantages(np.array([line["reward"] for line in lines]).reshape(3, 4))).max() > 0.1
 
 
+def evaluating(monkeypatch, figures):
+    """Every evaluation finds the next of these figures, without looking."""
+    found = iter(figures)
+    monkeypatch.setattr(
+        evaluate,
+        "evaluate",
+        lambda *_, **__: ({"eval/accuracy": next(found), "eval/greedy": 0.0, "eval/num": 1}, []),
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "best", "steps"),
+    [
+        ([0.5, 0.25, 0.75, 0.75], 2, [0, 2, 3]),  # of equals the first; what is not the best so far is not saved for it
+        ([0.5, 0.5, 0.25, 0.25], 0, [0, 3]),  # no step was better than none
+        ([None, 0.0, None, 0.125], 3, [1, 3]),
+    ],
+)
+def test_the_adapter_of_the_best_evaluation_is_kept(tmp_path, monkeypatch, capsys, figures, best, steps):
+    evaluating(monkeypatch, figures)
+    run = tmp_path / "run"
+    train.main([*SMALL, "--steps", "3", "--eval-every", "1", "--save-every", "9", "--keep", "9", "--run-dir", str(run)])
+    assert [path.name for path in checkpoint.saved(run)] == [f"step-{step:06d}" for step in steps]
+    for name, step in (("adapter", 3), ("adapter-best", best)):
+        weights = (checkpoint.path_of(run, step) / "adapter" / "adapters.safetensors").read_bytes()
+        assert (run / name / "adapters.safetensors").read_bytes() == weights
+    told = f"best: {run / 'adapter-best'}, " + ("before training" if best == 0 else f"after {best} steps")
+    assert capsys.readouterr().out.splitlines()[-1] == told
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_forgets_what_was_best_after_it(tmp_path, monkeypatch):
+    run, flags = tmp_path / "run", ["--eval-every", "1", "--save-every", "9", "--keep", "9"]
+    evaluating(monkeypatch, [0.5, 0.25, 0.75, 0.25])
+    train.main([*SMALL, *flags, "--steps", "3", "--run-dir", str(run)])
+    for step in (2, 3):
+        (checkpoint.path_of(run, step) / "state.json").unlink()
+    evaluating(monkeypatch, [0.625, 0.25, 0.25])
+    train.main(["--resume", str(run)])
+    best = (checkpoint.path_of(run, 1) / "adapter" / "adapters.safetensors").read_bytes()
+    assert (run / "adapter-best" / "adapters.safetensors").read_bytes() == best
+
+
+def test_without_evaluations_there_is_no_best_adapter(tmp_path, capsys):
+    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "adapter-best").exists()
+    assert capsys.readouterr().out.splitlines()[-1] == f"adapter: {tmp_path / 'run' / 'adapter'}"
+
+
+def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path):
+    run, tokens = tmp_path / "run", mx.array([[1, 5, 9, 2, 30]])
+    train.main([*SMALL, "--steps", "2", "--eval-every", "1", "--save-every", "1", "--run-dir", str(run)])
+    adapters = [*checkpoint.saved(run), run, run / "adapter-best"]
+    assert len(adapters) == 5
+    for path in adapters:
+        ours = gwen.load("demo", adapter=path)[0](tokens)
+        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(hub.find_adapter(path)))
+        peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
+        np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
+        assert hub.adapter_base(path) == "demo"
+    first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in adapters[:3])
+    assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
+
+
 def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
     waited, phase = {}, telemetry.PhaseClock.phase
 
@@ -374,6 +439,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
     assert (run.judge.server.model, run.judge.server.retries) == ("demo", 0)
+    run.open()
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
         run.judge.score(["Add one and two."], ["Three."])
@@ -440,7 +506,9 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
         ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
         ((evaluate, "evaluate"), "after", 4, 5),  # the last one
-        ((checkpoint, "save"), "before", 1, 2),
+        ((checkpoint, "save"), "before", 1, 0),  # of the first evaluation
+        ((checkpoint, "save"), "after", 2, 2),
+        ((checkpoint, "copy_adapter"), "before", 2, 0),
     ],
 )
 def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
@@ -450,6 +518,9 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
     assert checkpoint.load(run).step == step
     assert f"stopped after step {step}; go on with: uv run train.py --resume {run}" in capsys.readouterr().err
     train.main(["--resume", str(run)])
+    for name in ("adapter", "adapter-best"):
+        for file in ("adapters.safetensors", "adapter_config.json"):
+            assert (run / name / file).read_bytes() == (uninterrupted / name / file).read_bytes()
     for log in ("metrics", "rollouts", "eval"):
         assert records(run / f"{log}.jsonl") == records(uninterrupted / f"{log}.jsonl")
     one, two = checkpoint.load(run), checkpoint.load(uninterrupted)
@@ -642,7 +713,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     assert "step 6/10" in done.stdout and "step 5/10" not in done.stdout
     for name in ("metrics", "rollouts", "eval"):
         assert records(whole / f"{name}.jsonl") == records(killed / f"{name}.jsonl")
-    for file in ("adapter/adapters.safetensors", "adapter/adapter_config.json", "config.yaml"):
+    for file in ("adapter/adapters.safetensors", "adapter-best/adapters.safetensors", "config.yaml"):
         assert (whole / file).read_bytes() == (killed / file).read_bytes()
     states = [checkpoint.load(directory) for directory in (whole, killed)]
     for one, two in ((states[0].trainable, states[1].trainable), (states[0].optimizer, states[1].optimizer)):

@@ -14,6 +14,7 @@ import filecmp
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -84,7 +85,10 @@ def load(run_dir: str | Path) -> State:
             return _read(path)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             print(f"checkpoint {path.name} is damaged ({error}); trying the one before", file=sys.stderr)
-    raise ValueError(f"--resume {run_dir}: no whole checkpoint under {Path(run_dir) / 'checkpoints'}")
+    config = shlex.quote(str(Path(run_dir) / "config.yaml"))
+    raise ValueError(
+        f"--resume {run_dir}: no whole checkpoint is there; begin again with: uv run train.py --config {config}"
+    )
 
 
 def _read(path: Path) -> State:

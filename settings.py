@@ -383,7 +383,7 @@ def choose_run_dir(config: Config, asked: str | None) -> Path:
 
 
 def _exists(path: Path) -> str:
-    return f"--run-dir {path} exists; give another, or --resume it"
+    return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
 
 
 def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
@@ -406,7 +406,7 @@ def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
             raise ValueError(_unwritable(path, error)) from error
     try:
         write(config, path)
-    except ValueError:
+    except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the same name can be asked for again
         raise
     return path

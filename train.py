@@ -12,10 +12,12 @@ to its directory, and goes on from there with `--resume DIR`.
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
 
+import base64
 import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import signal
 import sys
 from collections import deque
@@ -216,7 +218,9 @@ def reward_completions(run: "Run", examples: list[tasks.Example], rollout: sampl
     weights = [task.reward_weights[name] for name in components]
     for (name, values), weight in zip(components.items(), weights, strict=True):
         if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
-            raise ValueError(f"reward {name} times its weight {weight:g} passes 1e15; lower it with --reward-weights")
+            raise ValueError(
+                f"reward {name} times its weight {weight:g} passes 1e15; begin anew with lower --reward-weights"
+            )
     parts = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     # no BLAS, whose roundings may depend on the place: what is equal must stay equal
     total = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
@@ -476,29 +480,36 @@ class Run:
         self.metrics.write(metrics)
         trained = dict(zip(chosen, np.array(advantages).tolist(), strict=True))
         for number, draw in enumerate(draws):
-            for row, record in enumerate(self.completions(draw)):
-                group, member = divmod(row, self.config.groups)
-                values = trained.get(number * self.config.batch + group)
-                self.rollouts.write(record | {"advantage": None if values is None else values[member]})
+            for row, record in enumerate(self.completions(draw, number * self.config.batch)):
+                values = trained.get(record["group"])
+                advantage = None if values is None else values[row % self.config.groups]
+                self.rollouts.write(record | {"advantage": advantage})
         self.remember_scores()
         print(telemetry.console_line(metrics, self.config.steps), flush=True)
         if result.skipped:
             print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
 
-    def completions(self, draw: Draw) -> Iterator[dict[str, Any]]:
-        """What is recorded of each completion; the advantage is not known here."""
+    def completions(self, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
+        """What is recorded of each completion, of groups numbered from `first_group`, but its advantage."""
         rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
         ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
+        logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05%; a sampled token's are far from -65504
         total = rewards.total.reshape(-1)
         for row, completion in enumerate(rewards.completions):
+            group = row // self.config.groups
+            example = draw.examples[group]
             scores = None
             if judged is not None:
                 scores = [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
             yield {
                 "step": self.step,
-                "prompt": draw.examples[row // self.config.groups]["prompt"],
+                "group": first_group + group,
+                "prompt": example["prompt"],
+                "answer": None if example.get("answer") is None else str(example["answer"]),  # a user's may be anything
+                "category": example.get("category"),
                 "completion": completion,
                 "ids": ids[row][: lengths[row]],
+                "logprobs": base64.b64encode(logprobs[row, : lengths[row]].tobytes()).decode(),
                 "reward": None if np.isnan(total[row]) else float(total[row]),
                 "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
                 "judge_scores": scores,
@@ -585,6 +596,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
     except (ValueError, OSError) as error:
         telemetry.fail(error)
+    except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
+        print("\nstopped before the first step", file=sys.stderr)
+        sys.exit(130)
 
 
 @contextlib.contextmanager
@@ -627,19 +641,25 @@ def _stoppable(run: Run) -> Any:
 
 
 def _go_on(run: Run, error: BaseException) -> str:
-    """The command that goes on; where memory ran out in the update, with less of it: rollouts and judges see to it."""
+    """
+    The command that goes on, or begins again where nothing was saved.
+
+    Where memory ran out in the update, it takes less: rollouts and judges see to it themselves.
+    """
     less = ""
     if memory.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
-    return f"go on with: uv run train.py --resume {run.dir}{less}"
+    if checkpoint.saved(run.dir):
+        return f"go on with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
+    return f"begin again with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
 def _newest(run: Run, error: BaseException, first: str = "") -> str:
     """What a run that stopped inside a step has left, and how to go on from there, or to begin again."""
     if saved := checkpoint.saved(run.dir):
         return f"{saved[-1].name} is whole, {first}{_go_on(run, error)}"
-    return f"nothing was saved in {run.dir}, {first}remove it, then start again"
+    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"
 
 
 if __name__ == "__main__":

@@ -714,7 +714,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def test_a_run_directory_that_exists_is_not_touched(run, capsys):
     before = contents(run)
     refused(capsys, train.main, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
-    refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists")
+    refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists; give another\n")
     assert contents(run) == before
 
 
@@ -821,7 +821,10 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_kept(run, capsys):
         train.main(["--resume", str(run)])
     *notes, line = capsys.readouterr().err.splitlines(keepends=True)
     assert ended.value.code == 2 and len(notes) == 3 and all("is damaged" in note for note in notes)
-    checked_line(line, f"--resume {run}: no whole checkpoint")
+    checked_line(
+        line,
+        f"--resume {run}: no whole checkpoint is there; begin again with: uv run train.py --config {run}/config.yaml",
+    )
     assert contents(run) == before
 
 

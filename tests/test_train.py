@@ -1,5 +1,6 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
+import base64
 import contextlib
 import itertools
 import json
@@ -655,17 +656,26 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
 @pytest.mark.parametrize(
     ("name", "which", "error", "said"),
     [
-        ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, remove it, then start again"),
-        ((update, "prove_change"), 1, ValueError("no"), "nothing was saved in {}, remove it, then start again"),
-        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and remove it, then start"),
+        ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
+        ((update, "prove_change"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
+        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and "),
     ],
     ids=["memory", "proof", "disk"],
 )
-def test_a_run_that_fails_before_anything_was_saved_is_not_told_to_go_on(
+def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     tmp_path, monkeypatch, capsys, name, which, error, said
 ):
     run, line = failing_run(tmp_path, monkeypatch, capsys, name, which, error)
-    assert said.format(run) in line and "--resume" not in line
+    less = " --train-token-budget 512" if error is NO_MEMORY else ""
+    proposed = f"uv run train.py --config {run}/config.yaml"
+    assert line.endswith(f"{said.format(run)}begin again with: {proposed}{less}")
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--resume", str(run)])
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert told == f"error: --resume {run}: no whole checkpoint is there; begin again with: {proposed}\n"
+    train.main([*f"{proposed}{less}".split()[3:], "--steps", "1", "--run-dir", str(tmp_path / "again")])
+    assert checkpoint.load(tmp_path / "again").step == 1
 
 
 def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monkeypatch, capsys):
@@ -676,7 +686,7 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
         train.main([*SMALL, "--steps", "9", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
     assert exit_.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: 3 updates in a row had no finite gradient; lower --lr")
+    assert last.startswith("error: 3 updates in a row had no finite gradient; begin anew with a lower --lr than ")
     assert last.endswith(f"saved after step 4, go on with: uv run train.py --resume {tmp_path / 'run'}")
     metrics = records(tmp_path / "run" / "metrics.jsonl")
     assert [m["skipped"] for m in metrics] == [0, 0, 1, 1] and metrics[-1]["skipped_total"] == 2
@@ -722,6 +732,18 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     again = command("--resume", killed)
     assert again.returncode == 0 and "is finished" in again.stdout
     assert records(whole / "metrics.jsonl") == records(killed / "metrics.jsonl")
+
+
+def test_ctrl_c_while_the_model_loads_is_one_line_and_leaves_no_run(tmp_path, monkeypatch, capsys):
+    moments = [(gwen, "load"), (train.Run, "_settle_rollouts"), (telemetry, "environment")]
+    for owner, name in moments:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
+            patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+            train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
+        assert exit_.value.code == 130
+        assert capsys.readouterr().err == "\nstopped before the first step\n"
+        assert not list(tmp_path.rglob("*.*"))
+    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])  # its name is free
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
@@ -782,6 +804,24 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 2 * 12
     assert {"prompt", "completion", "ids", "reward", "rewards", "judge_scores", "finish_reason"} <= set(rollouts[0])
+    assert [line["group"] for line in rollouts] == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
+    examples, _, rollout = sample(run)
+    draw = train.Draw(examples, [], rollout, train.reward_completions(run, examples, rollout))
+    for row, record in enumerate(run.completions(draw, 6)):
+        example = examples[row // 4]
+        assert record["group"] == 6 + row // 4 and record["category"] == "sums"
+        assert (record["prompt"], record["answer"]) == (example["prompt"], example["answer"])
+        logprobs = np.frombuffer(base64.b64decode(record["logprobs"]), "<f2")
+        assert len(logprobs) == len(record["ids"]) == int(rollout.mask[row].sum().item())
+        np.testing.assert_allclose(logprobs, np.array(rollout.logprobs)[row, : len(logprobs)], rtol=1e-3, atol=1e-7)
+    examples[0]["answer"], examples[1]["answer"] = {"sum": float("nan")}, None  # as a user's own data may have it
+    answers = [record["answer"] for record in run.completions(draw, 0)]
+    assert answers[:8] == ["{'sum': nan}"] * 4 + [None] * 4
 
 
 def test_a_run_s_config_repeats_the_run(tmp_path):

@@ -493,7 +493,7 @@ class Run:
         """What is recorded of each completion, of groups numbered from `first_group`, but its advantage."""
         rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
         ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
-        logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05%; a sampled token's are far from -65504
+        logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05% or 3e-8
         total = rewards.total.reshape(-1)
         for row, completion in enumerate(rewards.completions):
             group = row // self.config.groups

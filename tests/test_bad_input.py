@@ -624,7 +624,7 @@ def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_
     train.main([*flags, "rubric=0", "--run-dir", str(tmp_path / "run")])
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert [line["advantage"] for line in lines] == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
-    pattern = r"reward largest times its weight 2 passes 1e15; lower it with --reward-weights; saved after step 0"
+    pattern = r"largest times its weight 2 passes 1e15; begin anew with lower --reward-weights; saved after step 0"
     refused(capsys, train.main, [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"], pattern)
 
 

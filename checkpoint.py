@@ -1,14 +1,20 @@
 """
 Checkpoints: everything that a run needs to go on as if nothing had happened, and the adapter for others to use.
 
+    checkpoints/step-000050/adapter/           mlx_lm's layout; these tensors are the float32 masters, too
+    checkpoints/step-000050/state.safetensors  the optimizer; and the masters of a model that is trained whole
+    checkpoints/step-000050/state.json         the step, the checksums of the tensors, small values
+
 A checkpoint is a directory that appears at once or not at all: it is written beside its place and renamed. Its
 tensors carry a checksum, so that a damaged one is noticed and the one before it is taken. What is left out: randomness
 and data order, which are functions of the seed and the step.
 """
 
+import filecmp
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -20,9 +26,8 @@ from mlx.utils import tree_flatten
 import gwen
 import hub
 import lora
-import telemetry
 
-KEEP = 3  # newest checkpoints that stay on disk: one to go on from, and two in case it is damaged
+TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 
 
 class State(NamedTuple):
@@ -34,28 +39,34 @@ class State(NamedTuple):
     extra: dict[str, Any]  # small JSON values: loss scale, sizes that memory forced
 
 
-def save(run_dir: str | Path, state: State) -> Path:
-    """Writes `checkpoints/step-000050`, removes all but the newest few. OSError leaves the earlier ones alone."""
-    folder = Path(run_dir) / "checkpoints"
-    target, scratch = folder / f"step-{state.step:06d}", folder / f".step-{state.step:06d}.partial"
+def save(run_dir: str | Path, state: State, model: gwen.Model, *, base: str, keep: int) -> None:
+    """
+    Writes `checkpoints/step-000050`, removes all but the newest `keep`. OSError leaves the earlier ones alone.
+
+    base: the model's name or path, for the adapter.
+    """
+    target = path_of(run_dir, state.step)
+    scratch, replaced = target.with_name(f".{target.name}.partial"), target.with_name(f"{target.name}.replaced")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        arrays = {f"trainable/{k}": v for k, v in state.trainable.items()}
-        arrays |= {f"optimizer/{k}": v for k, v in state.optimizer.items()}
+        adapted = save_adapter(model, scratch / "adapter", base)
+        arrays = {f"optimizer/{k}": v for k, v in state.optimizer.items()}
+        if not adapted:  # the adapter holds them as the model does, perhaps in 16 bits
+            arrays |= {f"trainable/{k}": v for k, v in state.trainable.items()}
         save_tensors(scratch / "state.safetensors", arrays)
-        digest = _sha256(scratch / "state.safetensors")
-        record = {"step": state.step, "sha256": digest, "extra": state.extra}
-        (scratch / "state.json").write_text(json.dumps(record, indent=2) + "\n")
-        _sync(scratch / "state.json")
-        shutil.rmtree(target, ignore_errors=True)
+        digests = {name: _sha256(scratch / name) for name in TENSORS}
+        _write_json(scratch / "state.json", {"step": state.step, "sha256": digests, "extra": state.extra})
+        if target.exists():  # a step that is saved again: at no moment is there none
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(target, replaced)
         os.replace(scratch, target)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    for old in saved(run_dir)[:-KEEP]:
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in saved(run_dir)[:-keep]:
         shutil.rmtree(old)
-    return target
 
 
 def load(run_dir: str | Path) -> State:
@@ -64,25 +75,40 @@ def load(run_dir: str | Path) -> State:
 
     Raises ValueError when there is none.
     """
+    for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # of a process killed while it saved again
+        if (target := replaced.with_suffix("")).exists():
+            shutil.rmtree(replaced)
+        else:
+            os.replace(replaced, target)
     for path in reversed(saved(run_dir)):
         try:
             return _read(path)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             print(f"checkpoint {path.name} is damaged ({error}); trying the one before", file=sys.stderr)
-    raise ValueError(f"--resume {run_dir}: no whole checkpoint under {Path(run_dir) / 'checkpoints'}")
+    config = shlex.quote(str(Path(run_dir) / "config.yaml"))
+    raise ValueError(
+        f"--resume {run_dir}: no whole checkpoint is there; begin again with: uv run train.py --config {config}"
+    )
 
 
 def _read(path: Path) -> State:
     record = json.loads((path / "state.json").read_text())
     if type(record["step"]) is not int or not isinstance(record["extra"], dict):
         raise ValueError("its state.json holds no step")
-    if _sha256(path / "state.safetensors") != record["sha256"]:
-        raise ValueError("its checksum does not match")
+    for name in TENSORS:
+        if _sha256(path / name) != record["sha256"][name]:
+            raise ValueError(f"the checksum of {name} does not match")
+    adapter, state = (hub.load_tensors(path / name) for name in TENSORS)
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
-    for name, array in hub.load_tensors(path / "state.safetensors").items():
+    for name, array in state.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    return State(record["step"], groups["trainable"], groups["optimizer"], record["extra"])
+    return State(record["step"], groups["trainable"] or lora.masters(adapter), groups["optimizer"], record["extra"])
+
+
+def path_of(run_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return Path(run_dir) / "checkpoints" / f"step-{step:06d}"
 
 
 def saved(run_dir: str | Path) -> list[Path]:
@@ -110,16 +136,20 @@ def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, st
     _sync(path)
 
 
-def save_adapter(model: gwen.Model, directory: str | Path) -> None:
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    _sync(path)
+
+
+def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     """
-    Writes the trained weights in mlx_lm's adapter layout, each file replaced at once.
+    Writes the trained weights in mlx_lm's adapter layout; whether they are adapters. base: the model's name or path.
 
     A model without adapters, trained whole, is written as a "full" adapter: all its weights, un-fused.
     """
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     adapted = list(lora.layers(model))
-    config: dict[str, Any] = {"fine_tune_type": "full", "num_layers": len(model.layers)}
+    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
     if adapted:
         first = adapted[0][1]
         weights = lora.adapter_weights(model)
@@ -128,10 +158,27 @@ def save_adapter(model: gwen.Model, directory: str | Path) -> None:
         config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
     else:
         weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-    scratch = directory / "adapters.partial.safetensors"
-    try:
-        save_tensors(scratch, weights, {"format": "mlx"})
-        telemetry.replace_text(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-        os.replace(scratch, directory / "adapters.safetensors")
-    finally:
-        scratch.unlink(missing_ok=True)
+    save_tensors(directory / "adapters.safetensors", weights, {"format": "mlx"})
+    _write_json(directory / "adapter_config.json", config)
+    return bool(adapted)
+
+
+def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
+    """
+    Makes the run's adapter `name` that of the checkpoint, each file replaced at once.
+
+    A file that is the same already is left alone, so that a resume asks nothing of a disk that is full.
+    OSError leaves the old one.
+    """
+    target = Path(run_dir) / name
+    target.mkdir(exist_ok=True)
+    for file in sorted((path_of(run_dir, step) / "adapter").iterdir()):
+        place, scratch = target / file.name, target / f"{file.name}.partial"
+        if place.exists() and filecmp.cmp(file, place, shallow=False):
+            continue
+        try:
+            shutil.copyfile(file, scratch)
+            _sync(scratch)
+            os.replace(scratch, place)
+        finally:
+            scratch.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ The system's OpenBLAS is taken if there is one, else the one of the `scipy-openb
 prefix that a small C shim, compiled once into the user's cache directory, takes off again.
 
 A library is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can be
-had, MLX runs on its own BLAS and one line on stderr says so and why.
+had, or MLX was imported first, MLX runs on its own BLAS and one line on stderr says so and why.
 
 MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
@@ -127,7 +127,9 @@ def _load() -> str:
     """Loads the first library that works and returns its description; prints one line when there is none."""
     if sys.platform != "linux":
         return "the platform's"
-    assert "mlx.core" not in sys.modules, "import cpu_blas before mlx: MLX has bound its BLAS already"
+    if "mlx.core" in sys.modules:  # which has bound its BLAS already
+        print("gwen: MLX runs on its slow built-in BLAS (it was imported before gwen)", file=sys.stderr)
+        return "MLX's built-in reference BLAS (slow)"
     _keep_freed_memory()
     # OpenBLAS's threads spin while they wait. Beside any other busy process that made one decode step of the demo
     # model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one, unless asked.

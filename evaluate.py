@@ -176,8 +176,10 @@ def evaluate(
 
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("evaluate.py", "Evaluate a model on held-out problems.")
-    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: demo without a GPU)")
-    parser.add_argument("--adapter", metavar="DIR", help="of a run, or any other in mlx_lm's layout")
+    parser.add_argument(
+        "--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's, else demo without a GPU)"
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--task", help="demo, values or gsm8k (default: demo with the demo model, else values)")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
     parser.add_argument("--columns", help="names of the data's columns, as prompt=question,answer=answer")
@@ -203,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         options = judge.options_of(args)
-        name, why = gwen.choose_model(args.model)
+        name, why = gwen.choose_model(args.model, args.adapter)
         task = tasks.load(
             args.task or ("demo" if name == "demo" else "values"), held_out=args.data, columns=args.columns
         )

@@ -249,10 +249,15 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
     return model
 
 
-def choose_model(asked: str | None) -> tuple[str, str]:
-    """The model to take and why: what was asked for, else Qwen3-0.6B on a GPU where it can be had, else the demo."""
+def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[str, str]:
+    """
+    The model to take and why: what was asked for, else the adapter's base, else Qwen3-0.6B on a GPU where it can be
+    had, else the demo. ValueError when there is an adapter that does not name its base.
+    """
     if asked:
         return asked, "as asked"
+    if adapter:
+        return hub.adapter_base(adapter), "which the adapter was trained on"
     if not gpu.on_gpu():
         return "demo", "the default without a GPU"
     try:
@@ -318,7 +323,8 @@ def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | P
     Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name of
     `RANDOM` gives random weights with the demo's tokenizer.
 
-    adapter: a directory of mlx_lm's layout whose weights are merged in. ValueError names what is wrong.
+    adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in.
+    ValueError names what is wrong.
     """
     if str(path_or_id).startswith("random:"):
         if adapter is not None:

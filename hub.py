@@ -350,15 +350,29 @@ def find(path_or_id: str | Path) -> Path:
     return hub_directory(path_or_id)
 
 
-def merge_adapter(weights: dict[str, mx.array], directory: str | Path) -> dict[str, mx.array]:
-    """
-    Hugging Face weights with an adapter of mlx_lm's layout added in, W + scale * (A B)^T in float32.
+def find_adapter(path: str | Path) -> Path:
+    """The adapter at `path`, or that of the run or checkpoint there, in mlx_lm's layout. ValueError without one."""
+    for directory in (Path(path), Path(path) / "adapter"):
+        if (directory / "adapter_config.json").is_file():
+            return directory
+    raise ValueError(f"--adapter {path}: no adapter_config.json there; give a run or an adapter in mlx_lm's layout")
 
-    Raises ValueError when the directory holds no adapter or not one of this model.
+
+def adapter_base(path: str | Path) -> str:
+    """The model that an adapter was trained on, as its configuration names it. ValueError when it does not."""
+    name = load_object(find_adapter(path) / "adapter_config.json").get("model")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"--adapter {path} does not name the model it was trained on; give it with --model")
+    return name
+
+
+def merge_adapter(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]:
     """
-    directory = Path(directory)
-    if not (directory / "adapter_config.json").is_file():
-        raise ValueError(f"--adapter {directory}: no adapter_config.json there; it takes an adapter in mlx_lm's layout")
+    Hugging Face weights with an adapter added in, W + scale * (A B)^T in float32. path: see `find_adapter`.
+
+    Raises ValueError when there is no adapter or not one of this model.
+    """
+    directory = find_adapter(path)
     config = load_object(directory / "adapter_config.json")
     adapter = load_tensors(directory / "adapters.safetensors")
     if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):

@@ -1,6 +1,6 @@
 """
 Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
-`uv run lora.py --fuse --model M --adapter DIR --out DIR` merges one into its model for good.
+`uv run lora.py --fuse --adapter DIR --out DIR` merges one into its model for good.
 
 One adapter serves a fused projection, so query, key and value share its A; taken apart, each part has that A and its
 own rows of B, which is exactly the adapter that mlx_lm puts on the separate projections.
@@ -96,17 +96,30 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     return out
 
 
+def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+    """What `adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
+    rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
+    out = {name: mx.contiguous(array.T) for name, array in rows.items()}
+    for name in rows:
+        part = next((name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name), name)
+        out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
+    return dict(sorted(out.items()))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("lora.py", "Merge an adapter into its model.")
     parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")
-    parser.add_argument("--model", required=True, help="demo, a Hugging Face directory or a hub id")
-    parser.add_argument("--adapter", required=True, metavar="DIR", help="of a run, or any other in mlx_lm's layout")
+    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
+    parser.add_argument(
+        "--adapter", required=True, metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new Hugging Face directory")
     args = parser.parse_args(argv)
     try:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
-        model, tokenizer = gwen.load(args.model, adapter=args.adapter)
+        name, _ = gwen.choose_model(args.model, args.adapter)
+        model, tokenizer = gwen.load(name, adapter=args.adapter)
         scratch = args.out.with_name(args.out.name + ".partial")
         try:
             gwen.save(model, scratch, tokenizer)
@@ -117,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:
         telemetry.fail(error)
-    print(f"{args.out}: {args.model} with {args.adapter} merged in, {model.head_weight.dtype}")
+    print(f"{args.out}: {name} with {args.adapter} merged in, {model.head_weight.dtype}")
 
 
 if __name__ == "__main__":

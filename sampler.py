@@ -407,8 +407,10 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("sampler.py", "Sample completions of one prompt.")
-    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: demo without a GPU)")
-    parser.add_argument("--adapter", metavar="DIR", help="of a run, or any other in mlx_lm's layout")
+    parser.add_argument(
+        "--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's, else demo without a GPU)"
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_argument("--system", help="what stands before it")
     parser.add_argument("--num", type=int, default=1, help="completions")
@@ -428,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 tasks.check_text(flag, text)
-        name, why = gwen.choose_model(args.model)
+        name, why = gwen.choose_model(args.model, args.adapter)
         model, tokenizer = gwen.load(name, adapter=args.adapter)
         prompts = tasks.render(
             tokenizer,

@@ -39,7 +39,7 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
 
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, and the memory it takes
 CHANGEABLE = {
-    *("steps", "save_every", "eval_every", "eval_limit"),
+    *("steps", "save_every", "keep", "eval_every", "eval_limit"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers", "judge_chunk_size"),
 }
 
@@ -141,6 +141,7 @@ class Config:
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
     eval_limit: int = _flag(0, "most held-out problems, evenly spread over them; 0 takes all", low=0)
     save_every: int = _flag(20, "steps between checkpoints", low=1)
+    keep: int = _flag(3, "newest checkpoints that stay on disk", low=1)
     seed: int = _flag(0, "of prompts, sampling and adapters", low=0)
 
     @property
@@ -385,7 +386,7 @@ def choose_run_dir(config: Config, asked: str | None) -> Path:
 
 
 def _exists(path: Path) -> str:
-    return f"--run-dir {path} exists; give another, or --resume it"
+    return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
 
 
 def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
@@ -408,7 +409,7 @@ def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
             raise ValueError(_unwritable(path, error)) from error
     try:
         write(config, path)
-    except ValueError:
+    except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the same name can be asked for again
         raise
     return path

@@ -12,10 +12,12 @@ to its directory, and goes on from there with `--resume DIR`.
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
 
+import base64
 import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import signal
 import sys
 from collections import deque
@@ -53,7 +55,8 @@ def train(config: Config, run: "Run") -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
     model, task, learner, clock = run.model, run.task, run.learner, telemetry.PhaseClock()
     most_draws = config.dynamic_sampling_cap if config.dynamic_sampling else 1
-    run.evaluate_if_due()
+    if run.evaluate_if_due():
+        run.save()
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
@@ -101,8 +104,8 @@ def train(config: Config, run: "Run") -> None:
         # ---- everything below is reporting
         run.report(clock.end_step(), draws, rollout, chosen, advantages, result)
         run.end_step()
-        run.evaluate_if_due()
-        if run.step % config.save_every == 0 or run.step == config.steps:
+        is_best = run.evaluate_if_due()
+        if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
 
 
@@ -209,7 +212,9 @@ def reward_completions(
     weights = [task.reward_weights[name] for name in components]
     for (name, values), weight in zip(components.items(), weights, strict=True):
         if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
-            raise ValueError(f"reward {name} times its weight {weight:g} passes 1e15; lower it with --reward-weights")
+            raise ValueError(
+                f"reward {name} times its weight {weight:g} passes 1e15; begin anew with lower --reward-weights"
+            )
     given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     axis = None if config.advantage == "reinforce" else 1
     parts = np.stack([fill(part, axis) for part in given])
@@ -327,6 +332,7 @@ class Run:
             "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
+            "best_step": self.best_step(),
         }
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
@@ -350,8 +356,8 @@ class Run:
 
     def save(self) -> None:
         state = self.state()
-        checkpoint.save_adapter(self.model, self.dir / "adapter")  # first: a run with its last checkpoint is finished
-        checkpoint.save(self.dir, state)
+        checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
+        publish(self.dir, state)
 
     def end_step(self) -> None:
         """From here on the run may be saved again; a Ctrl-C that came meanwhile takes effect."""
@@ -359,11 +365,15 @@ class Run:
         if self.stopping:
             raise KeyboardInterrupt
 
-    def evaluate_if_due(self) -> None:
-        """Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record."""
+    def evaluate_if_due(self) -> bool:
+        """
+        Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record.
+
+        Whether it did, and the held-out figure is the best so far: such a step is saved, whatever `save_every` says.
+        """
         config = self.config
         if not evaluation_is_due(config, self.step, self.dir):
-            return
+            return False
         record, _ = evaluate.evaluate(
             self.model,
             self.tokenizer,
@@ -382,6 +392,7 @@ class Run:
         value, greedy = _three(record[name]), _three(record["eval/greedy"])
         print(f"{name} {value} | greedy {greedy} | {record['eval/num']} held-out problems", flush=True)
         self.warn()
+        return self.best_step() == self.step
 
     def warn(self) -> None:
         """Says what ails the run, each once, and records the step at which it showed."""
@@ -390,6 +401,12 @@ class Run:
             if finding.name not in given:
                 self.warnings.write({"step": self.step} | finding._asdict())
                 print(f"WARNING after step {self.step}: {finding.text}.", file=sys.stderr, flush=True)
+
+    def best_step(self) -> int | None:
+        """The step with the best held-out figure on record, the first of equals; None where nothing could be scored."""
+        name = f"eval/{self.task.metric}"
+        scored = [record for record in self.evals.read() if record[name] is not None]
+        return max(scored, key=lambda record: record[name])["step"] if scored else None
 
     def remember_scores(self) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
@@ -476,30 +493,37 @@ class Run:
         self.past_steps.append(metrics)
         trained = dict(zip(chosen, advantages.tolist(), strict=True))
         for number, draw in enumerate(draws):
-            for row, record in enumerate(self.completions(draw)):
-                group, member = divmod(row, self.config.groups)
-                values = trained.get(number * self.config.batch + group)
-                self.rollouts.write(record | {"advantage": None if values is None else values[member]})
+            for row, record in enumerate(self.completions(draw, number * self.config.batch)):
+                values = trained.get(record["group"])
+                advantage = None if values is None else values[row % self.config.groups]
+                self.rollouts.write(record | {"advantage": advantage})
         self.remember_scores()
         print(telemetry.console_line(metrics, self.config.steps), flush=True)
         if result.skipped:
             print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
         self.warn()
 
-    def completions(self, draw: Draw) -> Iterator[dict[str, Any]]:
-        """What is recorded of each completion; the advantage is not known here."""
+    def completions(self, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
+        """What is recorded of each completion, of groups numbered from `first_group`, but its advantage."""
         rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
         ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
+        logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05% or 3e-8
         total = rewards.total.reshape(-1)
         for row, completion in enumerate(rewards.completions):
+            group = row // self.config.groups
+            example = draw.examples[group]
             scores = None
             if judged is not None:
                 scores = [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
             yield {
                 "step": self.step,
-                "prompt": draw.examples[row // self.config.groups]["prompt"],
+                "group": first_group + group,
+                "prompt": example["prompt"],
+                "answer": None if example.get("answer") is None else str(example["answer"]),  # a user's may be anything
+                "category": example.get("category"),
                 "completion": completion,
                 "ids": ids[row][: lengths[row]],
+                "logprobs": base64.b64encode(logprobs[row, : lengths[row]].tobytes()).decode(),
                 "reward": None if np.isnan(total[row]) else float(total[row]),
                 "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
                 "judge_scores": scores,
@@ -519,6 +543,13 @@ class Run:
         for key, label in named.items():
             if key in first:
                 print(f"{label}: {_three(first[key])} before, {_three(last[key])} after {last['step']} steps")
+
+
+def publish(run_dir: Path, state: checkpoint.State) -> None:
+    """Makes `adapter` that of the newest checkpoint, and `adapter-best` too where it is the best so far."""
+    checkpoint.copy_adapter(run_dir, state.step, "adapter")
+    if state.extra["best_step"] == state.step:
+        checkpoint.copy_adapter(run_dir, state.step, "adapter-best")
 
 
 def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
@@ -551,6 +582,8 @@ def main(argv: list[str] | None = None) -> None:
             print(settings.as_yaml(config), end="")
             return
         state = checkpoint.load(args.resume) if args.resume else None
+        if state:
+            publish(Path(args.resume), state)  # the process may have been killed before it did
         if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
@@ -576,8 +609,13 @@ def main(argv: list[str] | None = None) -> None:
             train(config, run)
         run.summary()
         print(f"adapter: {run_dir / 'adapter'}")
+        if (best := run.best_step()) is not None:
+            print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
     except (ValueError, OSError) as error:
         telemetry.fail(error)
+    except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
+        print("\nstopped before the first step", file=sys.stderr)
+        sys.exit(130)
 
 
 @contextlib.contextmanager
@@ -620,19 +658,25 @@ def _stoppable(run: Run) -> Any:
 
 
 def _go_on(run: Run, error: BaseException) -> str:
-    """The command that goes on; where memory ran out in the update, with less of it: rollouts and judges see to it."""
+    """
+    The command that goes on, or begins again where nothing was saved.
+
+    Where memory ran out in the update, it takes less: rollouts and judges see to it themselves.
+    """
     less = ""
     if memory.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
-    return f"go on with: uv run train.py --resume {run.dir}{less}"
+    if checkpoint.saved(run.dir):
+        return f"go on with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
+    return f"begin again with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
 def _newest(run: Run, error: BaseException, first: str = "") -> str:
     """What a run that stopped inside a step has left, and how to go on from there, or to begin again."""
     if saved := checkpoint.saved(run.dir):
         return f"{saved[-1].name} is whole, {first}{_go_on(run, error)}"
-    return f"nothing was saved in {run.dir}, {first}remove it, then start again"
+    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"
 
 
 if __name__ == "__main__":

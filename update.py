@@ -281,8 +281,8 @@ def count_failure(learner: Learner, loss: float) -> None:
     mended = math.isfinite(loss) and learner.loss_scale.value > 1  # an overflow that a smaller scale may avoid
     if not mended and learner.failures + 1 == MOST_FAILURES:
         raise ValueError(
-            f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; lower "
-            f"--lr, which is {learner.config.lr:g}, or compute in another GWEN_DTYPE"
+            f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
+            f"begin anew with a lower --lr than {learner.config.lr:g} or in another GWEN_DTYPE"
         )
     learner.whole = False
     learner.num_skipped += 1

@@ -195,8 +195,10 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
         file.unlink()
     write_checkpoint(at / "small_vocabulary", QWEN3 | {"vocab_size": 64})
     tokenizer.save_pretrained(str(at / "small_vocabulary"))
+    (at / "nameless").mkdir()
+    (at / "nameless" / "adapter_config.json").write_text("{}")
     (at / "adapter").mkdir()
-    (at / "adapter" / "adapter_config.json").write_text('{"lora_parameters": {"scale": 1}}')
+    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"scale": 1}}')
     other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
     other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
     mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)
@@ -509,6 +511,7 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
         ),
         (lora.main, "--fuse --model demo --adapter {at}/adapter --out {at}/sums.jsonl", "sums.jsonl exists"),
         (lora.main, "--fuse --model demo --adapter {at}/model --out {at}/new", "no adapter_config.json there"),
+        (lora.main, "--fuse --adapter {at}/nameless --out {at}/new", "does not name the model it was trained on; give"),
         (lora.main, "--fuse --model demo --adapter {at}/adapter --out {at}/new", "q_proj does not fit a weight"),
         (lora.main, "--fuse --model {at}/wide --adapter {at}/adapter --out {at}/new", "down_proj.weight has shape"),
     ],
@@ -556,7 +559,7 @@ def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, c
         ("train.py", "", {"GWEN_DTYPE": "int4"}, "GWEN_DTYPE='int4' is not one of"),
         ("evaluate.py", "--model demo --limit 0", {}, "--limit is 0"),
         ("sampler.py", "--model demo --prompt hi --temp hot", {}, "--temp: not a number: 'hot'"),
-        ("lora.py", "--fuse", {}, "are required: --model, --adapter, --out"),
+        ("lora.py", "--fuse", {}, "are required: --adapter, --out"),
     ],
 )
 def test_a_process_ends_with_status_2_and_one_line(mistakes, tmp_path, program, flags, environment, pattern):
@@ -626,7 +629,7 @@ def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_
     train.main([*flags, "rubric=0", "--run-dir", str(tmp_path / "run")])
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert [line["advantage"] for line in lines] == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
-    pattern = r"reward largest times its weight 2 passes 1e15; lower it with --reward-weights; saved after step 0"
+    pattern = r"largest times its weight 2 passes 1e15; begin anew with lower --reward-weights; saved after step 0"
     refused(capsys, train.main, [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"], pattern)
 
 
@@ -716,7 +719,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def test_a_run_directory_that_exists_is_not_touched(run, capsys):
     before = contents(run)
     refused(capsys, train.main, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
-    refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists")
+    refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists; give another\n")
     assert contents(run) == before
 
 
@@ -823,7 +826,10 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_kept(run, capsys):
         train.main(["--resume", str(run)])
     *notes, line = capsys.readouterr().err.splitlines(keepends=True)
     assert ended.value.code == 2 and len(notes) == 3 and all("is damaged" in note for note in notes)
-    checked_line(line, f"--resume {run}: no whole checkpoint")
+    checked_line(
+        line,
+        f"--resume {run}: no whole checkpoint is there; begin again with: uv run train.py --config {run}/config.yaml",
+    )
     assert contents(run) == before
 
 
@@ -862,7 +868,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     before = contents(run / "checkpoints")
     done = command("train.py", "--resume", run, "--steps", "4", preexec_fn=limited(200_000))
     assert done.returncode == 2
-    line = checked_line(done.stderr, r"adapter/adapters.partial.safetensors cannot be written: ")
+    line = checked_line(done.stderr, r"step-000004.partial/adapter/adapters.safetensors cannot be written: ")
     assert f"step-000003 is whole, make room and go on with: uv run train.py --resume {run}\n" in line
     assert contents(run / "checkpoints") == before
     assert gwen.load("demo", adapter=run / "adapter")
@@ -870,7 +876,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     assert again.returncode == 0 and "step 4/4" in again.stdout and "step 3/4" not in again.stdout
 
 
-@pytest.mark.parametrize("name", ["save", "save_adapter"])
+@pytest.mark.parametrize("name", ["save", "copy_adapter"])
 def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_once_it_is_resumed(
     run, tmp_path, capsys, monkeypatch, name
 ):
@@ -878,7 +884,7 @@ def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_onc
     shutil.copytree(run, whole)
     train.main(["--resume", str(whole), "--steps", "4"])
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -1,20 +1,44 @@
 """Checkpoints appear whole or not at all, and a damaged one gives way to the one before."""
 
+import contextlib
+import itertools
+import os
+import shutil
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 import checkpoint
 import gwen
 import lora
+import train
 
 
-def state(step):
-    return checkpoint.State(
-        step,
-        {"layers.0.lora_a": mx.random.normal((3, 2), key=mx.random.key(step))},
-        {"step": mx.array(step, mx.uint64), "layers.0.lora_a.m": mx.full((3, 2), step * 0.1)},
-        {"loss_scale": {"value": 2.0**15}},
-    )
+@pytest.fixture(scope="module")
+def model(checkpoints):
+    """A model with adapters; `save` gives them the values of a step."""
+    model = gwen.load_model(checkpoints["qwen3"])
+    lora.apply(model, 2, 2.0)
+    return model
+
+
+def state(model, step):
+    names = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    shapes = [array.shape for _, array in tree_flatten(model.trainable_parameters())]
+    keys = mx.random.split(mx.random.key(step), len(names))
+    masters = {name: mx.random.normal(shape, key=key) for name, shape, key in zip(names, shapes, keys, strict=True)}
+    optimizer = {"step": mx.array(step, mx.uint64)} | {f"{name}.m": 0.1 * array for name, array in masters.items()}
+    return checkpoint.State(step, masters, optimizer, {"loss_scale": {"value": 2.0**15}, "best_step": step})
+
+
+def save(run, model, step, keep=3, **changes):
+    """Saves the state of a step, of which the model holds the masters."""
+    saved = state(model, step)._replace(**changes)
+    model.load_weights(list(saved.trainable.items()), strict=False)
+    checkpoint.save(run, saved, model, base="tiny", keep=keep)
+    return saved
 
 
 def same(a, b):
@@ -26,43 +50,62 @@ def same(a, b):
     return arrays and (a.step, a.extra) == (b.step, b.extra)
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path):
-    checkpoint.save(tmp_path, state(50))
-    assert same(checkpoint.load(tmp_path), state(50))
-    assert (tmp_path / "checkpoints" / "step-000050").is_dir()
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, model):
+    save(tmp_path, model, 50)
+    loaded = checkpoint.load(tmp_path)
+    assert same(loaded, state(model, 50)) and list(loaded.trainable) == sorted(loaded.trainable)
+    tensors = mx.load(str(tmp_path / "checkpoints" / "step-000050" / "state.safetensors"))
+    assert all(name.startswith("optimizer/") for name in tensors)  # the masters are the adapter's, and there only
 
 
-def test_the_newest_is_loaded_and_only_a_few_are_kept(tmp_path):
+def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_weights(tmp_path, checkpoints):
+    whole = gwen.load_model(checkpoints["qwen3"], mx.float16)
+    masters = {name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())}
+    whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
+    saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {})
+    checkpoint.save(tmp_path, saved, whole, base="tiny", keep=3)
+    assert same(checkpoint.load(tmp_path), saved)
+    assert mx.array_equal(
+        gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.path_of(tmp_path, 1)).norm.weight,
+        masters["norm.weight"].astype(mx.float16),
+    )
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(3, ["step-000003", "step-000020", "step-000100"]), (1, ["step-000100"])])
+def test_the_newest_is_loaded_and_as_many_are_kept_as_asked(tmp_path, model, keep, kept):
     for step in (1, 2, 3, 20, 100):
-        checkpoint.save(tmp_path, state(step))
-    assert same(checkpoint.load(tmp_path), state(100))
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-000003", "step-000020", "step-000100"]
+        save(tmp_path, model, step, keep)
+    assert same(checkpoint.load(tmp_path), state(model, 100))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    checkpoint.save(tmp_path, state(5)._replace(extra={"old": 1}))
-    checkpoint.save(tmp_path, state(5))
-    assert same(checkpoint.load(tmp_path), state(5))
+def test_saving_a_step_again_replaces_it(tmp_path, model):
+    save(tmp_path, model, 5, extra={"old": 1})
+    save(tmp_path, model, 5)
+    assert same(checkpoint.load(tmp_path), state(model, 5))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "no json", "bad json", "no tensors"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, capsys, damage):
+@pytest.mark.parametrize("damage", ["truncate", "flip", "adapter", "no json", "bad json", "no tensors"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, model, capsys, damage):
     for step in (1, 2):
-        checkpoint.save(tmp_path, state(step))
+        save(tmp_path, model, step)
     folder = tmp_path / "checkpoints" / "step-000002"
     tensors = folder / "state.safetensors"
     if damage == "truncate":
         tensors.write_bytes(tensors.read_bytes()[:-5])
     elif damage == "flip":
         tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x77")
+    elif damage == "adapter":
+        weights = folder / "adapter" / "adapters.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x77")
     elif damage == "no json":
         (folder / "state.json").unlink()
     elif damage == "bad json":
         (folder / "state.json").write_text("{")
     else:
         tensors.unlink()
-    assert same(checkpoint.load(tmp_path), state(1))
+    assert same(checkpoint.load(tmp_path), state(model, 1))
     assert "step-000002 is damaged" in capsys.readouterr().err
 
 
@@ -71,8 +114,8 @@ def test_nothing_to_load_is_said_in_one_line(tmp_path):
         checkpoint.load(tmp_path)
 
 
-def test_a_disk_that_fills_while_saving_leaves_the_earlier_checkpoint_good(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, state(1))
+def test_a_disk_that_fills_while_saving_leaves_the_earlier_checkpoint_good(tmp_path, model, monkeypatch):
+    save(tmp_path, model, 1)
 
     def full(path, arrays, metadata=None):
         path.write_bytes(b"half of")
@@ -80,34 +123,106 @@ def test_a_disk_that_fills_while_saving_leaves_the_earlier_checkpoint_good(tmp_p
 
     monkeypatch.setattr(checkpoint, "save_tensors", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(tmp_path, state(2))
+        save(tmp_path, model, 2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-    assert same(checkpoint.load(tmp_path), state(1))
+    assert same(checkpoint.load(tmp_path), state(model, 1))
 
 
-def test_a_disk_that_fills_while_the_adapter_is_written_leaves_the_earlier_one_good(tmp_path, monkeypatch, checkpoints):
-    model = gwen.load_model(checkpoints["qwen3"])
-    lora.apply(model, 2, 2.0)
-    checkpoint.save_adapter(model, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+def test_a_disk_that_fills_while_an_adapter_is_copied_leaves_the_earlier_one_good(tmp_path, model, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, model, step)
+    checkpoint.copy_adapter(tmp_path, 1, "adapter")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
 
-    def full(path, arrays, metadata=None):
-        path.write_bytes(b"half of")
+    def full(source, target):
+        target.write_bytes(b"half of")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_tensors", full)
-    lora.apply(model := gwen.load_model(checkpoints["qwen3"]), 4, 3.0)
+    monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save_adapter(model, tmp_path)
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+        checkpoint.copy_adapter(tmp_path, 2, "adapter")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()} == before
+    checkpoint.copy_adapter(tmp_path, 1, "adapter")  # what is the same already asks for no room
 
 
-def test_an_unfinished_checkpoint_of_a_killed_process_is_ignored_and_overwritten(tmp_path):
-    checkpoint.save(tmp_path, state(1))
+class Killed(BaseException):
+    """Ends a process in the middle of what it does."""
+
+
+@contextlib.contextmanager
+def killed_at(number):
+    """Inside, the write of that number is done by half, and none after it: not even the clearing up of a handler."""
+    writes = itertools.count()
+
+    def dying(whole, half):
+        def write(*args, **settings):
+            if (this := next(writes)) < number:
+                return whole(*args, **settings)
+            if this == number:
+                half(*args)
+            raise Killed
+
+        return write
+
+    def half_removed(path):
+        for file in sorted(file for file in Path(path).rglob("*") if file.is_file())[:1]:
+            os.unlink(file)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        for owner, name, half in (
+            (mx, "save_safetensors", lambda path, _: Path(path).write_bytes(b"half")),
+            (Path, "write_text", lambda path, _: path.write_bytes(b"{")),
+            (shutil, "copyfile", lambda _, target: target.write_bytes(b"half")),
+            (shutil, "rmtree", half_removed),
+            (os, "replace", lambda *_: None),
+            (Path, "unlink", lambda _: None),
+        ):
+            patch.setattr(owner, name, dying(getattr(owner, name), half))
+        yield
+
+
+def published(run, model, step, keep):
+    train.publish(run, save(run, model, step, keep))
+
+
+def contents(run):
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("step", "keep"), [(2, 3), (2, 1), (1, 1)], ids=["next", "next of one", "again"])
+def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_that_goes_on(
+    tmp_path, model, capsys, step, keep
+):
+    before, whole = tmp_path / "before", tmp_path / "whole"
+    published(before, model, 1, keep)
+    shutil.copytree(before, whole)
+    published(whole, model, step, keep)
+    survived = []
+    for number in itertools.count():
+        run = tmp_path / str(number)
+        shutil.copytree(before, run)
+        with killed_at(number):
+            published(run, model, step, keep)
+            break
+        loaded = checkpoint.load(run)
+        assert same(loaded, state(model, loaded.step)) and loaded.step in (1, step)
+        survived.append(loaded.step)
+        train.publish(run, loaded)
+        for name in ("adapter", "adapter-best"):
+            for file in checkpoint.path_of(run, loaded.step).joinpath("adapter").iterdir():
+                assert (run / name / file.name).read_bytes() == file.read_bytes()
+        published(run, model, step, keep)
+        assert contents(run) == contents(whole)
+    assert len(survived) > 8 and survived == sorted(survived) and set(survived) == {1, step}
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unfinished_checkpoint_of_a_killed_process_is_ignored_and_overwritten(tmp_path, model):
+    save(tmp_path, model, 1)
     left_over = tmp_path / "checkpoints" / ".step-000002.partial"
     left_over.mkdir()
     (left_over / "state.safetensors").write_bytes(b"half")
-    assert same(checkpoint.load(tmp_path), state(1))
-    checkpoint.save(tmp_path, state(2))
-    assert same(checkpoint.load(tmp_path), state(2))
+    assert same(checkpoint.load(tmp_path), state(model, 1))
+    save(tmp_path, model, 2)
+    assert same(checkpoint.load(tmp_path), state(model, 2))
     assert not left_over.exists()

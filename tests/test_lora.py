@@ -12,6 +12,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import checkpoint
 import gwen
+import hub
 import lora
 
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
@@ -80,11 +81,20 @@ def test_every_adapter_has_a_gradient_of_both_its_matrices(tiny_qwen3):
         assert mx.abs(grad).max().item() > 0, name
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8"])
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
+def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):
+    model = adapted(checkpoints[family], targets=targets)
+    ours, out = dict(tree_flatten(model.trainable_parameters())), lora.masters(lora.adapter_weights(model))
+    assert sorted(ours) == list(out)
+    assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)
+
+
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "down_proj"), ("gate_up_proj",)])
 def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp_path, targets):
     for index, directory in enumerate((tiny_qwen3, tiny_qwen2)):
         model = adapted(directory, targets=targets)
-        checkpoint.save_adapter(model, tmp_path / str(index))
+        checkpoint.save_adapter(model, tmp_path / str(index), "tiny")
         peer, _ = mlx_lm_load_model(directory)
         load_adapters(peer, str(tmp_path / str(index)))
         np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
@@ -92,7 +102,7 @@ def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp
 
 def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tmp_path):
     model = adapted(tiny_qwen3)
-    checkpoint.save_adapter(model, tmp_path)
+    checkpoint.save_adapter(model, tmp_path, "tiny")
     merged = gwen.load_model(tiny_qwen3, adapter=tmp_path)
     np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
 
@@ -100,7 +110,7 @@ def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tm
 def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
     model = gwen.load_model(tiny_qwen3)
     model.norm.weight = model.norm.weight * 1.5
-    checkpoint.save_adapter(model, tmp_path)
+    checkpoint.save_adapter(model, tmp_path, "tiny")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["fine_tune_type"] == "full"
     peer, _ = mlx_lm_load_model(tiny_qwen3)
     load_adapters(peer, str(tmp_path))
@@ -112,10 +122,22 @@ def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
 def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_qwen3, tmp_path):
     model = adapted(tiny_qwen3)
     for name in ("one", "two"):
-        checkpoint.save_adapter(model, tmp_path / name)
+        checkpoint.save_adapter(model, tmp_path / name, "tiny")
     for file in ("adapters.safetensors", "adapter_config.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
+
+
+def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_qwen3, tmp_path):
+    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path / "run" / "adapter", str(tiny_qwen3))
+    adapter = tmp_path / "run" / "adapter"
+    assert hub.find_adapter(tmp_path / "run") == hub.find_adapter(str(adapter)) == adapter
+    assert gwen.choose_model(None, tmp_path / "run") == (str(tiny_qwen3), "which the adapter was trained on")
+    assert gwen.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
+    merged, same = (gwen.load_model(tiny_qwen3, adapter=path) for path in (tmp_path / "run", adapter))
+    assert mx.array_equal(merged(TOKENS), same(TOKENS))
+    with pytest.raises(ValueError, match=r"no adapter_config\.json there; give a run or an adapter"):
+        hub.find_adapter(tmp_path)
 
 
 def test_an_unknown_target_is_refused_by_name(tiny_qwen3):
@@ -125,7 +147,7 @@ def test_an_unknown_target_is_refused_by_name(tiny_qwen3):
 
 @pytest.mark.parametrize("damage", ["missing", "config", "tensors", "shape", "kind"])
 def test_a_damaged_adapter_is_refused_in_one_line(tiny_qwen3, tmp_path, damage):
-    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path)
+    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     if damage == "missing":
         (tmp_path / "adapters.safetensors").unlink()

@@ -1,5 +1,6 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
+import base64
 import contextlib
 import itertools
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import mlx_lm
 import numpy as np
 import oracle
 import pytest
@@ -22,6 +24,7 @@ import checkpoint
 import evaluate
 import grpo
 import gwen
+import hub
 import judge
 import lora
 import sampler
@@ -301,6 +304,69 @@ def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypa
     assert np.abs(expected - oracle.advantages(np.array([line["reward"] for line in lines]).reshape(3, 4))).max() > 0.1
 
 
+def evaluating(monkeypatch, figures):
+    """Every evaluation finds the next of these figures, without looking."""
+    found = iter(figures)
+    monkeypatch.setattr(
+        evaluate,
+        "evaluate",
+        lambda *_, **__: ({"eval/accuracy": next(found), "eval/greedy": 0.0, "eval/num": 1}, []),
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "best", "steps"),
+    [
+        ([0.5, 0.25, 0.75, 0.75], 2, [0, 2, 3]),  # of equals the first; what is not the best so far is not saved for it
+        ([0.5, 0.5, 0.25, 0.25], 0, [0, 3]),  # no step was better than none
+        ([None, 0.0, None, 0.125], 3, [1, 3]),
+    ],
+)
+def test_the_adapter_of_the_best_evaluation_is_kept(tmp_path, monkeypatch, capsys, figures, best, steps):
+    evaluating(monkeypatch, figures)
+    run = tmp_path / "run"
+    train.main([*SMALL, "--steps", "3", "--eval-every", "1", "--save-every", "9", "--keep", "9", "--run-dir", str(run)])
+    assert [path.name for path in checkpoint.saved(run)] == [f"step-{step:06d}" for step in steps]
+    for name, step in (("adapter", 3), ("adapter-best", best)):
+        weights = (checkpoint.path_of(run, step) / "adapter" / "adapters.safetensors").read_bytes()
+        assert (run / name / "adapters.safetensors").read_bytes() == weights
+    told = f"best: {run / 'adapter-best'}, " + ("before training" if best == 0 else f"after {best} steps")
+    assert capsys.readouterr().out.splitlines()[-1] == told
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_forgets_what_was_best_after_it(tmp_path, monkeypatch):
+    run, flags = tmp_path / "run", ["--eval-every", "1", "--save-every", "9", "--keep", "9"]
+    evaluating(monkeypatch, [0.5, 0.25, 0.75, 0.25])
+    train.main([*SMALL, *flags, "--steps", "3", "--run-dir", str(run)])
+    for step in (2, 3):
+        (checkpoint.path_of(run, step) / "state.json").unlink()
+    evaluating(monkeypatch, [0.625, 0.25, 0.25])
+    train.main(["--resume", str(run)])
+    best = (checkpoint.path_of(run, 1) / "adapter" / "adapters.safetensors").read_bytes()
+    assert (run / "adapter-best" / "adapters.safetensors").read_bytes() == best
+
+
+def test_without_evaluations_there_is_no_best_adapter(tmp_path, capsys):
+    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "adapter-best").exists()
+    assert capsys.readouterr().out.splitlines()[-1] == f"adapter: {tmp_path / 'run' / 'adapter'}"
+
+
+def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path):
+    run, tokens = tmp_path / "run", mx.array([[1, 5, 9, 2, 30]])
+    train.main([*SMALL, "--steps", "2", "--eval-every", "1", "--save-every", "1", "--run-dir", str(run)])
+    adapters = [*checkpoint.saved(run), run, run / "adapter-best"]
+    assert len(adapters) == 5
+    for path in adapters:
+        ours = gwen.load("demo", adapter=path)[0](tokens)
+        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(hub.find_adapter(path)))
+        peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
+        np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
+        assert hub.adapter_base(path) == "demo"
+    first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in adapters[:3])
+    assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
+
+
 def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
     waited, phase = {}, telemetry.PhaseClock.phase
 
@@ -429,6 +495,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
     assert (run.judge.server.model, run.judge.server.retries) == ("demo", 0)
+    run.open()
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
         run.judge.score(["Add one and two."], ["Three."])
@@ -495,7 +562,9 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
         ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
         ((evaluate, "evaluate"), "after", 4, 5),  # the last one
-        ((checkpoint, "save"), "before", 1, 2),
+        ((checkpoint, "save"), "before", 1, 0),  # of the first evaluation
+        ((checkpoint, "save"), "after", 2, 2),
+        ((checkpoint, "copy_adapter"), "before", 2, 0),
     ],
 )
 def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
@@ -505,6 +574,9 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
     assert checkpoint.load(run).step == step
     assert f"stopped after step {step}; go on with: uv run train.py --resume {run}" in capsys.readouterr().err
     train.main(["--resume", str(run)])
+    for name in ("adapter", "adapter-best"):
+        for file in ("adapters.safetensors", "adapter_config.json"):
+            assert (run / name / file).read_bytes() == (uninterrupted / name / file).read_bytes()
     for log in ("metrics", "rollouts", "eval"):
         assert records(run / f"{log}.jsonl") == records(uninterrupted / f"{log}.jsonl")
     one, two = checkpoint.load(run), checkpoint.load(uninterrupted)
@@ -639,17 +711,26 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
 @pytest.mark.parametrize(
     ("name", "which", "error", "said"),
     [
-        ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, remove it, then start again"),
-        ((update, "prove_change"), 1, ValueError("no"), "nothing was saved in {}, remove it, then start again"),
-        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and remove it, then start"),
+        ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
+        ((update, "prove_change"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
+        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and "),
     ],
     ids=["memory", "proof", "disk"],
 )
-def test_a_run_that_fails_before_anything_was_saved_is_not_told_to_go_on(
+def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     tmp_path, monkeypatch, capsys, name, which, error, said
 ):
     run, line = failing_run(tmp_path, monkeypatch, capsys, name, which, error)
-    assert said.format(run) in line and "--resume" not in line
+    less = " --train-token-budget 512" if error is NO_MEMORY else ""
+    proposed = f"uv run train.py --config {run}/config.yaml"
+    assert line.endswith(f"{said.format(run)}begin again with: {proposed}{less}")
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--resume", str(run)])
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert told == f"error: --resume {run}: no whole checkpoint is there; begin again with: {proposed}\n"
+    train.main([*f"{proposed}{less}".split()[3:], "--steps", "1", "--run-dir", str(tmp_path / "again")])
+    assert checkpoint.load(tmp_path / "again").step == 1
 
 
 def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monkeypatch, capsys):
@@ -660,7 +741,7 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
         train.main([*SMALL, "--steps", "9", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
     assert exit_.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: 3 updates in a row had no finite gradient; lower --lr")
+    assert last.startswith("error: 3 updates in a row had no finite gradient; begin anew with a lower --lr than ")
     assert last.endswith(f"saved after step 4, go on with: uv run train.py --resume {tmp_path / 'run'}")
     metrics = records(tmp_path / "run" / "metrics.jsonl")
     assert [m["skipped"] for m in metrics] == [0, 0, 1, 1] and metrics[-1]["skipped_total"] == 2
@@ -697,7 +778,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     assert "step 6/10" in done.stdout and "step 5/10" not in done.stdout
     for name in ("metrics", "rollouts", "eval"):
         assert records(whole / f"{name}.jsonl") == records(killed / f"{name}.jsonl")
-    for file in ("adapter/adapters.safetensors", "adapter/adapter_config.json", "config.yaml"):
+    for file in ("adapter/adapters.safetensors", "adapter-best/adapters.safetensors", "config.yaml"):
         assert (whole / file).read_bytes() == (killed / file).read_bytes()
     states = [checkpoint.load(directory) for directory in (whole, killed)]
     for one, two in ((states[0].trainable, states[1].trainable), (states[0].optimizer, states[1].optimizer)):
@@ -706,6 +787,18 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     again = command("--resume", killed)
     assert again.returncode == 0 and "is finished" in again.stdout
     assert records(whole / "metrics.jsonl") == records(killed / "metrics.jsonl")
+
+
+def test_ctrl_c_while_the_model_loads_is_one_line_and_leaves_no_run(tmp_path, monkeypatch, capsys):
+    moments = [(gwen, "load"), (train.Run, "_settle_rollouts"), (telemetry, "environment")]
+    for owner, name in moments:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
+            patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+            train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
+        assert exit_.value.code == 130
+        assert capsys.readouterr().err == "\nstopped before the first step\n"
+        assert not list(tmp_path.rglob("*.*"))
+    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])  # its name is free
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
@@ -767,6 +860,24 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 2 * 12
     assert {"prompt", "completion", "ids", "reward", "rewards", "judge_scores", "finish_reason"} <= set(rollouts[0])
+    assert [line["group"] for line in rollouts] == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
+    examples, _, rollout = sample(run)
+    draw = train.Draw(examples, [], rollout, train.reward_completions(run, examples, rollout))
+    for row, record in enumerate(run.completions(draw, 6)):
+        example = examples[row // 4]
+        assert record["group"] == 6 + row // 4 and record["category"] == "sums"
+        assert (record["prompt"], record["answer"]) == (example["prompt"], example["answer"])
+        logprobs = np.frombuffer(base64.b64decode(record["logprobs"]), "<f2")
+        assert len(logprobs) == len(record["ids"]) == int(rollout.mask[row].sum().item())
+        np.testing.assert_allclose(logprobs, np.array(rollout.logprobs)[row, : len(logprobs)], rtol=1e-3, atol=1e-7)
+    examples[0]["answer"], examples[1]["answer"] = {"sum": float("nan")}, None  # as a user's own data may have it
+    answers = [record["answer"] for record in run.completions(draw, 0)]
+    assert answers[:8] == ["{'sum': nan}"] * 4 + [None] * 4
 
 
 def test_a_run_s_config_repeats_the_run(tmp_path):
@@ -808,7 +919,7 @@ def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
     run.save()
-    lora.main(["--fuse", "--model", "demo", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "fused")])
+    lora.main(["--fuse", "--adapter", str(tmp_path), "--out", str(tmp_path / "fused")])
     fused, _ = gwen.load(tmp_path / "fused")
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(np.array(fused(tokens)), np.array(run.model(tokens)), atol=1e-4)

@@ -181,6 +181,7 @@ def cuda_text(call: dict[str, Any]) -> str:
     return f"__global__ void {call['name']}({', '.join(parameters)}) {{\n{constants}{source}\n}}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("dtype", list(gpu.TOLERANCES), ids=str)
 def test_every_body_compiles_as_cuda(monkeypatch, tmp_path, dtype):

@@ -97,6 +97,17 @@ def test_the_defaults_are_those_of_the_table():
     assert (config.level, config.lora_rank, config.judge_chunk_size, config.support) == ("token", 16, 24, {})
 
 
+def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
+    full = {"model": "demo", "lora_rank": 0}
+    recipe = tmp_path / "full.yaml"
+    recipe.write_text("lora_rank: 0\nlr: 0.0003\n")
+    assert settings.resolve(full, None, None)[0].lr == pytest.approx(0.0004)
+    assert settings.resolve(full | {"task": "values"}, None, None)[0].lr == pytest.approx(5e-6)
+    assert settings.resolve(full | {"lr": 0.002}, None, None)[0].lr == 0.002
+    for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
+        assert settings.resolve(flags, str(recipe), None)[0].lr == 0.0003
+
+
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(update, "reference_logprobs", lambda *_: pytest.fail("a reference pass"))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")

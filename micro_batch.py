@@ -185,6 +185,21 @@ def _finish(
     )
 
 
+def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
+    """Some rows of a micro-batch, as padded as they were, and the prompts that they continue."""
+    index, prefix = mx.array(places), batch.prefix
+    if prefix is not None:
+        parents = [prefix.parents[place] for place in places]
+        kept = sorted(set(parents))
+        prefix = Prefix(
+            prefix.tokens[mx.array(kept)],
+            [prefix.lengths[parent] for parent in kept],
+            [kept.index(parent) for parent in parents],
+        )
+    arrays = {name: value[index] for name, value in batch._asdict().items() if isinstance(value, mx.array)}
+    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **arrays)
+
+
 def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: int = 0) -> mx.array:
     """
     The hidden states that predict the completion tokens, (M, T, C).

@@ -72,10 +72,13 @@ class Config:
     min_p: float = _flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
     thinking: bool = _flag(False, "let models that can think before they answer")
     steps: int = _flag(100, "rollouts, each with --epochs-per-rollout optimizer steps", low=1)
-    lr: float = _flag(1e-4, "peak learning rate", low=0)
+    lr: float = _flag(1e-4, "peak learning rate; unless given, a tenth of the recipe's for --lora-rank 0", low=0)
     lr_schedule: str = _flag("cosine", "after the warm-up", choices=("cosine", "constant"))
     warmup_steps: int = _flag(5, "steps of linear warm-up", low=0)
     weight_decay: float = _flag(0.0, "AdamW's weight decay", low=0)
+    target_kl: float = _flag(
+        0.02, "how far an update may move the policy, KL in nats a token; 0: as far as --lr takes it", low=0
+    )
     max_grad_norm: float = _flag(1.0, "the gradient is scaled down to this norm", low=1e-09)
     loss: str = _flag("dapo", "aggregation of the token losses", choices=grpo.LOSSES)
     level: str = _flag("token", "importance ratio per token or per sequence", choices=grpo.LEVELS)
@@ -266,7 +269,8 @@ def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) 
     task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
     if not config_path:
         recipe = _task_recipe(task)
-    config = _checked(recipe | _environment() | flags | {"model": model, "task": task})
+    rate = _rate_of_all_weights(recipe, flags)
+    config = _checked(recipe | _environment() | rate | flags | {"model": model, "task": task})
     return config, f"model: {model}, {why}; task: {task}"
 
 
@@ -274,6 +278,13 @@ def _task_recipe(task: str | None) -> dict[str, Any]:
     """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
     path = Path(__file__).parent / "recipes" / f"{task}.yaml"
     return load_recipe(path) if path.is_file() else {}
+
+
+def _rate_of_all_weights(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, float]:
+    """The learning rate where `--lora-rank 0` makes a recipe for adapters one for all weights, which bear a tenth."""
+    if flags.get("lora_rank") != 0 or recipe.get("lora_rank") == 0:
+        return {}
+    return {"lr": recipe.get("lr", Config.lr) / 10}
 
 
 def _environment() -> dict[str, int]:
@@ -331,6 +342,10 @@ def _checked(settings: dict[str, Any]) -> Config:
     judge.check(config.judge)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
+    if 0 < config.target_kl < 1e-3:
+        raise ValueError(
+            f"--target-kl is {config.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
+        )
     _check_objective(config)
     if config.checkpoint_layers not in ("auto", "on", "off") and not config.checkpoint_layers.isdecimal():
         raise ValueError(f"--checkpoint-layers is {config.checkpoint_layers!r}; it must be auto, on, off or a number")

@@ -75,7 +75,8 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     if data is not None and not train:
         raise ValueError(f"--data {data} leaves no prompt to train on, all are held out; add prompts")
     answers, verifier = [example.get("answer") for example in test], task.verifier
-    if verifier is not None and not any(verifier(completions=[str(a) for a in answers], answer=answers)):
+    said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
+    if verifier is not None and not any(verifier(prompts=asked, completions=said, answer=answers)):
         task = task._replace(verifier=None, metric="score")  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test)
 
@@ -263,10 +264,44 @@ def demo_examples(held_out: bool, num: int, seed: int = 0) -> list[Example]:
     return chosen
 
 
-def demo_correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the last number that the completion names is the answer, else 0."""
-    named = [(numbers_in(text)[-1:], numbers_in(str(right))) for text, right in zip(completions, answer, strict=True)]
-    return [float(len(last) == 1 and last == right) for last, right in named]
+_KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothing by itself
+    dict.fromkeys("plus and more with + &".split(), "+")
+    | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
+    | dict.fromkeys("the answer sum total result of that this it so in all together add adding".split(), "")
+    | dict.fromkeys(". , ; ! ( ) * $ \" '".split(), "")
+)
+_SUM = re.compile("=*(?:(?:n\\++)+n\\+*=+)?n=*")  # "n", "the answer is n" or "n plus n is n"
+
+
+def demo_correct(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """
+    1 where the completion says the answer and nothing that is false, else 0.
+
+    The last number that it names is the answer. The others are the problem's own, all of them and each as often as
+    there, or there are none; and the words between them make a sum of them. Reading only the last number was paying
+    for "Twenty-seven plus twenty is forty-two."; without the second rule "Twenty-seven is forty-two." comes next.
+    A word that is neither a sum's nor the problem's ("minus", "not", "hundred") could say anything, so it is wrong.
+    """
+    return [
+        float(_is_right(prompt_text(prompt), text, str(right)))
+        for prompt, text, right in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def _is_right(problem: str, text: str, right: str) -> bool:
+    named = numbers_in(text)
+    if not named or named[-1:] != numbers_in(right):
+        return False
+    if len(named) > 1 and sorted(named[:-1]) != sorted(numbers_in(problem)):
+        return False
+    known = dict.fromkeys(_words(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
+    shape = "".join(known.get(word, "?") for word in _words(text))
+    return shape.count("n") == len(named) and _SUM.fullmatch(shape) is not None
+
+
+def _words(text: str) -> list[str]:
+    """Words and signs in lower case; each number, whatever its spelling, is the sign "\\0"."""
+    return re.findall(r"\w+|[^\w\s]", _NUMBER.sub("\0", text.lower()))
 
 
 def _demo_bundled() -> "Sides":

@@ -329,6 +329,7 @@ class Run:
             "num_draws": self.num_draws,
             "loss_scale": learner.loss_scale._asdict(),
             "failures": learner.failures,
+            "rate": learner.rate,
             "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
@@ -349,6 +350,7 @@ class Run:
         learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
         learner.loss_scale = update.LossScale(**extra["loss_scale"])
         learner.failures, learner.num_skipped = extra["failures"], extra["num_skipped"]
+        learner.rate = extra["rate"]
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
@@ -474,6 +476,9 @@ class Run:
             "grad_norm": result.grad_norm,
             "loss_scale": self.learner.loss_scale.value,
             "lr": result.lr,
+            "update/kl": result.moved,
+            "update/rate": result.rate,
+            "update/repeats": result.repeats,
             "skipped": result.skipped,
             "skipped_total": self.learner.num_skipped,
             "completion/mean_tokens": num_tokens / num_rows,

@@ -21,12 +21,16 @@ import gwen
 import lm_head
 import lora
 import sampler
-from micro_batch import MicroBatch, completion_hidden
+from micro_batch import MicroBatch, completion_hidden, take_rows
 from settings import Config
 
 MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # the policy before the update against the sampler
 # what a step measures, as means over its counted tokens; `_max` is the largest
 MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
+PROBE_TOKENS, PROBE_SHARE = 256, 8  # a move is measured on so many tokens, or on one part in so many if that is more
+SLACK = 1.5  # times the target is as far as a step may go
+RECOVERY = 1.25  # by so much the rate grows after a step of less than half the target
+MOST_TRIES, LEAST_SHARE = 5, 0.1  # of a step that goes too far, and how much shorter one try may be than the one before
 MOST_FAILURES = 3  # updates in a row that may fail for a reason that no loss scale mends
 NO_CHOICE = 1e-4  # nats; a token of less entropy, as one that --top-p leaves alone, may have a gradient of 0
 
@@ -47,6 +51,7 @@ class Learner:
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
         self.failures = 0  # in a row, see MOST_FAILURES
         self.num_skipped = 0  # updates that changed nothing because their gradient was not finite
+        self.rate = 1.0  # of the scheduled learning rate; less after steps that went too far, see `hold`
         self.num_forwards = 0  # rows that went through a model, the reference too
         self.unproved = set(self.trainable)  # tensors that were not yet seen to learn, see `prove_gradients`
         self.whole = True  # False from the first change of a step on until the caller says that the step is complete
@@ -122,7 +127,10 @@ class UpdateResult(NamedTuple):
 
     loss: float | None
     grad_norm: float | None  # before clipping
-    lr: float
+    lr: float  # as scheduled
+    rate: float  # share of it that the last step took
+    moved: float | None  # KL of the policy after the last step from that before the first, see `distance`
+    repeats: int  # tries that went too far and were taken back
     skipped: int  # steps whose gradient was not finite, so that they changed nothing
     pad_frac: float | None  # of the positions that went through the model
     # over the counted tokens; `_max` is the largest; of MISMATCH in the first step alone
@@ -146,7 +154,7 @@ def update(
     """
     config = learner.config
     if not batches:  # every row was truncated and left out: there is nothing to learn from
-        return UpdateResult(None, None, lr, 0, None, dict.fromkeys(MEASURED))
+        return UpdateResult(None, None, lr, learner.rate, None, 0, 0, None, dict.fromkeys(MEASURED))
     chosen = rollout.mask
     if config.top_entropy < 1:  # the quantile needs all of the step before the first gradient
         _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
@@ -155,17 +163,30 @@ def update(
         advantages, ref_logprobs, chosen, len(advantages), *(round(float(x.sum())) for x in (rollout.mask, chosen))
     )
     old = [batch.sampled_logprobs if config.old_logprobs == "sampler" else None for batch in batches]
-    steps = []
+    # a step moves by the square of its rate, so the target follows the schedule as its square
+    target = config.target_kl * (lr / config.lr) ** 2 if lr else 0.0
+    steps, probe, moved, repeats = [], None, None, 0
     for _ in range(config.epochs_per_rollout):
-        logprobs, measured = step(learner, batches, old, targets, lr)
+        before = learner.trainable if target else None  # else it would be held for nothing
+        logprobs, measured = step(learner, batches, old, targets, lr * learner.rate)
+        if before and not measured["skipped"]:
+            probe = probe or make_probe(batches, logprobs, targets.num_items, learner.optimizer.step.item())
+            moved, again = hold(learner, before, probe, target)
+            repeats += again
         old = [new if held is None else held for held, new in zip(old, logprobs, strict=True)]
         steps.append(measured)
+    rate = learner.rate
+    if moved is not None and moved < target / 2:
+        learner.rate = min(rate * RECOVERY, 1.0)
     num_positions = sum(batch.num_positions for batch in batches)
     merged = {name: [one[name] for one in (steps[:1] if name in MISMATCH else steps)] for name in steps[0]}
     return UpdateResult(
         loss=sum(merged["loss"]) / len(steps),
         grad_norm=sum(merged["grad_norm"]) / len(steps),
         lr=lr,
+        rate=rate,
+        moved=moved,
+        repeats=repeats,
         skipped=int(sum(merged["skipped"])),
         pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions,
         means=dict.fromkeys(MEASURED)
@@ -274,6 +295,74 @@ def step(
         mx.eval(learner.trainable, learner.optimizer.state)
     learner.loss_scale = learner.loss_scale.after(overflow)
     return logprobs, measured
+
+
+# ---- how far an update may move the policy
+
+
+class Probe(NamedTuple):
+    """The part of a rollout on which it is measured how far the policy moves."""
+
+    batches: list[MicroBatch]
+    old_logprobs: list[mx.array]  # of each micro-batch, (M, T), before the first step on the rollout
+
+
+def make_probe(batches: list[MicroBatch], logprobs: list[mx.array], num_items: int, turn: int) -> Probe:
+    """
+    Every k-th micro-batch, or every k-th row where there are too few, beginning at another one each turn.
+
+    logprobs: of each micro-batch, (M, T). k is at most PROBE_SHARE, and less where few tokens are counted.
+    """
+    stride = max(min(PROBE_SHARE, num_items // PROBE_TOKENS), 1)
+    if len(batches) >= stride:
+        chosen = slice(turn % stride, None, stride)
+        return Probe(batches[chosen], logprobs[chosen])
+    stride = min(stride, max(len(batch.rows) for batch in batches))
+    places = [list(range(turn % stride, len(batch.rows), stride)) for batch in batches]
+    return Probe(
+        [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some],
+        [old[mx.array(some)] for old, some in zip(logprobs, places, strict=True) if some],
+    )
+
+
+def distance(learner: Learner, probe: Probe) -> float:
+    """
+    KL of the old policy from the present one, nats a token: the mean of r - 1 - log r over the old policy's tokens.
+
+    r is the present probability / the old one. The mean over tokens that the old policy drew is an unbiased estimate,
+    and no token's share is negative (k3, http://joschu.net/blog/kl-approx.html).
+    """
+    total, count = mx.array(0.0), mx.array(0.0)
+    for batch, old in zip(probe.batches, probe.old_logprobs, strict=True):
+        new, _ = completion_logprobs(learner.model, batch, learner.config, "none")
+        learner.num_forwards += len(batch.rows)
+        total += (grpo.kl_term(old, new, mx.ones_like(new)) * batch.mask).sum()
+        count += batch.mask.sum()
+        mx.eval(total)  # wait: the next micro-batch may use this one's memory
+    return float(total / count)
+
+
+def hold(learner: Learner, before: dict[str, mx.array], probe: Probe, target: float) -> tuple[float, int]:
+    """
+    Shortens the step that led here from the masters `before`, until the policy has moved no further than allowed.
+
+    Returns how far it has moved, and how many tries were taken back. AdamW's moments do not depend on the learning
+    rate, and its step is proportional to it: a share of the step is the step at that share of the rate, without
+    another gradient. Later steps begin with that share. A step that is too long at every try is not made.
+    """
+    for repeats in range(MOST_TRIES):
+        moved = distance(learner, probe)
+        if moved <= SLACK * target:
+            return moved, repeats
+        # a KL grows with the square of a short step; inf and nan, of logits that overflow, take the least share
+        share = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
+        learner.rate *= share
+        learner.trainable = {name: old + share * (learner.trainable[name] - old) for name, old in before.items()}
+        install(learner.model, learner.trainable)
+        mx.eval(learner.trainable)
+    learner.trainable = before
+    install(learner.model, before)
+    return 0.0, MOST_TRIES
 
 
 def count_failure(learner: Learner, loss: float) -> None:

@@ -72,7 +72,7 @@ class Recorder:
     """An optimizer that keeps the gradients it is given, and changes nothing."""
 
     def __init__(self):
-        self.state, self.learning_rate, self.grads = {}, 0.0, []
+        self.state, self.learning_rate, self.step, self.grads = {}, 0.0, mx.array(0), []
 
     def apply_gradients(self, grads, masters):
         self.grads.append(dict(tree_flatten(grads)))

@@ -220,6 +220,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--groups 1", "--groups is 1; it must be at least 2"),
     ("--temp 0", "--temp is 0"),
     ("--top-p 1.5", "--top-p is 1.5; it must be at most 1"),
+    ("--target-kl 1e-4", "--target-kl is 0.0001; below 0.001 it is rounding"),
     ("--batch 100000000", "--batch is 100000000; it must be at most 65536"),
     ("--steps 99999999999", "--steps is 99999999999; it must be at most"),
     ("--loss ppo", "--loss: .*'ppo' .*dapo"),

@@ -38,9 +38,9 @@ def test_one_sample_a_problem_makes_accuracy_pass_at_1_and_mean_at_k_the_same(de
     assert record["eval/num"] == len(details) == 24
     assert record["eval/accuracy"] == np.mean([detail["values"][0] for detail in details])
     for detail in details:
-        right = tasks.demo_correct(detail["completions"], [detail["answer"]])
-        assert detail["values"] == right
-        assert [detail["greedy_value"]] == tasks.demo_correct([detail["greedy"]], [detail["answer"]])
+        asked = {"prompts": [detail["prompt"]], "answer": [detail["answer"]]}
+        assert detail["values"] == tasks.demo_correct(completions=detail["completions"], **asked)
+        assert [detail["greedy_value"]] == tasks.demo_correct(completions=[detail["greedy"]], **asked)
 
 
 def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):

@@ -114,7 +114,64 @@ def test_answers_that_the_demo_cannot_read_give_no_accuracy(tmp_path, answers, m
 
 
 def test_a_completion_without_a_number_is_never_right():
-    assert tasks.demo_correct(["", "White.", "five", "5"], answer=["White", "White", 5, "five"]) == [0, 0, 1, 1]
+    completions, answers = ["", "White.", "five", "5"], ["White", "White", 5, "five"]
+    assert tasks.demo_correct(["?"] * 4, completions, answers) == [0, 0, 1, 1]
+
+
+ANSWERS = [  # to "What is twenty-seven plus fifteen?", right or not
+    ("Twenty-seven plus fifteen is forty-two.", True),
+    ("Fifteen plus twenty-seven is forty-two", True),
+    ("The answer is forty-two.", True),
+    ("Forty-two", True),
+    ("27 + 15 = 42", True),
+    ("So 27 and fifteen more makes **42**!", True),
+    ("Twenty-seven plus fifteen is thirty-two.", False),
+    ("Twenty-seven plus twenty is forty-two.", False),  # an operand of another problem
+    ("Twenty-seven plus 20 is forty-two.", False),
+    ("Twenty-seven plus twenty-seven is forty-two.", False),  # as often as in the problem
+    ("Twenty-seven plus fifteen plus fifteen is forty-two.", False),
+    ("Twenty-seven is forty-two.", False),  # an operand is missing
+    ("Twenty-seven plus is forty-two.", False),
+    ("Twenty-seven minus fifteen is forty-two.", False),
+    ("Twenty-seven is fifteen plus forty-two.", False),
+    ("Twenty-seven plus fifteen plus forty-two.", False),
+    ("Twenty-seven fifteen is forty-two.", False),
+    ("Twenty-seven plus fifteen forty-two.", False),
+    ("Twenty-seven plus fifteen is forty-two plus.", False),
+    ("Twenty-seven plus fifteen is forty-two is forty-two.", False),
+    ("Forty-two plus fifteen is forty-two.", False),
+    ("The answer is thirty-two. The answer is forty-two.", False),
+    ("The answer is not forty-two.", False),
+    ("Minus forty-two.", False),
+    ("-42", False),
+    ("0.42", False),
+    ("One hundred forty-two.", False),
+    ("A hundred forty-two.", False),
+    ("Forty-two-five.", False),
+    ("Forty-two apples.", False),  # nobody asked about apples
+    ("\0 plus \0 is forty-two.", False),  # the sign that stands for a number while a completion is read
+    ("Twenty-seven plus \0 is forty-two.", False),
+]
+
+
+@pytest.mark.parametrize(("completion", "right"), ANSWERS, ids=lambda value: repr(value)[:60])
+def test_an_answer_is_right_only_if_everything_that_it_says_is(completion, right):
+    asked = {"prompts": ["What is twenty-seven plus fifteen?"], "answer": ["forty-two"]}
+    assert tasks.demo_correct(completions=[completion], **asked) == [float(right)]
+
+
+def test_the_problems_own_words_may_stand_in_its_answer():
+    prompt = "Ann has twenty-seven apples and gets fifteen more. How many apples is that?"
+    for text in ("Ann has forty-two apples.", "Ann has twenty-seven apples and gets fifteen more: 42 apples."):
+        assert tasks.demo_correct([prompt], [text], ["forty-two"]) == [1]
+        assert tasks.demo_correct([[{"role": "user", "content": prompt}]], [text], ["forty-two"]) == [1]
+        assert tasks.demo_correct([prompt], [text.replace("Ann has", "Ann ate")], ["forty-two"]) == [0]
+
+
+def test_equal_numbers_of_a_problem_are_both_repeated_or_neither_is():
+    asked = {"prompts": ["Add twenty and twenty."], "answer": ["forty"]}
+    texts = ["Twenty plus twenty is forty.", "Forty.", "Twenty is forty.", "Twenty plus twenty plus twenty is forty."]
+    assert [tasks.demo_correct(completions=[text], **asked) for text in texts] == [[1], [1], [0], [0]]
 
 
 def test_a_cell_of_a_csv_may_be_a_document(tmp_path):

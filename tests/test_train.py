@@ -100,6 +100,17 @@ def test_the_defaults_are_those_of_the_table():
     assert (config.level, config.lora_rank, config.judge_chunk_size, config.support) == ("token", 16, 24, {})
 
 
+def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
+    full = {"model": "demo", "lora_rank": 0}
+    recipe = tmp_path / "full.yaml"
+    recipe.write_text("lora_rank: 0\nlr: 0.0003\n")
+    assert settings.resolve(full, None, None)[0].lr == pytest.approx(0.0004)
+    assert settings.resolve(full | {"task": "values"}, None, None)[0].lr == pytest.approx(5e-6)
+    assert settings.resolve(full | {"lr": 0.002}, None, None)[0].lr == 0.002
+    for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
+        assert settings.resolve(flags, str(recipe), None)[0].lr == 0.0003
+
+
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(update, "reference_logprobs", lambda *_: pytest.fail("a reference pass"))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
@@ -505,7 +516,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
     run.step, run.num_draws, run.judge.chunk_size = 7, 19, 6
-    run.learner.failures, run.learner.num_skipped = 2, 5
+    run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.save()
     other = make_run(tmp_path)
@@ -761,7 +772,7 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
 
 
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
-    flags = [*SMALL, "--steps", "10", "--save-every", "5", "--eval-every", "5", "--kl-coef", "0.05"]
+    flags = [*SMALL, "--steps", "10", "--save-every", "5", "--eval-every", "5", "--kl-coef", "0.05", "--lr", "0.02"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command(*flags, "--run-dir", whole).returncode == 0
     process = subprocess.Popen(
@@ -776,6 +787,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     done = command("--resume", killed)
     assert done.returncode == 0, done.stderr
     assert "step 6/10" in done.stdout and "step 5/10" not in done.stdout
+    assert any(record["update/repeats"] for record in records(killed / "metrics.jsonl")[5:])  # and rates below 1
     for name in ("metrics", "rollouts", "eval"):
         assert records(whole / f"{name}.jsonl") == records(killed / f"{name}.jsonl")
     for file in ("adapter/adapters.safetensors", "adapter-best/adapters.safetensors", "config.yaml"):
@@ -845,7 +857,9 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert 0 < metrics[1]["other/s"] < metrics[1]["step/s"]
     assert metrics[1]["mismatch/logprob_abs_max"] < 1e-4
     assert metrics[1]["mismatch/ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert (metrics[1]["forwards_per_completion"], metrics[1]["sampling/draws"]) == (1, 1)
+    assert metrics[1]["sampling/draws"] == 1
+    assert metrics[1]["forwards_per_completion"] >= 2  # the second measures how far the update moved the policy
+    assert metrics[1]["update/kl"] > 0
     evals = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     assert [record["step"] for record in evals] == [0, 1, 2]
     assert {

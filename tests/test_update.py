@@ -185,7 +185,7 @@ def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tm
         entropy, mask = np.array(whole_step(run, batches, rollout.mask.shape)[1]), np.array(rollout.mask) > 0
         highest = entropy[mask][entropy[mask] >= np.quantile(entropy[mask], 1 - share) - 1e-5]
         assert results[0] - results[1] == pytest.approx(0.25 * highest.mean(), abs=1e-5)
-    run = make_run(tmp_path, "--entropy-coef", "1", "--lr", "0.01", "--warmup-steps", "0")
+    run = make_run(tmp_path, "--entropy-coef", "1", "--lr", "0.01", "--warmup-steps", "0", "--target-kl", "0")
     before = update_once(run, advantages=mx.zeros((12,))).means["entropy"]
     assert update_once(run, advantages=mx.zeros((12,))).means["entropy"] > before + 0.03
 
@@ -235,7 +235,7 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
     Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
     policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
     """
-    common = ("--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1")
+    common = ("--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1", "--target-kl", "0")
     advantages = mx.random.normal((12,), key=mx.random.key(1))
 
     def begin(*flags):
@@ -434,7 +434,8 @@ def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tm
 @pytest.mark.parametrize(("warmup_steps", "lr"), [(0, 0.001), (4, 0.00025)])
 def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, warmup_steps, lr):
     """Without bias correction it would be 3.2 times too large."""
-    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", f"{warmup_steps}", "--max-grad-norm", "1e9")
+    flags = ("--max-grad-norm", "1e9", "--target-kl", "0")
+    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", f"{warmup_steps}", *flags)
     before = dict(run.learner.trainable)
     assert update_once(run).lr == lr
     steps = [mx.abs(run.learner.trainable[n] - before[n]).max().item() for n in before if n.endswith("lora_b")]
@@ -604,18 +605,144 @@ def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
     assert "norm.weight" in run.learner.unproved
 
 
+# ---- how far an update may move the policy
+
+
+def far(tmp_path, *flags):
+    """A run whose first step is far too long: it moves the policy by some 5 nats a token."""
+    return make_run(tmp_path, "--lr", "0.1", "--warmup-steps", "0", *flags)
+
+
+def policy(run):
+    """float64 log-probabilities of the tokens of `sample` before any update, (N, T), and their mask."""
+    rollout = run.first = getattr(run, "first", None) or sample(run)
+    batches = micro_batch.micro_batches(rollout[1], rollout[2], 100_000)
+    logprobs, _ = whole_step(run, batches, rollout[2].mask.shape)
+    return np.array(logprobs, dtype=np.float64), np.array(rollout[2].mask)
+
+
+def moved(run, before):
+    """The k3 estimate of KL(before, after), in numpy."""
+    (old, mask), (new, _) = before, policy(run)
+    ratio = np.exp(new - old)
+    return ((ratio - 1 - np.log(ratio)) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-k", "6"), ("--epochs-per-rollout", "3")])
+def test_how_far_an_update_moved_the_policy_is_the_k3_estimate_from_before_its_first_step(tmp_path, flags):
+    run = make_run(tmp_path, "--lr", "0.005", "--warmup-steps", "0", "--target-kl", "10", *flags)
+    before = policy(run)
+    result = update_once(run)
+    assert result.moved == pytest.approx(moved(run, before), rel=1e-3) and result.moved > 1e-3
+    assert (result.repeats, result.rate, run.learner.rate) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("flags", [(), ("--epochs-per-rollout", "3"), ("--lora-rank", "0"), ("--target-kl", "0.002")])
+def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target(tmp_path, flags):
+    run = far(tmp_path, *flags)
+    repeats = 0
+    for _ in range(3):
+        run.first = None
+        before = policy(run)
+        result = update_once(run)
+        repeats += result.repeats
+        assert result.moved == pytest.approx(moved(run, before), rel=1e-2, abs=1e-6)
+        assert result.moved <= update.SLACK * run.config.target_kl
+    assert repeats and run.learner.rate < 1
+
+
+def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_rate(tmp_path):
+    """Its masters to rounding, its moments bit for bit: those do not depend on the rate."""
+    run = far(tmp_path, "--weight-decay", "0.1")
+    before = dict(run.learner.trainable)
+    result = update_once(run)
+    assert result.repeats
+    other = far(tmp_path, "--weight-decay", "0.1", "--target-kl", "0")
+    other.learner.rate = result.rate
+    update_once(other)
+    largest = max(mx.abs(a - before[n]).max().item() for n, a in run.learner.trainable.items())
+    for name, array in other.learner.trainable.items():
+        np.testing.assert_allclose(np.array(run.learner.trainable[name]), np.array(array), atol=1e-4 * largest)
+    ours, theirs = (dict(tree_flatten(one.learner.optimizer.state)) for one in (run, other))
+    assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours if name != "learning_rate")
+
+
+@pytest.mark.parametrize("distance", [1e9, mx.inf, mx.nan])
+def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch, distance):
+    run = far(tmp_path)
+    update_once(run)
+    masters, weights = dict(run.learner.trainable), dict(tree_flatten(run.model.parameters()))
+    monkeypatch.setattr(update, "distance", lambda *_: distance)
+    result = update_once(run)
+    assert (result.moved, result.repeats) == (0, update.MOST_TRIES)
+    assert all(mx.array_equal(array, masters[name]).item() for name, array in run.learner.trainable.items())
+    assert all(mx.array_equal(array, weights[name]).item() for name, array in tree_flatten(run.model.parameters()))
+
+
+def test_the_target_follows_the_schedule_as_the_square_of_its_rate(tmp_path, monkeypatch):
+    """So a step that the bound shortens is as much shorter at the schedule's end as one that it leaves alone."""
+    targets = []
+    monkeypatch.setattr(update, "hold", lambda learner, before, probe, target: targets.append(target) or (0.0, 0))
+    run = make_run(tmp_path, "--lr", "0.01", "--target-kl", "0.04", "--warmup-steps", "2", "--steps", "12")
+    for run.step in (0, 1, 2, 12):
+        update_once(run)
+    assert targets == pytest.approx([0.01, 0.04, 0.04, 0.0004])
+
+
+def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path):
+    run = make_run(tmp_path, "--lr", "1e-5", "--warmup-steps", "0")
+    run.learner.rate = 0.7
+    seen = [update_once(run).rate for _ in range(3)]
+    assert seen == pytest.approx([0.7, 0.7 * update.RECOVERY, 1.0])
+
+
+def test_without_a_target_every_step_is_as_long_as_the_rate_says_and_nothing_is_measured(tmp_path):
+    free, bound = (make_run(tmp_path, "--target-kl", target) for target in ("0", "1000"))
+    for _ in range(2):
+        results = [update_once(run) for run in (free, bound)]
+        assert results[0].moved is None and results[1].moved > 0
+    for name, array in free.learner.trainable.items():
+        assert mx.array_equal(array, bound.learner.trainable[name]).item()
+
+
+def test_how_far_is_null_where_no_step_was_made(tmp_path):
+    run = make_run(tmp_path)
+    assert update_once(run, advantages=mx.full((12,), mx.inf)).moved is None
+    nothing = sample(run)[2]
+    assert update.update(run.learner, [], nothing, mx.zeros((12,)), None, 1e-3).moved is None
+
+
+@pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])
+def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path, monkeypatch, budget, sharing):
+    run = make_run(tmp_path)
+    _, rows, rollout = sample(run)
+    batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
+    logprobs = [update.completion_logprobs(run.model, batch, run.config)[0] for batch in batches]
+    num_tokens = round(float(rollout.mask.sum()))
+    monkeypatch.setattr(update, "PROBE_TOKENS", num_tokens // 3)
+    seen = []
+    for turn in range(7, 10):
+        probe = update.make_probe(batches, logprobs, num_tokens, turn)
+        assert update.distance(run.learner, probe) < 1e-6  # the same rows, prompts and tokens
+        part = [row for batch in probe.batches for row in batch.rows.tolist()]
+        assert len(part) <= 6
+        seen += part
+    assert sorted(seen) == list(range(12))
+
+
 # ---- no work for nothing
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), 1),
-        (("--kl-coef", "0.1"), 2),
-        (("--epochs-per-rollout", "3"), 3),
-        (("--old-logprobs", "sampler", "--mismatch", "off"), 1),
-        (("--mismatch", "sequence_mask"), 1),
-        (("--top-entropy", "0.2", "--kl-coef", "0.1", "--epochs-per-rollout", "2"), 4),
+        (("--target-kl", "0"), 1),
+        ((), 2),  # how far it moved is measured on a few tokens, which here are all of them
+        (("--target-kl", "0", "--kl-coef", "0.1"), 2),
+        (("--epochs-per-rollout", "3"), 6),
+        (("--old-logprobs", "sampler", "--mismatch", "off"), 2),
+        (("--mismatch", "sequence_mask"), 2),
+        (("--top-entropy", "0.2", "--kl-coef", "0.1", "--epochs-per-rollout", "2"), 6),
     ],
 )
 def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_path, monkeypatch, flags, expected):
@@ -626,7 +753,7 @@ def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_pa
             passes.append(tokens.shape[0])
         return hidden(self, tokens, cache, checkpoint_layers)
 
-    run = make_run(tmp_path, *flags)
+    run = make_run(tmp_path, "--target-kl", "1000", *flags)
     monkeypatch.setattr(gwen.Model, "hidden", counted)
     update_once(run, budget=150)
     assert run.learner.num_forwards == sum(passes) == expected * 12
@@ -641,7 +768,7 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     left = rollout._replace(mask=rollout.mask * keep[:, None])
     run.learner.num_forwards = 0
     result, half = gradient_of_update(run, micro_batch.micro_batches(rows, left, 150), left, advantages)
-    assert run.learner.num_forwards == 6
+    assert run.learner.num_forwards == 6 + 6  # the second six measure how far the update moved
     # a row that is left out is a row without advantage: the mean is still over all 12
     expected, same = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages * keep)
     assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)

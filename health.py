@@ -78,7 +78,7 @@ def no_signal(steps: Records, _: Records) -> str:
     groups = measured(steps[-FEW:], "sampling/signal_groups")
     if len(groups) < FEW or any(groups):
         return ""
-    return f"No group had rewards that differ, {FEW} steps in a row, so nothing was learned"
+    return f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing"
 
 
 def hacked(steps: Records, evals: Records) -> str:
@@ -180,7 +180,11 @@ ILLNESSES = (
         longer,
         f"{READ}: does the reward pay for length? Try --truncated punish, --kl-coef 0.05 or a lower --lr",
     ),
-    Illness("truncated", truncated, "Raise --max-tokens, or ask for short answers in the prompt"),
+    Illness(
+        "truncated",
+        truncated,
+        f"{READ}: answers cut short need a higher --max-tokens, babble a lower --lr",
+    ),
     Illness("unreadable", unreadable, "Try another --judge-model, or --judge-mode decode with --judge-think 512"),
     Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),
     Illness(

@@ -131,6 +131,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -151,6 +152,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     assert lines(cut / "warnings.jsonl") == lines(whole / "warnings.jsonl")
 
 
+@pytest.mark.slow
 def test_a_warning_of_steps_that_are_taken_back_is_given_again(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
     flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--save-every", "4"]
@@ -162,6 +164,7 @@ def test_a_warning_of_steps_that_are_taken_back_is_given_again(tmp_path, capsys)
     assert [warned["step"] for warned in lines(tmp_path / "run" / "warnings.jsonl")] == [5]
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
     train.main([*SMALL, "--steps", "12", "--lr", "1e-4", "--eval-every", "6", "--run-dir", str(tmp_path / "run")])
     assert "WARNING" not in capsys.readouterr().err and lines(tmp_path / "run" / "warnings.jsonl") == []

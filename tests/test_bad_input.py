@@ -877,9 +877,9 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     assert again.returncode == 0 and "step 4/4" in again.stdout and "step 3/4" not in again.stdout
 
 
-@pytest.mark.parametrize("name", ["save", "copy_adapter"])
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "save"), (shutil, "copyfile")], ids=["save", "copy"])
 def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_once_it_is_resumed(
-    run, tmp_path, capsys, monkeypatch, name
+    run, tmp_path, capsys, monkeypatch, owner, name
 ):
     whole = tmp_path / "whole"
     shutil.copytree(run, whole)
@@ -889,7 +889,7 @@ def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_onc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, name, full)
+        patch.setattr(owner, name, full)
         refused(capsys, train.main, ["--resume", run, "--steps", "4"], "No space left")
     train.main(["--resume", str(run)])
     for file in ("adapters.safetensors", "adapter_config.json"):

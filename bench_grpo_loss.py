@@ -46,9 +46,7 @@ def logprobs_of(args: argparse.Namespace, impl: str, hidden: mx.array, head: mx.
     """Log-probabilities and entropies (B, T) by one of the two implementations."""
     if impl == "reference":
         return lm_head.token_logprobs_ref(hidden, head, ids, temperature=args.temperature)
-    return lm_head.token_logprobs(
-        hidden, head, ids, temperature=args.temperature, head=args.head, gradient="logprobs", chunk=args.chunk
-    )
+    return lm_head.token_logprobs(hidden, head, ids, temperature=args.temperature, head=args.head, gradient="logprobs")
 
 
 def loss_of(args: argparse.Namespace, work: Work, logprobs: mx.array) -> mx.array:
@@ -127,7 +125,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "shape": {"batch": args.batch, "time": args.time, "hidden": args.hidden, "vocab": args.vocab},
         "dtype": args.dtype,
         "head": args.head,
-        "chunk": args.chunk,
         "loss": loss,
         "first_call_s": round(first_call_s, 4),
         "avg_step_ms": round(sum(seconds) / len(seconds) * 1e3, 2),
@@ -244,13 +241,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip-low", type=float, default=0.2)
     parser.add_argument("--clip-high", type=float, default=0.2)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--chunk", type=int, default=lm_head.LOGPROB_CHUNK, help="positions that ours takes at once")
     parser.add_argument(
         "--gradcheck", action="store_true", help="compares ours with the reference; exit status 1 if off"
     )
     parser.add_argument("--model", help="hidden states and head of this model, instead of random ones")
     args = parser.parse_args(argv)
-    lowest = {"batch": 1, "time": 1, "hidden": 1, "vocab": 2, "iters": 1, "warmup": 0, "chunk": 1}
+    lowest = {"batch": 1, "time": 1, "hidden": 1, "vocab": 2, "iters": 1, "warmup": 0}
     for name, low in (lowest | dict.fromkeys(("old_logp_noise_scale", "clip_low", "clip_high"), 0)).items():
         if not low <= getattr(args, name) < 2**31:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")

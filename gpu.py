@@ -160,7 +160,7 @@ Gradient = Callable[..., Sequence[mx.array]]  # (cotangents, results, *arguments
 
 class Op(Generic[P, R]):
     """
-    One operation in two forms that give the same: `reference` defines it, `launch_NAME` runs a kernel.
+    One operation in two forms that give the same: `reference` defines it, `_launch_NAME` runs a kernel.
 
     A call runs the kernel where that may run for the type of the first argument, else the reference.
     example: of a type, small or large, the arguments of calls: on the small ones the forms are compared, on a large one
@@ -174,7 +174,7 @@ class Op(Generic[P, R]):
         example: Callable[[mx.Dtype, bool], list[tuple[Any, ...]]],
         gradient: Gradient | None = None,
     ):
-        self.name = launch.__name__.removeprefix("launch_")
+        self.name = launch.__name__.removeprefix("_launch_")
         assert self.name not in OPS, self.name
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch

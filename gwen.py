@@ -11,7 +11,7 @@ Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F ml
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas
 import mlx.core as mx
@@ -24,7 +24,7 @@ import hub
 import memory
 import ops
 import telemetry
-from kv_cache import KVCache, LayerCache, Layout, Parts, SlotCache, SlotLayer, TreeCache, TreeLayer
+from kv_cache import Cache, Held, LayerState, Mask, Parts, TreeLayer
 from lm_head import token_logprobs as token_logprobs  # with `load` and `save` what a program of one's own needs
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -58,6 +58,14 @@ class RMSNorm(nn.Module):
         return (x, self(x)) if delta is None else ops.add_norm(x, delta, self.weight, self.eps)
 
 
+class Context(NamedTuple):
+    """What a forward pass hands to a layer beside the hidden states."""
+
+    rotation: ops.Rotation  # where the tokens stand
+    mask: Mask  # what they see
+    state: LayerState | None  # what this layer keeps of the tokens before; None: there are none
+
+
 class Attention(nn.Module):
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
@@ -70,18 +78,13 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, self.eps)
             self.k_norm = RMSNorm(self.head_dim, self.eps)
 
-    def __call__(
-        self,
-        x: mx.array,
-        rotation: ops.Rotation,
-        mask: mx.array | str | Layout | None,
-        cache: LayerCache | SlotLayer | TreeLayer | None,
-    ) -> mx.array:
+    def __call__(self, x: mx.array, context: Context) -> mx.array:
         num_rows, length, _ = x.shape
+        rotation, mask, state = context
         qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
         weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
         queries, keys, values = ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
-        held = (keys, values) if cache is None else cache.update(keys, values)
+        held: Held = (keys, values) if state is None else state.update(keys, values)
         if isinstance(held, list):  # in parts, some of them shared by several rows
             assert isinstance(mask, list), "the cache and the mask are not of one kind"
             out = ops.tree_attention(queries, held, mask)
@@ -109,30 +112,16 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def __call__(
-        self,
-        x: mx.array,
-        delta: mx.array | None,
-        rotation: ops.Rotation,
-        mask: mx.array | str | Layout | None,
-        cache: LayerCache | SlotLayer | TreeLayer | None,
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, mx.array]:
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
         x, normed = self.input_layernorm.after(x, delta)
-        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, rotation, mask, cache))
+        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, context))
         return x, self.mlp(normed)
 
 
-def checkpointed(
-    layer: Block,
-    x: mx.array,
-    delta: mx.array | None,
-    rotation: ops.Rotation,
-    mask: mx.array | str | Layout | None,
-    cache: LayerCache | SlotLayer | TreeLayer | None,
-) -> tuple[mx.array, None]:
+def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, None]:
     """
-    `layer(x, delta, ...)`, of which only x + delta is kept; the gradient computes the layer again.
+    `layer(x, delta, context)`, of which only x + delta is kept; the gradient computes the layer again.
 
     MLX holds a checkpoint's outputs as long as its inputs: what comes out is the stream with the last part added, so
     that it is the next layer's one input and not another array beside it.
@@ -141,20 +130,21 @@ def checkpointed(
     module it would drop their gradients), and so are keys and values of an earlier level, whose gradients belong to
     the shared prompt. Integers and masks are not differentiable and come by closure.
     """
-    assert cache is None or isinstance(cache, TreeLayer), "a cache that is written in place cannot be computed again"
+    state = context.state
+    assert state is None or isinstance(state, TreeLayer), "what is written in place cannot be computed again"
 
     def run(weights: Any, x: mx.array, ancestors: Parts) -> tuple[mx.array, Parts]:
         held = layer.trainable_parameters()
         layer.update(weights)
-        level = None if cache is None else TreeLayer(list(ancestors))
-        x, out = layer(x, None, rotation, mask, level)
+        level = None if state is None else TreeLayer(list(ancestors))
+        x, out = layer(x, None, context._replace(state=level))
         layer.update(held)
         return x + out, [] if level is None else level.parts[-1:]
 
-    ancestors = [] if cache is None else list(cache.parts)
+    ancestors = [] if state is None else list(state.parts)
     x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, ancestors)
-    if cache is not None:
-        cache.parts.extend(newest)
+    if state is not None:
+        state.parts.extend(newest)
     return x, None
 
 
@@ -179,9 +169,7 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(
-        self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None, checkpoint_layers: int = 0
-    ) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: Cache | None = None, checkpoint_layers: int = 0) -> mx.array:
         """
         Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right.
 
@@ -191,16 +179,15 @@ class Model(nn.Module):
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
         offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
-        mask = "causal" if cache is None else cache.mask(length)
-        rotation = self._rope.at(offsets, length)
+        shared = Context(self._rope.at(offsets, length), "causal" if cache is None else cache.mask(length), None)
         delta = None
         for index, layer in enumerate(self.layers):
             run = checkpointed if index < checkpoint_layers else Block.__call__
-            held = None if cache is None else cache.layers[index]
-            x, delta = run(layer, x, delta, rotation, mask, held)
+            context = shared if cache is None else shared._replace(state=cache.layers[index])
+            x, delta = run(layer, x, delta, context)
         return self.norm.after(x, delta)[1]
 
-    def __call__(self, tokens: mx.array, cache: KVCache | SlotCache | TreeCache | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
         return self.hidden(tokens, cache) @ self.head_weight.T
 

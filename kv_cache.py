@@ -12,7 +12,8 @@ Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a 
 R rows of a part that G query rows each share.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -22,6 +23,53 @@ CHUNK = 128  # columns; growing by less copies more often, by more wastes memory
 def round_up(length: int) -> int:
     """The smallest multiple of CHUNK that holds `length` columns."""
     return -(-length // CHUNK) * CHUNK
+
+
+class Group(NamedTuple):
+    """Which query rows read which rows of one part of a cache, N query rows over R rows of the part."""
+
+    members: mx.array | None  # (R, G) the query rows of each, filled up with 0; None: row r * G + g, all full
+    places: mx.array | None  # (N,) where in the flattened (R, G) each query row stands
+    mask: mx.array | str | None  # (R, 1, 1, S) boolean, "causal" with G = 1, or None
+
+
+Layout = list[Group]  # of each part, in the order of `Parts`
+Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; together all that a query sees
+Held = Parts | tuple[mx.array, mx.array]  # in parts that rows share, or whole
+Mask = Layout | mx.array | str | None  # of parts a layout; of the whole "causal", a mask (N, 1, L, S) boolean, or None
+
+
+class LayerState(Protocol):
+    """
+    What one layer keeps of the tokens before the ones that it is given: keys and values, or a state of another kind.
+
+    Only the layer knows the kind; all others pass it on. An implementer promises:
+    - `update` takes in what the layer made of the new tokens, arrays (N, heads, L, size) in the order of the batch's
+      rows and positions, and returns all that these tokens may read, themselves included. The layer calls it once a
+      forward pass, and where it returns parts or arrays decides by `Mask` who reads what.
+    - `arrays` are all that it holds: evaluating them frees the graph behind it, and their bytes are its bytes. Before
+      the first update there are none.
+    - Nothing that was returned changes afterwards.
+    Positions and padding are the same for all layers: they belong to the `Cache`.
+    """
+
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
+    def arrays(self) -> list[mx.array]: ...
+
+
+class Cache(Protocol):
+    """What a model needs of the tokens before: a state for each layer, and where rows stand and what they see."""
+
+    @property
+    def layers(self) -> Sequence[LayerState]: ...
+
+    def offsets(self, num_rows: int) -> mx.array:
+        """The position of the first new token of each row, (N,) int32."""
+
+    def mask(self, num_new: int) -> Mask:
+        """What the next `num_new` tokens of each row may see."""
 
 
 class LayerCache:
@@ -54,6 +102,10 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def arrays(self) -> list[mx.array]:
+        """Both buffers."""
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+
     def _grown(self, old: mx.array | None, new: mx.array) -> mx.array:
         num_rows, num_heads, _, head_dim = new.shape
         buffer = mx.zeros((num_rows, num_heads, self.capacity, head_dim), new.dtype)
@@ -82,12 +134,11 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes held by the buffers of all layers."""
-        held = (buffer for layer in self.layers for buffer in (layer.keys, layer.values))
-        return sum(buffer.nbytes for buffer in held if buffer is not None)
+        return sum(buffer.nbytes for buffer in self.arrays())
 
     def arrays(self) -> list[mx.array]:
         """Every buffer, for `mx.eval`."""
-        return [b for layer in self.layers for b in (layer.keys, layer.values) if b is not None]
+        return [buffer for layer in self.layers for buffer in layer.arrays()]
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each row, (N,) int32."""
@@ -96,7 +147,7 @@ class KVCache:
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)
         return next_column if self.pad is None else next_column - self.pad
 
-    def mask(self, num_new: int) -> mx.array | str | None:
+    def mask(self, num_new: int) -> Mask:
         """What the next `num_new` queries may see: None, "causal", or (N, 1, L, length + L) boolean."""
         if self.pad is None:
             return "causal" if num_new > 1 else None
@@ -106,18 +157,6 @@ class KVCache:
         # and 0 * NaN in the values would then reach the real tokens.
         visible = (column >= self.pad[:, None, None]) | (column == query)
         return ((column <= query) & visible)[:, None]
-
-
-class Group(NamedTuple):
-    """Which query rows read which rows of one part of a cache, N query rows over R rows of the part."""
-
-    members: mx.array | None  # (R, G) the query rows of each, filled up with 0; None: row r * G + g, all full
-    places: mx.array | None  # (N,) where in the flattened (R, G) each query row stands
-    mask: mx.array | str | None  # (R, 1, 1, S) boolean, "causal" with G = 1, or None
-
-
-Layout = list[Group]  # of each part, in the order of `Parts`
-Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; together all that a query sees
 
 
 def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) -> Group:
@@ -166,7 +205,11 @@ class SlotLayer:
             assert held is not None
             buffer[to, :, :length] = held[source, :, :length]
 
-    def update(self, keys: mx.array, values: mx.array) -> Parts | tuple[mx.array, mx.array]:
+    def arrays(self) -> list[mx.array]:
+        """The slots' buffers; the prompts' are their own."""
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+
+    def update(self, keys: mx.array, values: mx.array) -> Held:
         """Writes one token a slot, (N, K, 1, D), into the ring."""
         assert keys.shape[2] == 1 and keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         all_keys, all_values = self.reserve(keys.shape[0])
@@ -208,8 +251,7 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         """Bytes held by prompts and slots."""
-        own = (buffer for layer in self.layers for buffer in (layer.keys, layer.values))
-        return self.prompts.nbytes + sum(buffer.nbytes for buffer in own if buffer is not None)
+        return self.prompts.nbytes + sum(buffer.nbytes for layer in self.layers for buffer in layer.arrays())
 
     @property
     def most_bytes(self) -> int:
@@ -246,7 +288,7 @@ class SlotCache:
         assert num_rows == len(self.starts), f"{num_rows} rows for {len(self.starts)} slots"
         return self.first_position + self.step
 
-    def mask(self, num_new: int) -> Layout | mx.array | None:
+    def mask(self, num_new: int) -> Mask:
         """What slots see in the next step: a layout where prompts are shared, else (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
         own_mask = None
@@ -287,6 +329,10 @@ class TreeLayer:
         """Adds the newest level, (N, K, L, D) each, and returns all levels that its queries see."""
         self.parts.append((keys, values))
         return self.parts
+
+    def arrays(self) -> list[mx.array]:
+        """Keys and values of every level."""
+        return [array for part in self.parts for array in part]
 
 
 class TreeCache:
@@ -334,7 +380,7 @@ class TreeCache:
 
     def arrays(self) -> list[mx.array]:
         """Every key and value, for `mx.eval`."""
-        return [array for layer in self.layers for part in layer.parts for array in part]
+        return [array for layer in self.layers for array in layer.arrays()]
 
     @property
     def nbytes(self) -> int:

@@ -164,7 +164,6 @@ def token_logprobs(
     head: str = "frozen",
     support: dict[str, Any] | None = None,
     gradient: str = "both",
-    chunk: int = LOGPROB_CHUNK,
 ) -> tuple[mx.array, mx.array]:
     """
     Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
@@ -174,7 +173,6 @@ def token_logprobs(
     did.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
     gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
-    chunk: positions at once; `LOGPROB_TILE // chunk` ids at once, or all of them where there is a support.
 
     The vocabulary goes by in tiles under a running maximum, as keys do in attention. For a softmax over the head's rows
     W is both keys and values: sum(p W) comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the
@@ -195,6 +193,7 @@ def token_logprobs(
         return rows[0].reshape(ids.shape), rows[1].reshape(ids.shape)
     shape, (vocab, width) = ids.shape, head_weight.shape
     ids, support = ids.reshape(-1), support or {}
+    chunk = LOGPROB_CHUNK
     if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
         chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
     rows_of_chunks = _slices(ids.size, chunk)

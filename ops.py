@@ -72,31 +72,31 @@ SWIGLU_VJP = gpu.Kernel(
 )
 
 
-def launch_swiglu(gate_up: mx.array) -> mx.array:
+def _launch_swiglu(gate_up: mx.array) -> mx.array:
     """Reads 2F elements a row and writes F, the least there is."""
     width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
     inputs, outputs = [gate_up.reshape(-1, 2 * width)], [((*gate_up.shape[:-1], width), dtype)]
     return SWIGLU(inputs, outputs, grid=(gate_up.size // 2, 1, 1), threadgroup=(256, 1, 1), T=dtype, F=width)[0]
 
 
-def launch_swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
+def _launch_swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
     """Reads 3F elements a row and writes 2F, the least there is."""
     width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
     inputs, outputs = [gate_up.reshape(-1, 2 * width), cotangent], [(gate_up.shape, dtype)]
     return SWIGLU_VJP(inputs, outputs, grid=(cotangent.size, 1, 1), threadgroup=(256, 1, 1), T=dtype, F=width)[0]
 
 
-def example_of_swiglu(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array]]:
+def _example_of_swiglu(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array]]:
     return [(gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=3),)]
 
 
-def example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
+def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
     rows, width = (2048, 3072) if large else (3, 5)
     return [(gpu.normal(rows, 2 * width, dtype=dtype, scale=3), gpu.normal(rows, width, dtype=dtype, seed=1))]
 
 
-swiglu_vjp = gpu.Op(swiglu_vjp_ref, launch_swiglu_vjp, example_of_swiglu_vjp)
-swiglu = gpu.Op(swiglu_ref, launch_swiglu, example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+swiglu_vjp = gpu.Op(swiglu_vjp_ref, _launch_swiglu_vjp, _example_of_swiglu_vjp)
+swiglu = gpu.Op(swiglu_ref, _launch_swiglu, _example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
@@ -152,7 +152,7 @@ ADD_NORM = gpu.Kernel(
 )
 
 
-def launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+def _launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C."""
     size, dtype = x.shape[-1], x.dtype
     total, normed = ADD_NORM(
@@ -166,7 +166,7 @@ def launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) 
     return total, normed
 
 
-def gradient_of_add_norm(
+def _gradient_of_add_norm(
     cotangents: list[mx.array], results: list[mx.array], x: mx.array, delta: mx.array, weight: mx.array, eps: float
 ) -> list[mx.array]:
     """From the sum that is held, which the expression's own gradient would make again."""
@@ -175,13 +175,13 @@ def gradient_of_add_norm(
     return [d_x, d_x, d_weight]
 
 
-def example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+def _example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     shape = (64, 1024) if large else (3, 260)
     x, delta = (gpu.normal(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
     return [(x, delta, gpu.normal(shape[1], dtype=dtype), 1e-6)]
 
 
-add_norm = gpu.Op(add_norm_ref, launch_add_norm, example_of_add_norm, gradient_of_add_norm)
+add_norm = gpu.Op(add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
 
 
 class Rope:
@@ -317,7 +317,7 @@ NORM_ROPE = gpu.Kernel(
 )
 
 
-def launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
+def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
     """
     Reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two copies:
     MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays of its
@@ -342,7 +342,7 @@ def launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, m
     return queries, keys, qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
 
 
-def example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     rows, length, num_heads, num_kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
     qkv = gpu.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
     weights = gpu.normal(size, dtype=dtype), gpu.normal(size, dtype=dtype, seed=1)
@@ -351,7 +351,7 @@ def example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     return [(qkv, Heads(num_heads, kind, 1e-6, rotation)) for kind in kinds]
 
 
-norm_rope = gpu.Op(norm_rope_ref, launch_norm_rope, example_of_norm_rope)
+norm_rope = gpu.Op(norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
@@ -530,7 +530,7 @@ SLOT_ATTENTION = gpu.Kernel(
 )
 
 
-def launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     For a decode step of slots that share prompts. In one launch it reads the queries, each slot's own columns, and each
     prompt: once from memory, and for the rest of its group, whose threadgroups run side by side, from the cache. That
@@ -558,7 +558,7 @@ def launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx
     )[0]
 
 
-def example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     prompts, rows, heads, kv_heads, size, length, width = (
         (8, 64, 16, 8, 128, 512, 64) if large else (2, 3, 4, 2, 64, 9, 5)
     )
@@ -580,7 +580,7 @@ def example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, .
     return calls
 
 
-slot_attention = gpu.Op(tree_attention_ref, launch_slot_attention, example_of_slot_attention)
+slot_attention = gpu.Op(tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
 
 
 def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:

@@ -151,7 +151,7 @@ LOG_SOFTMAX = gpu.Kernel(
 )
 
 
-def launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
+def _launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
     """
     Reads V logits twice, the second time mostly from the cache, and writes V, in one launch; the least is reading them
     once, which would need V of a threadgroup's memory.
@@ -160,18 +160,18 @@ def launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
     return _on_rows(LOG_SOFTMAX, rows, [], temperature, [mx.float32])[0].reshape(logits.shape)
 
 
-def gradient_of_log_softmax(
+def _gradient_of_log_softmax(
     cotangents: list[mx.array], results: list[mx.array], logits: mx.array, temperature: float = 1.0
 ) -> list[mx.array]:
     (d_out,), (out,) = cotangents, results
     return [((d_out - ops.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
 
 
-def example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
+def _example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
     return [(gpu.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4), 0.7)]
 
 
-log_softmax = gpu.Op(log_softmax_ref, launch_log_softmax, example_of_log_softmax, gradient_of_log_softmax)
+log_softmax = gpu.Op(log_softmax_ref, _launch_log_softmax, _example_of_log_softmax, _gradient_of_log_softmax)
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
@@ -265,7 +265,7 @@ SAMPLE_TOKEN = gpu.Kernel(
 )
 
 
-def launch_sample_token(
+def _launch_sample_token(
     logits: mx.array, uniforms: mx.array, temperature: float = 1.0
 ) -> tuple[mx.array, mx.array, mx.array]:
     """
@@ -278,12 +278,12 @@ def launch_sample_token(
     return token, logprob, entropy
 
 
-def example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
+def _example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
     logits = gpu.normal(*((64, 151_936) if large else (8, 40_000)), dtype=dtype, scale=4)
     return [(logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7)]
 
 
-sample_token = gpu.Op(sample_token_ref, launch_sample_token, example_of_sample_token)
+sample_token = gpu.Op(sample_token_ref, _launch_sample_token, _example_of_sample_token)
 
 
 class RowLogprobs(NamedTuple):
@@ -351,12 +351,12 @@ ROW_LOGPROBS_VJP = gpu.Kernel(
 )
 
 
-def launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
+def _launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
     """Reads each logit once and writes 16 bytes a row, in one launch."""
     return RowLogprobs(*_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4))
 
 
-def launch_row_logprobs_vjp(
+def _launch_row_logprobs_vjp(
     logits: mx.array, ids: mx.array, outputs: RowLogprobs, cotangents: Sequence[mx.array], temperature: float = 1.0
 ) -> mx.array:
     """
@@ -374,25 +374,25 @@ def launch_row_logprobs_vjp(
     )[0]
 
 
-def gradient_of_row_logprobs(
+def _gradient_of_row_logprobs(
     cotangents: list[mx.array], results: list[mx.array], logits: mx.array, ids: mx.array, temperature: float = 1.0
 ) -> list[mx.array]:
     return [row_logprobs_vjp(logits, ids, RowLogprobs(*results), cotangents[:2], temperature)]
 
 
-def example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
+def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
     logits = gpu.normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
     return [(logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1], 0.7)]
 
 
-def example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    ((logits, ids, temperature),) = example_of_row_logprobs(dtype, large)
+def _example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
     cotangents = [gpu.normal(len(ids), dtype=mx.float32, seed=seed) for seed in (1, 2)]
     return [(logits, ids, row_logprobs_ref(logits, ids, temperature), cotangents, temperature)]
 
 
-row_logprobs_vjp = gpu.Op(row_logprobs_vjp_ref, launch_row_logprobs_vjp, example_of_row_logprobs_vjp)
-row_logprobs = gpu.Op(row_logprobs_ref, launch_row_logprobs, example_of_row_logprobs, gradient_of_row_logprobs)
+row_logprobs_vjp = gpu.Op(row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _example_of_row_logprobs_vjp)
+row_logprobs = gpu.Op(row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs, _gradient_of_row_logprobs)
 
 
 SLOPE_SCALE = 256.0  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
@@ -451,7 +451,7 @@ ROW_LOSSES = gpu.Kernel(
 )
 
 
-def launch_row_losses(
+def _launch_row_losses(
     logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0
 ) -> RowLosses:
     """
@@ -472,15 +472,15 @@ def launch_row_losses(
     return RowLosses(*results)
 
 
-def example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    ((logits, ids, temperature),) = example_of_row_logprobs(dtype, large)
+def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
     old = row_logprobs_ref(logits, ids, temperature).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
     advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
     olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
     return [(logits, ids, grpo.Surrogate(advantages, one, 0.2, 0.28, 4.0), temperature) for one in olds]
 
 
-row_losses = gpu.Op(row_losses_ref, launch_row_losses, example_of_row_losses)
+row_losses = gpu.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)
 
 
 def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:

@@ -120,6 +120,39 @@ def tree_of_tokens() -> tuple[list[list[list[int]]], list[list[int]]]:
     return [[RNG.integers(0, 320, n).tolist() for n in level] for level in lengths], parents
 
 
+class RunningMean(nn.Module):
+    """In the place of attention: the mean of all tokens so far, kept as their sum and number."""
+
+    def __call__(self, x, context):
+        before, seen = (mx.zeros_like(x[:, :1]), 0) if context.state is None else context.state.held
+        sums = before + mx.cumsum(x, axis=1)
+        if context.state is not None:
+            context.state.update(sums[:, -1:], seen + x.shape[1])
+        return sums / (seen + 1 + mx.arange(x.shape[1]))[:, None]
+
+
+class SumState:
+    def __init__(self):
+        self.held = 0.0, 0
+
+    def update(self, total, seen):
+        self.held = total, seen
+
+    def arrays(self):
+        return [self.held[0]] if self.held[1] else []
+
+
+def test_a_state_of_another_kind_than_keys_and_values_goes_through_the_model_as_they_do(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    model.layers[1].self_attn = RunningMean()
+    whole, cache = model(TOKENS), KVCache(len(model.layers))
+    cache.layers[1] = SumState()
+    assert cache.arrays() == []
+    parts = [model(TOKENS[:, begin:end], cache) for begin, end in ((0, 4), (4, 5), (5, TOKENS.shape[1]))]
+    assert relative_error(mx.concatenate(parts, axis=1), whole) < 1e-5
+    assert len(cache.arrays()) == 2 * (len(model.layers) - 1) + 1
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(checkpoints, name):
     model = gwen.load_model(checkpoints[name], mx.float32)

@@ -65,10 +65,11 @@ SUPPORTS: list[dict[str, float]] = [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p":
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, head, temperature, support, chunk):
     vocab = 600
+    monkeypatch.setattr(lm_head, "LOGPROB_CHUNK", chunk)
     monkeypatch.setattr(lm_head, "LOGPROB_TILE", 3 * 170)  # chunks of 3: three tiles of 170 ids and one of 90
     hidden, weight = normal(2, 5, 6), normal(vocab, 6)
     ids = mx.array(RNG.integers(0, vocab, (2, 5)).astype(np.int32))
-    choice = {"temperature": temperature, "head": head, "support": support, "chunk": chunk}
+    choice = {"temperature": temperature, "head": head, "support": support}
     logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, **choice)
     flat, exact_weight = np.array(hidden).reshape(10, 6).astype(np.float64), np.array(weight).astype(np.float64)
     flat_ids = np.array(ids).reshape(-1)

@@ -929,6 +929,20 @@ def test_the_main_job_learns(tmp_path, seed):
     assert last["eval/accuracy"] >= 0.8
 
 
+@pytest.mark.slow
+def test_a_rate_that_destroys_the_policy_without_a_bound_does_not_with_it(tmp_path):
+    """Shares of right answers over the last ten steps; before training it is 0.47."""
+    right = {}
+    for target in ("0", "0.02"):
+        flags = ["--batch", "4", "--lr", "0.1", "--steps", "30", "--eval-every", "0", "--target-kl", target]
+        (tmp_path / target).mkdir()
+        run = make_run(tmp_path / target, *flags)
+        train.train(run.config, run)
+        metrics = records(tmp_path / target / "metrics.jsonl")
+        right[target] = sum(record["reward/correct"] for record in metrics[-10:]) / 10
+    assert right["0"] < 0.1 < 0.3 < right["0.02"]
+
+
 def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):
     run = make_run(tmp_path)
     update_once(run)

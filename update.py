@@ -27,7 +27,7 @@ from settings import Config
 MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # the policy before the update against the sampler
 # what a step measures, as means over its counted tokens; `_max` is the largest
 MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
-PROBE_TOKENS, PROBE_SHARE = 256, 8  # a move is measured on so many tokens, or on one part in so many if that is more
+PROBE_TOKENS, PROBE_SHARE = 128, 8  # a move is measured on so many tokens, or on one part in so many if that is more
 SLACK = 1.5  # times the target is as far as a step may go
 RECOVERY = 1.25  # by so much the rate grows after a step of less than half the target
 MOST_TRIES, LEAST_SHARE = 5, 0.1  # of a step that goes too far, and how much shorter one try may be than the one before

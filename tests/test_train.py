@@ -791,7 +791,8 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     done = command("--resume", killed)
     assert done.returncode == 0, done.stderr
     assert "step 6/10" in done.stdout and "step 5/10" not in done.stdout
-    assert any(record["update/repeats"] for record in records(killed / "metrics.jsonl")[5:])  # and rates below 1
+    first, after = (records(killed / "metrics.jsonl")[step] for step in (0, 5))
+    assert first["update/repeats"] and after["update/rate"] < 1  # which the checkpoint between them must know
     for name in ("metrics", "rollouts", "eval", "eval_answers"):
         assert records(whole / f"{name}.jsonl") == records(killed / f"{name}.jsonl")
     for file in ("adapter/adapters.safetensors", "adapter-best/adapters.safetensors", "config.yaml"):
@@ -942,6 +943,20 @@ def test_the_main_job_learns(tmp_path, seed):
     first, last = records(tmp_path / "run" / "eval.jsonl")
     assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.7
     assert last["eval/accuracy"] >= 0.8
+
+
+@pytest.mark.slow
+def test_a_rate_that_destroys_the_policy_without_a_bound_does_not_with_it(tmp_path):
+    """Shares of right answers over the last ten steps; before training it is 0.47."""
+    right = {}
+    for target in ("0", "0.02"):
+        flags = ["--batch", "4", "--lr", "0.1", "--steps", "30", "--eval-every", "0", "--target-kl", target]
+        (tmp_path / target).mkdir()
+        run = make_run(tmp_path / target, *flags)
+        train.train(run.config, run)
+        metrics = records(tmp_path / target / "metrics.jsonl")
+        right[target] = sum(record["reward/correct"] for record in metrics[-10:]) / 10
+    assert right["0"] < 0.1 < 0.3 < right["0.02"]
 
 
 def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):

@@ -1,18 +1,22 @@
 """
-Held-out evaluation: `uv run evaluate.py --model M [--adapter DIR] --task T [--limit N] [--samples K]`.
+Held-out evaluation: `uv run evaluate.py --run runs/NAME [--step N]`, or `--model M [--adapter DIR] --task T`.
 
-Every held-out problem once: `samples` completions at temperature 1 from a fixed seed, and one greedy completion. Tasks
-with a right answer report accuracy by their verifier, which training rewards cannot bend; the others report the score
-of a frozen judge, or, where a user's rewards took its place, the weighted sum of those. What is left out: training
-problems.
+Every held-out problem once: `samples` completions at temperature 1 from a fixed seed, and one greedy completion. A
+task with a right answer reports accuracy by its verifier, which training rewards cannot bend; the others report the
+weighted sum of their rewards. Where a judge's score is among these, a witness stands beside it: a second rubric that
+was never trained on. A run's evaluations come from the same function, so `--run` repeats them to the digit.
+
+What is left out: training problems. Axes: P problems, K samples of each, N = P * K completions, problem-major;
+T completion positions, J criteria.
 """
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
@@ -20,12 +24,20 @@ import numpy as np
 import dispatch
 import gpu
 import gwen
+import hub
 import judge
+import lm_head
+import lora
+import run_files
 import sampler
+import settings
 import tasks
 import telemetry
+from micro_batch import completion_hidden, in_rows, micro_batches
+from settings import Config
 
 KEY = 1 << 96  # of the evaluation's randomness; training keys are smaller
+REFERENCE_TOKENS = 2048  # positions that go through the model before training at once
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -44,22 +56,136 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def half_width(by_problem: np.ndarray) -> float | None:
-    """Half of the 95% confidence interval of a mean over problems, by the normal approximation; None below two."""
+    """
+    How far the 95% confidence interval of a mean over problems reaches; None below two.
+
+    Of zeros and ones it is Wilson's, which does not shrink to nothing where all are equal, and of its two ends the
+    farther; of other values the normal approximation.
+    """
     readable = by_problem[~np.isnan(by_problem)]
-    return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size)) if readable.size > 1 else None
+    if readable.size < 2:
+        return None
+    if np.isin(readable, (0, 1)).all():
+        share, size = readable.mean(), 1.96**2 / readable.size
+        center = (share + size / 2) / (1 + size)
+        reach = math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size)
+        return float(abs(share - center) + reach)
+    return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size))
 
 
-def completions_of(
-    model: gwen.Model, tokenizer: Any, prompts: list[list[int]], params: sampler.SamplingParams, **settings: Any
-) -> tuple[list[str], list[int]]:
+# ---- what is sampled, and what it earns
+
+
+class Answers(NamedTuple):
+    """K completions of each problem, problem-major."""
+
+    problems: list[tasks.Example]  # N, of each completion
+    rollout: sampler.Rollout
+    texts: list[str]  # N, without end tokens
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        return np.array(self.rollout.mask).sum(-1).astype(int)
+
+
+def answer(
+    model: gwen.Model,
+    tokenizer: Any,
+    problems: list[tasks.Example],
+    prompts: list[list[int]],
+    params: sampler.SamplingParams,
+    *,
+    group_size: int,
+    **how: Any,
+) -> Answers:
+    """`group_size` completions of each problem. how: see `sampler.rollout`."""
+    rollout = sampler.rollout(model, prompts, params, group_size=group_size, **how)
+    texts = sampler.texts(tokenizer, rollout, model.config.eos_ids)
+    return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts)
+
+
+def call(name: str, reward: tasks.Reward, answers: Answers) -> np.ndarray:
+    """What a reward or verifier gives for each completion, (N,)."""
+    names = [name for name in answers.problems[0] if name != "prompt"]
+    columns: dict[str, Any] = {name: [problem[name] for problem in answers.problems] for name in names}
+    columns["num_tokens"] = answers.num_tokens.tolist()
+    prompts = [problem["prompt"] for problem in answers.problems]
+    return np.array(tasks.call_reward(name, reward, prompts, answers.texts, columns))
+
+
+def judged(grader: judge.Grader, answers: Answers) -> judge.Judgement:
+    """What a judge says of each completion."""
+    return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
+
+
+class Earned(NamedTuple):
+    """What N completions earn; nan where a judge could not be read."""
+
+    values: np.ndarray  # (N,): 1 for a right answer, or the weighted sum of the rewards
+    rewards: dict[str, np.ndarray]  # (N,) each, before weighting
+    scores: np.ndarray | None  # (N, J) in 1..5, the judge's
+
+
+def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Earned:
+    """Rewards of completions, each called once, and the figure that is reported."""
+    rewards = {name: call(name, reward, answers) for name, reward in task.rewards.items()}
+    scores = None
+    if grader is not None:
+        judgement = judged(grader, answers)
+        rewards["rubric"], scores = judgement.rewards, judgement.scores
+    if task.verifier is not None:
+        return Earned(call("correct", task.verifier, answers), rewards, scores)
+    assert rewards, f"task {task.name} is scored by a judge"
+    return Earned(np.sum([task.reward_weights[name] * values for name, values in rewards.items()], 0), rewards, scores)
+
+
+# ---- what is measured beside
+
+
+def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler.Rollout, temperature: float) -> float:
     """
-    Text of the sampled completions, prompt-major, without end tokens, and how many tokens each has.
+    KL of the policy that sampled the rollout to `reference` without its adapters, nats a token.
 
-    settings: see `sampler.rollout`.
+    The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
+    prompts: of each row. Source: see `grpo.kl_term`.
     """
-    rollout = sampler.rollout(model, prompts, params, key=KEY, **settings)
-    num_tokens = np.array(rollout.mask).sum(-1).astype(int).tolist()
-    return sampler.texts(tokenizer, rollout, model.config.eos_ids), num_tokens
+    with lora.disabled(reference):
+        logprobs, _ = in_rows(
+            micro_batches(prompts, rollout, REFERENCE_TOKENS),
+            rollout.mask.shape,
+            lambda batch: lm_head.token_logprobs(
+                completion_hidden(reference, batch),
+                reference.head_weight,
+                batch.completion_ids,
+                temperature=temperature,
+                gradient="none",
+            ),
+        )
+    difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)
+    mask = np.array(rollout.mask)
+    return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
+
+
+_REFUSAL = re.compile(
+    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
+    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(text: str) -> bool:
+    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"; no finer."""
+    return bool(_REFUSAL.match(text.replace("\u2019", "'")))
+
+
+def repeated(text: str) -> float:
+    """The share of an answer's runs of four words that repeat an earlier one of the same answer; 0 without any."""
+    words = text.lower().split()
+    runs = list(zip(*(words[begin:] for begin in range(4)), strict=False))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+# ---- an evaluation
 
 
 def evaluate(
@@ -71,22 +197,31 @@ def evaluate(
     rollout_batch_size: int | sampler.BatchSize | None,
     share_prefix: bool | None = None,
     grader: judge.Grader | None = None,
+    witness: judge.Grader | None = None,
+    reference: gwen.Model | None = None,
     samples: int = 1,
     limit: int | None = None,
     thinking: bool = False,
+    temperature: float = 1.0,
+    seed: int = 0,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
 
-    rollout_batch_size: None measures it on a GPU, and is the usual one without. share_prefix: see `sampler.rollout`.
-    grader: scores where the task has no verifier; where there is neither, the task's rewards do. Accuracy and score
-    are those of the first completion of each problem; `eval/mean_at_k` is the mean over all samples, `eval/pass_at_1`
-    is unbiased.
+    Args:
+        rollout_batch_size: None measures it on a GPU, and is the usual one without.
+        share_prefix: see `sampler.rollout`.
+        grader: the judge whose score is among the rewards, under the name "rubric".
+        witness: a judge that no training listens to.
+        reference: the model before training, once its adapters are off; None where it is not at hand.
+        samples: completions of each problem. Accuracy, or score, is that of the first; the other figures are means over
+            all of them, of which `eval/pass_at_1` is unbiased.
 
     Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
     """
     begin = time.perf_counter()
-    problems = tasks.spread(task.held_out, limit)
+    numbers = tasks.spread(list(range(len(task.held_out))), limit)
+    problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
     prompts = tasks.render(
@@ -97,14 +232,8 @@ def evaluate(
         thinking=thinking,
         kind="held-out prompt",
     )
-    rewards, weights = task.rewards, task.reward_weights
-    if task.verifier is not None:
-        rewards, weights = {"correct": task.verifier}, {"correct": 1.0}
-    judged_only = task.verifier is None and grader is not None
-    if not judged_only:
-        assert rewards, f"task {task.name} is scored by a judge"
-        for name, reward in rewards.items():
-            tasks.reward_columns(name, reward, tasks.reward_arguments(problems))
+    for name, reward in task.rewards.items():
+        tasks.reward_columns(name, reward, tasks.reward_arguments(problems))
     if rollout_batch_size is None:
         rollout_batch_size = dispatch.USUAL_ROWS
         if gpu.on_gpu():
@@ -115,58 +244,55 @@ def evaluate(
             rollout_batch_size, share_prefix = chosen.rows, chosen.share_prefix
     if isinstance(rollout_batch_size, int):
         rollout_batch_size = sampler.BatchSize(rollout_batch_size)  # one for both, so that they remember together
-    settings: dict[str, Any] = {"batch_size": rollout_batch_size, "share_prefix": share_prefix}
-    params = sampler.SamplingParams(max_tokens, eos_ids=model.config.eos_ids)
-    sampled, sampled_lengths = completions_of(model, tokenizer, prompts, params, group_size=samples, **settings)
+    how = {"batch_size": rollout_batch_size, "share_prefix": share_prefix, "key": KEY + seed}
+    params = sampler.SamplingParams(max_tokens, temperature, eos_ids=model.config.eos_ids)
+    sampled = answer(model, tokenizer, problems, prompts, params, group_size=samples, entropy=True, **how)
     params = params._replace(temperature=0.0)
-    greedy, greedy_lengths = completions_of(model, tokenizer, prompts, params, group_size=1, **settings)
+    greedy = answer(model, tokenizer, problems, prompts, params, group_size=1, **how)
 
-    def scored(texts: list[str], lengths: list[int], repeat: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """One number a completion (right or reward), and the judge's scores where it was the judge who gave it."""
-        repeated = [problem for problem in problems for _ in range(repeat)]
-        asked = [problem["prompt"] for problem in repeated]
-        if judged_only and grader is not None:
-            judged = grader.score([tasks.prompt_text(prompt) for prompt in asked], texts)
-            return judged.rewards, judged.scores
-        columns: dict[str, Any] = {
-            key: [problem[key] for problem in repeated] for key in problems[0] if key != "prompt"
-        }
-        columns["num_tokens"] = lengths
-        parts = [
-            weights[name] * np.array(tasks.call_reward(name, reward, asked, texts, columns))
-            for name, reward in rewards.items()
-        ]
-        return np.sum(parts, axis=0), None
+    earned = earn(task, grader, sampled)
+    verified = task._replace(rewards={}) if task.verifier is not None else task  # the other rewards are not needed
+    greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
+    witnessed = None if witness is None else judged(witness, sampled)
 
-    values, judged_scores = scored(sampled, sampled_lengths, samples)
-    values = values.reshape(-1, samples)
-    greedy_values, _ = scored(greedy, greedy_lengths, 1)
-    record: dict[str, Any] = {f"eval/{task.metric}": mean(values[:, 0])}
-    measures = {"mean_at_k": np.array([np.nan if (m := mean(row)) is None else m for row in values])}
-    if task.metric == "accuracy":
-        right = values.sum(-1).astype(int)
-        for k in sorted({1, samples}):
-            measures[f"pass_at_{k}"] = np.array([pass_at_k(samples, int(r), k) for r in right])
-    for name, by_problem in measures.items():
-        record[f"eval/{name}"] = mean(by_problem)
-        record[f"eval/{name}_ci95"] = half_width(by_problem)
-    record |= {"eval/num": len(problems), "eval/samples": samples, "eval/greedy": mean(greedy_values)}
-    if judged_scores is not None and grader is not None:
-        by_criterion = judged_scores.reshape(len(problems), samples, -1)
-        categories = np.array([str(problem.get("category")) for problem in problems])
-        for index, criterion in enumerate(grader.rubric.criteria):
-            record[f"eval/score/{criterion.name}"] = mean(by_criterion[:, :, index])
-            for category in sorted(set(categories)):
-                part = by_criterion[categories == category, :, index]
-                record[f"eval/score/{criterion.name}/{category}"] = mean(part)
-    record["eval/s"] = time.perf_counter() - begin
+    measured = measure(task, sampled, earned, samples) | {"greedy": greedy_values}
+    if grader is not None and earned.scores is not None:
+        measured |= by_criterion("judge", earned.scores, grader, sampled.problems, samples)
+    measured["witness"] = np.full(1, np.nan)
+    if witness is not None and witnessed is not None:
+        measured |= by_criterion("witness", witnessed.scores, witness, sampled.problems, samples)
+        measured["witness"] = by_problem(witnessed.rewards, samples)
+    record: dict[str, Any] = {}
+    for name, values in measured.items():
+        record |= {f"eval/{name}": mean(values), f"eval/{name}_ci95": half_width(values)}
+    mask = np.array(sampled.rollout.mask)
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    record |= {
+        "eval/kl": None if reference is None else divergence(reference, rows, sampled.rollout, temperature or 1.0),
+        "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
+        "eval/num": len(problems),
+        "eval/samples": samples,
+        "eval/s": time.perf_counter() - begin,
+    }
+    record = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+
+    def listed(values: np.ndarray, index: int) -> list[Any]:
+        """The K values of a problem, None where they could not be read."""
+        its = values[index * samples : (index + 1) * samples]
+        return np.where(np.isnan(its), np.array(None), its.round(4).astype(object)).tolist()
+
     details = [
         {
+            "problem": numbers[index],
             "prompt": problem["prompt"],
             "answer": problem.get("answer"),
-            "completions": sampled[index * samples : (index + 1) * samples],
-            "values": [None if math.isnan(value) else value for value in values[index].tolist()],
-            "greedy": greedy[index],
+            "category": problem.get("category"),
+            "completions": sampled.texts[index * samples : (index + 1) * samples],
+            "values": listed(earned.values, index),
+            "rewards": {name: listed(values, index) for name, values in earned.rewards.items()},
+            "judge_scores": None if earned.scores is None else listed(earned.scores, index),
+            "witness_scores": None if witnessed is None else listed(witnessed.scores, index),
+            "greedy": greedy.texts[index],
             "greedy_value": None if math.isnan(greedy_values[index]) else float(greedy_values[index]),
         }
         for index, problem in enumerate(problems)
@@ -174,71 +300,165 @@ def evaluate(
     return record, details
 
 
+def by_problem(values: np.ndarray, samples: int) -> np.ndarray:
+    """Means over each problem's samples, (N,) -> (P,); nan where none could be read."""
+    return np.array([np.nan if (m := mean(row)) is None else m for row in values.reshape(-1, samples)])
+
+
+def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) -> dict[str, np.ndarray]:
+    """Figures by name, each with one value a problem, (P,)."""
+    values = earned.values.reshape(-1, samples)
+    measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
+    if task.verifier is not None:
+        right = values.sum(-1).astype(int)
+        for k in sorted({1, samples}):
+            measured[f"pass_at_{k}"] = np.array([pass_at_k(samples, int(r), k) for r in right])
+    each = {f"reward/{name}": rewards for name, rewards in earned.rewards.items()} | {
+        "tokens": sampled.num_tokens.astype(float),
+        "truncated_frac": np.array([float(reason == "length") for reason in sampled.rollout.finish_reasons]),
+        "refusals": np.array([float(is_refusal(text)) for text in sampled.texts]),
+        "repeated": np.array([repeated(text) for text in sampled.texts]),
+    }
+    return measured | {name: by_problem(column, samples) for name, column in each.items()}
+
+
+def by_criterion(
+    kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[tasks.Example], samples: int
+) -> dict[str, np.ndarray]:
+    """Mean scores of each problem by criterion, of the judge by category too; of a reversed criterion 5 is bad."""
+    measured = {}
+    categories = np.array([problem.get("category") for problem in problems[::samples]], object)
+    known = sorted({category for category in categories if category is not None}) if kind == "judge" else []
+    for criterion, column in zip(grader.rubric.criteria, scores.T, strict=True):
+        values = by_problem(column, samples)
+        measured[f"{kind}/{criterion.name}"] = values
+        for category in known:
+            measured[f"{kind}/{criterion.name}/{category}"] = values[categories == category]
+    return measured
+
+
+def make_witness(
+    config: Config, task: tasks.Task, grader: judge.Grader | None, base: gwen.Model, tokenizer: Any
+) -> judge.Grader | None:
+    """
+    The judge that only evaluations ask, where the task has a rubric for it.
+
+    base: the model before training, which judges unless another is named. Scores are remembered with the grader's.
+    """
+    if task.witness is None:
+        return None
+    name = config.eval_judge_model or config.judge_model
+
+    def load() -> tuple[gwen.Model, Any]:
+        if isinstance(grader, judge.Judge) and name in ("", config.judge_model):
+            return grader.model, grader.tokenizer
+        return (base, tokenizer) if name in ("", config.model) else gwen.load(name)
+
+    witness = judge.make(config.judge._replace(model=name), task.witness, load)
+    if grader is not None:
+        witness.cache = grader.cache  # keys know their rubric
+    return witness
+
+
+# ---- the command
+
+# settings of a run that `--run` takes from it and a flag replaces
+TAKEN = (
+    *("model", "task", "columns", "reward", "reward_weights", "rubric", "max_tokens", "rollout_batch_size", "thinking"),
+    *("eval_rubric", "eval_judge_model", *(f"judge_{name}" for name in judge.Options._fields)),
+)
+
+
+def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
+    """A model with its adapter, the tokenizer, and whether switching adapters off gives the model before training."""
+    if adapter is None or hub.adapter_kind(hub.find_adapter(adapter)) == "full":
+        return *gwen.load(name, adapter=adapter), adapter is None
+    model, tokenizer = gwen.load(name)
+    lora.attach(model, adapter)
+    return model, tokenizer, True
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("evaluate.py", "Evaluate a model on held-out problems.")
-    parser.add_argument(
-        "--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's, else demo without a GPU)"
-    )
+    run_files.add_flags(parser)
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
-    parser.add_argument("--task", help="demo, values or gsm8k (default: demo with the demo model, else values)")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
-    parser.add_argument("--columns", help="names of the data's columns, as prompt=question,answer=answer")
     parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument(
-        "--rollout-batch-size",
-        type=dispatch.parse_size,
-        default="auto",
-        help="rows decoded at once (default: auto, which is measured on a GPU and 64 without)",
-    )
-    judge.add_flags(parser)  # for tasks that a judge scores
+    parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
+    settings.add_flags(parser, TAKEN)
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
-    parser.add_argument("--thinking", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
+    flags = {name: value for name in TAKEN if (value := getattr(args, name)) is not None}
     try:
-        for flag in ("limit", "samples", "max_tokens", "rollout_batch_size"):
-            if (value := getattr(args, flag)) not in (None, "auto") and value < 1:
-                raise ValueError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+        for flag in ("limit", "samples"):
+            if (value := getattr(args, flag)) is not None and value < 1:
+                raise ValueError(f"--{flag} is {value}; it must be at least 1")
+        if not 0 <= args.temp < math.inf:
+            raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
+        if not 0 <= args.seed < 1 << 64:
+            raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        options = judge.options_of(args)
-        name, why = gwen.choose_model(args.model, args.adapter)
-        task = tasks.load(
-            args.task or ("demo" if name == "demo" else "values"), held_out=args.data, columns=args.columns
-        )
-        model, tokenizer = gwen.load(name, adapter=args.adapter)
+        run_files.check(args.run, args.step, args.adapter)
+        if args.run:
+            config, adapter = settings.of_run(args.run, flags), run_files.adapter_of(args.run, args.step)
+            what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
+        else:
+            name, why = gwen.choose_model(args.model, args.adapter)
+            config, adapter = settings.resolve(flags | {"model": name}, None, None)[0], args.adapter
+            what = f"model: {name}, {why}"
+        if args.data:
+            config.data, config.columns = "", args.columns or ""
+        task = settings.make_task(config, args.data)
+        model, tokenizer, is_base = load_policy(config.model, adapter)
+        scored = task.rubric is not None and task.verifier is None
+        judges = [config.judge_model] * scored + [config.eval_judge_model or config.judge_model] * bool(task.witness)
+        base = model
+        if not is_base and not config.judge_url and any(name in ("", config.model) for name in judges):
+            base, is_base = gwen.load(config.model)[0], True
         grader = None
-        if task.rubric is not None and task.metric == "score":
-            same = not args.adapter and options.model in ("", name)
+        if scored and task.rubric is not None:
+            its_own = config.judge_model in ("", config.model)
             grader = judge.make(
-                options, task.rubric, lambda: (model, tokenizer) if same else gwen.load(options.model or name)
+                config.judge, task.rubric, lambda: (base, tokenizer) if its_own else gwen.load(config.judge_model)
             )
-            if args.judge_cache:
-                grader.cache.load(args.judge_cache)
-        print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
+        witness = make_witness(config, task, grader, base, tokenizer)
+        cache = next((one.cache for one in (grader, witness) if one is not None), None)
+        known = args.judge_cache or (Path(args.run) / "judge_scores.jsonl" if args.run else None)
+        if cache and known:
+            cache.load(known)
+        print(f"{what}; task: {task.name}", file=sys.stderr)
+        given = args.run or args.rollout_batch_size not in (None, "auto")
         record, details = evaluate(
             model,
             tokenizer,
             task,
-            max_tokens=args.max_tokens,
-            rollout_batch_size=None if args.rollout_batch_size == "auto" else args.rollout_batch_size,
+            max_tokens=config.max_tokens,
+            rollout_batch_size=(config.rollout_batch_size or None) if given else None,
             grader=grader,
+            witness=witness,
+            reference=base if is_base and (adapter or args.run) else None,
             samples=args.samples,
-            limit=args.limit,
-            thinking=args.thinking,
+            limit=args.limit or config.eval_limit or None,
+            thinking=config.thinking,
+            temperature=args.temp,
+            seed=args.seed,
         )
         print(json.dumps(record))  # before the files, which may not fit on the disk
-        if grader and args.judge_cache:
+        if cache and args.judge_cache:
             log = telemetry.JsonLines(args.judge_cache)
-            for fresh in grader.cache.take_fresh():
+            for fresh in cache.take_fresh():
                 log.write({"step": 0} | fresh)
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:
         telemetry.fail(error)
+    except KeyboardInterrupt:
+        telemetry.stop()
 
 
 if __name__ == "__main__":

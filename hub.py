@@ -373,25 +373,44 @@ def merge_adapter(weights: dict[str, mx.array], path: str | Path) -> dict[str, m
     Raises ValueError when there is no adapter or not one of this model.
     """
     directory = find_adapter(path)
-    config = load_object(directory / "adapter_config.json")
-    adapter = load_tensors(directory / "adapters.safetensors")
-    if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):
-        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
-    if kind == "full":
+    if adapter_kind(directory) == "full":
+        adapter = load_tensors(directory / "adapters.safetensors")
         for name, array in adapter.items():
             if name not in weights or array.shape != weights[name].shape:
                 raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
         return weights | {name: array.astype(weights[name].dtype) for name, array in adapter.items()}
-    parameters = config.get("lora_parameters")
+    scale, pairs = lora_pairs(weights, directory)
+    weights = dict(weights)
+    for name, (low, high) in pairs.items():
+        base = weights[f"{name}.weight"]
+        delta = scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
+        weights[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+    return weights
+
+
+def adapter_kind(directory: Path) -> str:
+    """ "lora" or "full", as an adapter's configuration says. ValueError for another."""
+    kind = load_object(directory / "adapter_config.json").get("fine_tune_type", "lora")
+    if kind not in ("lora", "full"):
+        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
+    return str(kind)
+
+
+def lora_pairs(weights: dict[str, mx.array], directory: Path) -> tuple[float, dict[str, tuple[mx.array, mx.array]]]:
+    """
+    The scale of a "lora" adapter, and A (C, R) and B (R, O) of each projection, by Hugging Face name.
+
+    weights: of the model, by such names. Raises ValueError when the adapter is not one of this model.
+    """
+    parameters = load_object(directory / "adapter_config.json").get("lora_parameters")
     if not isinstance(parameters, dict) or not isinstance(scale := parameters.get("scale"), (int, float)):
         raise ValueError(f"--adapter {directory}: adapter_config.json has no lora_parameters with a scale")
-    weights = dict(weights)
+    adapter, pairs = load_tensors(directory / "adapters.safetensors"), {}
     for name in sorted({tensor.rpartition(".")[0] for tensor in adapter}):
         base, low, high = weights.get(f"{name}.weight"), adapter.get(f"{name}.lora_a"), adapter.get(f"{name}.lora_b")
         if base is None or low is None or high is None:
             raise ValueError(f"--adapter {directory}: {name} is not a projection of this model with lora_a and lora_b")
         if low.shape[:1] + high.shape[:1] + high.shape[1:] != base.shape[1:] + low.shape[1:] + base.shape[:1]:
             raise ValueError(f"--adapter {directory}: {name} does not fit a weight of shape {base.shape}")
-        delta = scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
-        weights[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
-    return weights
+        pairs[name] = low, high
+    return float(scale), pairs

@@ -1,6 +1,6 @@
 """
 Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
-`uv run lora.py --fuse --adapter DIR --out DIR` merges one into its model for good.
+`uv run lora.py --fuse --run runs/NAME --out DIR` merges one into its model for good.
 
 One adapter serves a fused projection, so query, key and value share its A; taken apart, each part has that A and its
 own rows of B, which is exactly the adapter that mlx_lm puts on the separate projections.
@@ -18,10 +18,11 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
 import hub
+import run_files
 import telemetry
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -86,6 +87,43 @@ def disabled(model: gwen.Model) -> Iterator[None]:
             layer.enabled = True
 
 
+def attach(model: gwen.Model, path: str | Path) -> None:
+    """
+    Puts an adapter of mlx_lm's layout beside the model's weights, so that `disabled` can switch it off.
+
+    One of ours becomes, to the bit, what it was in training. Where the parts of a fused projection bring an A each,
+    these stand side by side, and each part's rows of B read its own. path: see `hub.find_adapter`.
+    Raises ValueError when the adapter is not a "lora" one of this model's projections.
+    """
+    weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    scale, pairs = hub.lora_pairs(weights, hub.find_adapter(path))
+    adapted = []
+    for name, linear in model.named_modules():
+        if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
+            continue
+        rows_of = hub.unfuse_weights({name: linear.weight}, model.config)
+        given = {part: pairs.pop(part) for part in rows_of if part in pairs}
+        if not given:
+            continue
+        lows: list[mx.array] = []  # the different A, (C, r) each
+        place = {}
+        for part, (low, _) in given.items():
+            place[part] = next((i for i, held in enumerate(lows) if mx.array_equal(low, held).item()), len(lows))
+            lows[place[part] :] = lows[place[part] :] or [low.astype(mx.float32)]
+        columns = []
+        for part, rows in rows_of.items():
+            blocks = [mx.zeros((low.shape[1], len(rows))) for low in lows]
+            if part in given:
+                blocks[place[part]] = given[part][1].astype(mx.float32)
+            columns.append(mx.concatenate(blocks))
+        layer = LoRALinear(linear, 1, scale, mx.random.key(0))
+        layer.lora_a, layer.lora_b = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
+        adapted.append((name, layer))
+    if pairs:
+        raise ValueError(f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here")
+    model.update_modules(tree_unflatten(adapted))
+
+
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     """A and B of every adapter in mlx_lm's names and parts, "model.layers.0.self_attn.q_proj.lora_a"."""
     out = {}
@@ -109,17 +147,23 @@ def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("lora.py", "Merge an adapter into its model.")
     parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")
+    run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
-    parser.add_argument(
-        "--adapter", required=True, metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout"
-    )
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new Hugging Face directory")
     args = parser.parse_args(argv)
     try:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
-        name, _ = gwen.choose_model(args.model, args.adapter)
-        model, tokenizer = gwen.load(name, adapter=args.adapter)
+        run_files.check(args.run, args.step, args.adapter)
+        name, adapter = args.model, args.adapter
+        if args.run:
+            name = name or run_files.settings_of(args.run)["model"]
+            adapter = run_files.adapter_of(args.run, args.step)
+        if not adapter:
+            raise ValueError("there is nothing to merge; name an adapter with --adapter, or a run with --run")
+        name, _ = gwen.choose_model(name, adapter)
+        model, tokenizer = gwen.load(name, adapter=adapter)
         scratch = args.out.with_name(args.out.name + ".partial")
         try:
             gwen.save(model, scratch, tokenizer)
@@ -130,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:
         telemetry.fail(error)
-    print(f"{args.out}: {name} with {args.adapter} merged in, {model.head_weight.dtype}")
+    print(f"{args.out}: {name} with {adapter} merged in, {model.head_weight.dtype}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt posit
 T completion positions, C hidden.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -218,3 +219,15 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
         return first[:, None]
     children = cache.child(batch.lengths, prefix.parents)
     return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+
+
+def in_rows(
+    batches: list[MicroBatch], shape: tuple[int, ...], score: Callable[[MicroBatch], tuple[mx.array, mx.array]]
+) -> tuple[mx.array, mx.array]:
+    """The pair of (M, T) arrays that `score` gives of each micro-batch as two (N, T), 0 in what none of them holds."""
+    pair = mx.zeros(shape), mx.zeros(shape)
+    for batch in batches:
+        for out, part in zip(pair, score(batch), strict=True):
+            out[batch.rows, : part.shape[1]] = part
+        mx.eval(pair)  # wait: the next micro-batch may use this one's memory
+    return pair

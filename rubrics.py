@@ -35,6 +35,7 @@ class Criterion(NamedTuple):
     name: str
     weight: float
     text: str
+    reverse: bool = False  # 5 is bad
 
 
 class Rubric(NamedTuple):
@@ -74,13 +75,14 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
     """
     A rubric from a YAML file or from what such a file holds: `preamble` (optional) and `criteria`.
 
+    A criterion has `name`, `weight` and `text`, and perhaps `reverse: true`, where a score of 5 is bad.
     Raises ValueError naming the file and what is wrong with it.
     """
     if isinstance(source, Rubric):
         return source
     where, held = "the rubric", source
     if isinstance(source, (str, Path)):
-        where = f"--rubric {source}"
+        where = f"rubric {source}"
         held = load_yaml(source, where)
     if isinstance(held, dict) and (unknown := [key for key in held if key not in ("preamble", "criteria")]):
         near = difflib.get_close_matches(str(unknown[0])[:40], ("preamble", "criteria"), 1, 0.0)[0]
@@ -89,20 +91,25 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     criteria = []
     for number, entry in enumerate(held["criteria"], 1):
-        if not isinstance(entry, dict) or set(entry) != {"name", "weight", "text"}:
+        if not isinstance(entry, dict) or set(entry) - {"reverse"} != {"name", "weight", "text"}:
             shown = reprlib.repr(entry)
-            raise ValueError(f"{where}: criterion {number} is {shown}; it needs exactly name, weight and text")
+            problem = f"criterion {number} is {shown}; it needs exactly name, weight and text"
+            raise ValueError(f"{where}: {problem}, and may have `reverse: true`")
         weight = entry["weight"]
         if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:  # so written, it refuses nan
             problem = f"criterion {number} has weight {reprlib.repr(weight)}"
             raise ValueError(f"{where}: {problem}; it must be a number other than 0, below a million")
+        reverse = entry.get("reverse", False)
+        if type(reverse) is not bool or (reverse and weight < 0):
+            problem = f"criterion {number} has weight {weight:g} and reverse {reprlib.repr(reverse)}"
+            raise ValueError(f"{where}: {problem}; write `reverse: true`, with a weight above 0, where 5 is bad")
         for key in ("name", "text"):
             if isinstance(entry[key], (bool, int, float)):
                 problem = f"criterion {number} has the {key} {entry[key]!r:.60}, which YAML reads as no text"
                 raise ValueError(f"{where}: {problem}; put it in quotes")
             if not isinstance(entry[key], str) or not entry[key].strip():
                 raise ValueError(f"{where}: criterion {number} needs a name and a text that are not empty")
-        criteria.append(Criterion(entry["name"], float(weight), entry["text"]))
+        criteria.append(Criterion(entry["name"], float(weight), entry["text"], reverse))
     if len({criterion.name for criterion in criteria}) < len(criteria):
         raise ValueError(f"{where}: two criteria have the same name")
     preamble = held.get("preamble", DEFAULT_PREAMBLE)
@@ -187,12 +194,12 @@ def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion)
 
 def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:
     """
-    Sum of weight * (score - 3) / 2 over the criteria, (N, J) -> (N,).
+    Sum of weight * (score - 3) / 2 over the criteria, of a reversed one less that, (N, J) -> (N,).
 
     Where a score is nan its criterion is left out and the others' weights grow to the same total; a row without any
     readable score is nan.
     """
-    weights = np.array([criterion.weight for criterion in rubric.criteria])
+    weights = np.array([-c.weight if c.reverse else c.weight for c in rubric.criteria])
     readable = np.abs(weights) * ~np.isnan(scores)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.nansum(weights * (scores - 3) / 2, axis=-1) * np.abs(weights).sum() / readable.sum(-1)

@@ -11,6 +11,7 @@ drawn again as it was. What is left out: text; the caller renders prompts to ids
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
 
+import argparse
 import itertools
 import math
 import sys
@@ -28,6 +29,7 @@ import gpu
 import gwen
 import memory
 import ops
+import run_files
 import softmax
 import tasks
 import telemetry
@@ -407,19 +409,25 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("sampler.py", "Sample completions of one prompt.")
-    parser.add_argument(
-        "--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's, else demo without a GPU)"
-    )
+    run_files.add_flags(parser)
+    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_argument("--system", help="what stands before it")
     parser.add_argument("--num", type=int, default=1, help="completions")
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--thinking", action="store_true")
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     args = parser.parse_args(argv)
     try:
+        run_files.check(args.run, args.step, args.adapter)
+        held, adapter = {"max_tokens": 256, "thinking": False}, args.adapter
+        if args.run:
+            held, adapter = run_files.settings_of(args.run), run_files.adapter_of(args.run, args.step)
+        for name in ("model", "max_tokens", "thinking"):
+            if getattr(args, name) is None:
+                setattr(args, name, held.get(name))
         for flag, value in (("--num", args.num), ("--max-tokens", args.max_tokens)):
             if value < 1:
                 raise ValueError(f"{flag} is {value}; it must be at least 1")
@@ -430,8 +438,8 @@ def main(argv: list[str] | None = None) -> None:
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 tasks.check_text(flag, text)
-        name, why = gwen.choose_model(args.model, args.adapter)
-        model, tokenizer = gwen.load(name, adapter=args.adapter)
+        name, why = gwen.choose_model(args.model, adapter)
+        model, tokenizer = gwen.load(name, adapter=adapter)
         prompts = tasks.render(
             tokenizer,
             [{"prompt": args.prompt, "system": args.system}],
@@ -445,6 +453,8 @@ def main(argv: list[str] | None = None) -> None:
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         telemetry.fail(error)
+    except KeyboardInterrupt:
+        telemetry.stop()
     print("\n".join(texts(tokenizer, result, model.config.eos_ids)))
 
 

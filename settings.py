@@ -12,6 +12,7 @@ import itertools
 import json
 import reprlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import judge
 import lora
 import micro_batch
 import rubrics
+import run_files
 import tasks
 import telemetry
 
@@ -138,6 +140,8 @@ class Config:
     judge_concurrency: int = _flag(8, judge.HELP["concurrency"], low=1, high=2**10)
     judge_timeout: float = _flag(60.0, judge.HELP["timeout"], low=1e-3, high=1e6)
     judge_retries: int = _flag(5, judge.HELP["retries"], low=0, high=100)
+    eval_rubric: str = _flag("", "rubric YAML that only evaluations ask, as the witness of a judge")
+    eval_judge_model: str = _flag("", "the witness's judge, instead of --judge-model")
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
     eval_limit: int = _flag(0, "most held-out problems, evenly spread over them; 0 takes all", low=0)
     save_every: int = _flag(20, "steps between checkpoints", low=1)
@@ -166,11 +170,15 @@ class Config:
         return named[self.checkpoint_layers] if self.checkpoint_layers in named else int(self.checkpoint_layers)
 
 
-def make_task(config: Config) -> tasks.Task:
-    """The task with the pieces that the settings override. ValueError names the flag that is wrong."""
-    task = tasks.load(config.task, data=config.data or None, columns=config.columns or None)
+def make_task(config: Config, held_out: str | None = None) -> tasks.Task:
+    """
+    The task with the pieces that the settings override.
+
+    held_out: data to evaluate on, whole, instead of the held-out side. ValueError names the flag that is wrong.
+    """
+    task = tasks.load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
     if config.rubric:
-        task = task._replace(rubric=Path(config.rubric))
+        task = task._replace(rubric=Path(config.rubric), witness=None)
     elif config.reward and "rubric" not in config.reward_weights:
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
     if config.reward:
@@ -199,17 +207,19 @@ def make_task(config: Config) -> tasks.Task:
     # what is wrong with a reward or a rubric is said here, before a model is loaded
     for name, reward in rewards.items():
         try:
-            tasks.reward_columns(name, reward, tasks.reward_arguments(task.train))
+            tasks.reward_columns(name, reward, tasks.reward_arguments(task.train or task.held_out))
         except ValueError as error:
             if config.reward:
                 raise
             way = "give --reward, or --task values for a rubric alone"  # the user may never have named this reward
             raise ValueError(f"{error}; {name} is a reward of --task {config.task}: {way}") from error
-    if rubric_path is not None:
-        rubrics.load_rubric(rubric_path)
+    # no rubric in the reward, no judge that would need a witness; one that is asked for is taken
+    witness = Path(config.eval_rubric) if config.eval_rubric else task.witness if rubric_path else None
+    for path in filter(None, (rubric_path, witness)):
+        rubrics.load_rubric(path)
     if config.eval_every and not task.held_out:
         raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
-    return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path)
+    return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path, witness=witness)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -221,7 +231,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="prints every setting as YAML and ends")
     parser.add_argument("--resume", metavar="DIR", help="goes on with the run in DIR from its newest checkpoint")
+    add_flags(parser, [field.name for field in dataclasses.fields(Config)])
+    return parser.parse_args(argv)
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Settings as flags, None where one is not given."""
     for field in dataclasses.fields(Config):
+        if field.name not in names:
+            continue
         options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -230,7 +248,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             options["type"] = dispatch.parse_size if "auto" in field.metadata else converters.get(field.type)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
-    return parser.parse_args(argv)
 
 
 def _weights(text: str) -> dict[str, float]:
@@ -269,6 +286,11 @@ def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) 
     rate = _rate_of_all_weights(recipe, flags)
     config = _checked(recipe | _environment() | rate | flags | {"model": model, "task": task})
     return config, f"model: {model}, {why}; task: {task}"
+
+
+def of_run(run: str, flags: dict[str, Any]) -> Config:
+    """The settings of the run in a directory, with those that flags replace. ValueError where there is no run."""
+    return _checked(load_recipe(run_files.config_file(run)) | flags)
 
 
 def _task_recipe(task: str | None) -> dict[str, Any]:

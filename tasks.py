@@ -45,6 +45,7 @@ class Task(NamedTuple):
     rubric: Path | None
     metric: str  # "accuracy" where a verifier knows the right answer, else "score"
     verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
+    witness: Path | None = None  # a second rubric, which only evaluations ask
 
 
 def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
@@ -81,8 +82,8 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     return task._replace(train=train, held_out=test)
 
 
-def spread(examples: list[Example], limit: int | None) -> list[Example]:
-    """At most `limit` of the examples, evenly spread, so over all categories; 0 and None take all."""
+def spread(examples: list[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of them, evenly spread, so over all categories; 0 and None take all."""
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
 
@@ -327,7 +328,17 @@ def _values_bundled() -> "Sides":
     return split_examples(load_data(str(DATA / "values.jsonl")))
 
 
-VALUES = Task("values", [], [], {}, {"rubric": 1.0}, DATA / "values_rubric.yaml", metric="score", verifier=None)
+VALUES = Task(
+    name="values",
+    train=[],
+    held_out=[],
+    rewards={},
+    reward_weights={"rubric": 1.0},
+    rubric=DATA / "values_rubric.yaml",
+    metric="score",
+    verifier=None,
+    witness=DATA / "values_witness.yaml",
+)
 
 
 # ---- gsm8k: school mathematics, the answer is a number
@@ -413,6 +424,8 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     spec: a file (.jsonl, .json with a list, .csv, .parquet), or a hub dataset id[:config][:split] (split train).
     columns: "prompt=question,answer=solution" gives columns of the file the names on the left.
     A prompt is a string or chat messages, `system` and `category` are strings, every further column is kept as it is.
+    Without a prompt the column `messages` is taken, less the assistant's reply where it ends with one; the reply is the
+    `answer` of data that has no such column.
 
     Raises ValueError naming file, line or record, value and fix.
     """
@@ -548,11 +561,23 @@ def make_examples(source: str, records: Records, columns: str | None = None) -> 
         kept = {k: v for k, v in record.items() if k not in renames and k not in renames.values()}
         example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
         try:
-            examples.append(_checked(example))
+            examples.append(_checked(example if "prompt" in example else _of_messages(example)))
         except ValueError as error:
             raise ValueError(f"{source}, {where}: {error}") from error
     names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
     return [{name: example.get(name) for name in names} for example in examples]
+
+
+def _of_messages(example: Example) -> Example:
+    """The example with a prompt from its column `messages`, if it has one; see `load_data`."""
+    messages = example.get("messages")
+    if not isinstance(messages, list):
+        return example
+    kept = {name: value for name, value in example.items() if name != "messages"}
+    last = messages[-1] if messages else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        return {"answer": last.get("content")} | kept | {"prompt": messages[:-1]}
+    return kept | {"prompt": messages}
 
 
 def parse_columns(columns: str | None) -> dict[str, str]:

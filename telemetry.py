@@ -122,6 +122,38 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     )
 
 
+def with_interval(record: dict[str, Any], name: str) -> str:
+    """A figure of an evaluation with its 95% confidence interval, "0.475 \u00b1 0.043", as far as it has them."""
+    value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
+    if value is None:
+        return "unreadable"
+    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
+
+
+def evaluation_line(record: dict[str, Any]) -> str:
+    """The one line of an evaluation."""
+    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
+    if record.get("eval/witness") is not None:
+        shown.insert(1, "witness")
+    parts = [f"{name} {with_interval(record, name)}" for name in shown]
+    return f"eval/{' | '.join(parts)} | {record['eval/num']} problems"
+
+
+def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
+    """The lines that compare two evaluations, each figure with its 95% interval."""
+    figure = "accuracy" if "eval/accuracy" in last else "score"
+    nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
+    if sum(name.startswith("reward/") for name in nested) == 1:  # the figure itself, or what it is compared with
+        nested = [name for name in nested if not name.startswith("reward/")]
+    lines = []
+    for name in (figure, "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
+        if last.get(f"eval/{name}") is not None:
+            before, after = with_interval(first, name), with_interval(last, name)
+            lines.append(f"{name}: before {before}, after {after}")
+    lines[0] = f"held-out {lines[0]} ({last['eval/num']} problems)"
+    return "\n".join(lines)
+
+
 def environment(blas: str) -> dict[str, Any]:
     """Versions, device and commit: what a reader of a run needs to repeat it."""
 
@@ -154,6 +186,12 @@ def fail(message: object) -> NoReturn:
     """Ends the process the way a user's mistake does: one line on stderr, exit status 2."""
     print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
     sys.exit(2)
+
+
+def stop() -> NoReturn:
+    """Ends the process the way Ctrl-C does, where nothing is to be saved: one line on stderr, exit status 130."""
+    print("\nstopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 
 class Parser(argparse.ArgumentParser):

@@ -50,6 +50,8 @@ import update
 from micro_batch import micro_batches
 from settings import Config
 
+MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluation, evenly spread over all
+
 
 def train(config: Config, run: "Run") -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
@@ -251,13 +253,18 @@ class Run:
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was
-        judges_itself = self.task.rubric and config.judge_model in ("", config.model) and not config.judge_url
+        judges = {config.judge_model} if self.task.rubric else set()
+        judges |= {config.eval_judge_model or config.judge_model} if self.task.witness and config.eval_every else set()
+        judges_itself = judges & {"", config.model} and not config.judge_url
         needs_base = not config.lora_rank and (config.kl_coef or judges_itself)
         self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
             self._render(tasks.spread(self.task.held_out, config.eval_limit), "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
+        self.witness = None
+        if config.eval_every:
+            self.witness = evaluate.make_witness(config, self.task, self.judge, self.base or self.model, self.tokenizer)
         self.learner = update.Learner(self.model, config, self.base)
         self.batch_size = self._settle_rollouts()
         lengths = [len(ids) for ids in self.prompt_ids]
@@ -305,6 +312,8 @@ class Run:
         )
         for log in (self.metrics, self.rollouts, self.evals, self.judge_scores, self.warnings):
             log.cut_after(self.step)
+        self.answers = telemetry.JsonLines(self.dir / "eval_answers.jsonl")
+        self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.past_steps, self.past_evals = self.metrics.read(), self.evals.read()
         if self.judge:
             self.judge.cache.fill(self.judge_scores.read())
@@ -376,23 +385,25 @@ class Run:
         config = self.config
         if not evaluation_is_due(config, self.step, self.dir):
             return False
-        record, _ = evaluate.evaluate(
+        record, answers = evaluate.evaluate(
             self.model,
             self.tokenizer,
             self.task,
             max_tokens=config.max_tokens,
             rollout_batch_size=self.batch_size,
-            grader=self.judge if self.task.metric == "score" else None,
+            grader=self.judge if self.task.verifier is None else None,
+            witness=self.witness,
+            reference=self.base or (self.model if config.lora_rank else None),
             limit=config.eval_limit or None,
             thinking=config.thinking,
         )
+        for one in tasks.spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
+            self.answers.write({"step": self.step} | one)
         record = {"step": self.step} | record
         self.evals.write(record)
         self.past_evals.append(record)
         self.remember_scores()
-        name = f"eval/{self.task.metric}"
-        value, greedy = _three(record[name]), _three(record["eval/greedy"])
-        print(f"{name} {value} | greedy {greedy} | {record['eval/num']} held-out problems", flush=True)
+        print(telemetry.evaluation_line(record), flush=True)
         self.warn()
         return self.best_step() == self.step
 
@@ -540,14 +551,8 @@ class Run:
         for warning in self.warnings.read():
             print(f"warned after step {warning['step']}: {warning['name']}")
         records = self.evals.read()
-        if len(records) < 2:
-            return
-        first, last = records[0], records[-1]
-        named = {"eval/accuracy": "held-out accuracy", "eval/score": "held-out score", "eval/greedy": "greedy"}
-        named |= {key: key.removeprefix("eval/") for key in first if key.count("/") == 2}  # the score by criterion
-        for key, label in named.items():
-            if key in first:
-                print(f"{label}: {_three(first[key])} before, {_three(last[key])} after {last['step']} steps")
+        if len(records) > 1:
+            print(telemetry.comparison(records[0], records[-1]))
 
 
 def publish(run_dir: Path, state: checkpoint.State) -> None:
@@ -563,11 +568,6 @@ def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
         return False
     lines = (run_dir / "eval.jsonl").read_text().splitlines()
     return not any(json.loads(line)["step"] == step for line in lines)
-
-
-def _three(value: float | None) -> str:
-    """Three decimals; an evaluation of which nothing could be scored has none."""
-    return "unreadable" if value is None else f"{value:.3f}"
 
 
 # ---- the command

@@ -21,7 +21,7 @@ import gwen
 import lm_head
 import lora
 import sampler
-from micro_batch import MicroBatch, completion_hidden, take_rows
+from micro_batch import MicroBatch, completion_hidden, in_rows, take_rows
 from settings import Config
 
 MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # the policy before the update against the sampler
@@ -107,14 +107,8 @@ def forward_all(
     learner: Learner, model: gwen.Model, batches: list[MicroBatch], shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities and entropies of the step, (N, T) each, 0 in what no micro-batch holds; without gradient."""
-    logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
-    for batch in batches:
-        parts = completion_logprobs(model, batch, learner.config, "none")
-        learner.num_forwards += len(batch.rows)
-        for out, part in zip((logprobs, entropy), parts, strict=True):
-            out[batch.rows, : part.shape[1]] = part
-        mx.eval(logprobs, entropy)
-    return logprobs, entropy
+    learner.num_forwards += sum(len(batch.rows) for batch in batches)
+    return in_rows(batches, shape, lambda batch: completion_logprobs(model, batch, learner.config, "none"))
 
 
 def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:

@@ -3,15 +3,22 @@
 import itertools
 import json
 import math
+from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 import evaluate
 import gwen
 import judge
+import lora
+import rubrics
+import run_files
 import sampler
 import tasks
+import telemetry
+import train
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +83,15 @@ def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
     second, _ = run(demo, rollout_batch_size=7)
     for record in (first, second):
         record.pop("eval/s")
+    entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise
     assert first == second
+    assert entropies[0] == pytest.approx(entropies[1], rel=1e-6)
 
 
 def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     task = tasks.load("demo")._replace(verifier=None, metric="score")
     problems = [problem | {"category": "carry" if problem["carry"] else "plain"} for problem in task.held_out]
+    problems[0]["category"] = None
     task = task._replace(held_out=problems)
     grader = judge.Judge(*demo, task.rubric)
     record, details = evaluate.evaluate(
@@ -89,10 +99,13 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     )
     criteria = [criterion.name for criterion in grader.rubric.criteria]
     for name in criteria:
-        assert {f"eval/score/{name}", f"eval/score/{name}/carry", f"eval/score/{name}/plain"} <= set(record)
-    means = np.array([record[f"eval/score/{name}"] for name in criteria])
+        assert {f"eval/judge/{name}", f"eval/judge/{name}/carry", f"eval/judge/{name}/plain"} <= set(record)
+    means = np.array([record[f"eval/judge/{name}"] for name in criteria])
     weights = np.array([criterion.weight for criterion in grader.rubric.criteria])
-    assert record["eval/mean_at_k"] == pytest.approx((weights * (means - 3) / 2).sum(), abs=1e-6)
+    assert record["eval/reward/rubric"] == pytest.approx((weights * (means - 3) / 2).sum(), abs=1e-6)
+    expected = record["eval/reward/correct"] + 0.5 * record["eval/reward/rubric"]
+    assert record["eval/mean_at_k"] == pytest.approx(expected)
+    assert not any("None" in key or key.startswith("eval/accuracy") for key in record)
     assert len(details) == 24
 
 
@@ -101,3 +114,270 @@ def test_the_command_prints_one_record_and_writes_a_line_a_problem(capsys, tmp_p
     record = json.loads(capsys.readouterr().out)
     assert record["eval/num"] == 8 and record["eval/samples"] == 2
     assert len([json.loads(line) for line in (tmp_path / "q").read_text().splitlines()]) == 8
+
+
+# ---- intervals
+
+
+@pytest.mark.parametrize(("right", "num"), [(0, 6), (6, 6), (4, 6), (243, 512)])
+def test_the_interval_of_a_share_is_the_farther_end_of_wilson_s_and_never_nothing(right, num):
+    share, z = right / num, 1.96
+    # Wilson's ends are where the share lies z standard errors away, the error being that of the end itself
+    ends = np.roots([1 + z**2 / num, -(2 * share + z**2 / num), share**2])
+    half = evaluate.half_width(np.array([1.0] * right + [0.0] * (num - right)))
+    assert half == pytest.approx(np.abs(ends - share).max()) and half > 0
+
+
+def test_the_interval_of_other_values_is_normal_and_one_problem_has_none():
+    values = np.array([0.2, -1.5, 3.0, np.nan])
+    assert evaluate.half_width(values) == pytest.approx(1.96 * values[:3].std(ddof=1) / 3**0.5)
+    assert evaluate.half_width(np.array([1.0, np.nan])) is None
+
+
+def test_a_line_of_an_evaluation_has_its_intervals_within_100_columns():
+    figures = {"score": -10.1234, "witness": -10.1234, "greedy": -10.1234}
+    record = {f"eval/{name}": value for name, value in figures.items()} | {"eval/num": 1319}
+    record |= {f"eval/{name}_ci95": 10.0432 for name in figures}
+    line = telemetry.evaluation_line(record)
+    assert line.startswith("eval/score -10.123 \u00b1 10.043 | witness -10.123 \u00b1 10.043 | greedy")
+    assert len(line) <= 100
+    empty = {"eval/accuracy": None, "eval/accuracy_ci95": None, "eval/greedy": 0.5, "eval/greedy_ci95": None}
+    line = telemetry.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
+    assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problems"
+
+
+# ---- what stands beside
+
+
+def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
+    model, tokenizer = gwen.load("demo")
+    lora.apply(model, 4, 2.0)
+    task = tasks.load("demo")
+    settings = dict(max_tokens=12, rollout_batch_size=64, limit=12, reference=model)
+    record, _ = evaluate.evaluate(model, tokenizer, task, **settings)
+    assert 0 <= record["eval/kl"] < 1e-10
+    for index, (_, layer) in enumerate(lora.layers(model)):
+        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
+    record, _ = evaluate.evaluate(model, tokenizer, task, samples=2, temperature=0.8, **settings)
+    problems = tasks.spread(task.held_out, 12)
+    prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
+    params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
+    rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=evaluate.KEY)
+    terms, entropies = [], []
+    for prompt, ids, mask in zip(prompts, np.array(rollout.completion_ids), np.array(rollout.mask), strict=True):
+        ids = ids[mask > 0].tolist()
+        row, both = mx.array([prompt + ids]), []
+        for one in (model, demo[0]):  # the second one never had adapters
+            logits = np.array(one(row)[0, len(prompt) - 1 : -1], np.float64) / 0.8
+            both.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+        entropies += (-(np.exp(both[0]) * both[0]).sum(-1)).tolist()
+        policy, base = (logprobs[np.arange(len(ids)), ids] for logprobs in both)
+        terms += (np.exp(base - policy) - (base - policy) - 1).tolist()
+    assert np.mean(terms) > 0.01
+    assert record["eval/kl"] == pytest.approx(np.mean(terms), rel=1e-3)
+    assert record["eval/entropy"] == pytest.approx(np.mean(entropies), rel=1e-3)
+    assert record["eval/tokens"] == pytest.approx(len(terms) / 24)
+
+
+def test_without_the_model_before_training_the_divergence_is_null(demo):
+    record, _ = run(demo, limit=2)
+    assert record["eval/kl"] is None and record["eval/witness"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("I can't help with that.", True),
+        ("I can\u2019t do that.", True),
+        ("I cannot say.", True),
+        ("I'm sorry, but no.", True),
+        ("Sorry, but that is private.", True),
+        ("Unfortunately, I am unable to help.", True),
+        ('"I won\'t."', True),
+        ("One can't know, but here is how one would test it.", False),
+        ("Fifteen. I cannot add more.", False),
+        ("I canter on my horse.", False),
+        ("", False),
+    ],
+)
+def test_a_refusal_is_told_by_how_an_answer_opens(text, expected):
+    assert evaluate.is_refusal(text) is expected
+
+
+def test_repetition_is_the_share_of_runs_of_four_words_that_were_there_before():
+    assert evaluate.repeated("one two three four") == evaluate.repeated("no no no") == 0
+    assert evaluate.repeated("a b c d A B C D") == pytest.approx(1 / 5)
+    assert evaluate.repeated("ha " * 20) == pytest.approx(16 / 17)
+
+
+# ---- a witness
+
+
+class Always(judge.Grader):
+    """A judge that gives every criterion the same score."""
+
+    def __init__(self, rubric, score):
+        super().__init__(rubric)
+        self.given = score
+
+    def identity(self):
+        return f"{self.given}{self.rubric}"
+
+    def evaluate(self, pairs):
+        shape = (len(pairs), len(self.rubric.criteria))
+        return judge.grader.Evaluations(
+            np.full(shape, float(self.given)), np.ones(shape), np.full(shape, str(self.given), object), 0
+        )
+
+
+def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
+    task = tasks.load("values")
+    grader, witness = Always(task.rubric, 5), Always(task.witness, 5)
+    record, details = evaluate.evaluate(
+        *demo, task, max_tokens=4, rollout_batch_size=64, limit=4, grader=grader, witness=witness
+    )
+    assert record["eval/score"] == 3 and record["eval/witness"] == 0
+    assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
+    assert details[0]["witness_scores"] == [[5.0] * 6] and details[0]["judge_scores"] == [[5.0] * 3]
+
+
+def test_the_bundled_witness_has_the_same_range_as_the_rubric_and_a_reversed_criterion_for_each_virtue():
+    rubric, witness = (rubrics.load_rubric(path) for path in (tasks.VALUES.rubric, tasks.VALUES.witness))
+    assert sum(c.weight for c in rubric.criteria) == sum(c.weight for c in witness.criteria) == 3
+    assert [c.reverse for c in witness.criteria] == [False, True] * 3
+    assert not {c.name for c in rubric.criteria} & {c.name for c in witness.criteria}
+
+
+# ---- `--run`: the run's own figure, to the digit
+
+SMALL = "--model demo --batch 2 --groups 4 --steps 2 --eval-every 2 --eval-limit 4 --max-tokens 8 --lr 0.01".split()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of the demo, one that a judge rewards, and one on a user's data and reward."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "mine.py").write_text("def short(completions, **_): return [-len(text) / 10 for text in completions]")
+    lines = [{"question": f"What is {n} plus one?", "kind": "odd" if n % 2 else None} for n in range(30)]
+    (root / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "witness.yaml").write_text(
+        'criteria: [{name: brief, weight: 1.0, text: "Is it brief?"}, '
+        '{name: rambling, weight: 1.0, reverse: true, text: "Does it ramble?"}]'
+    )
+    own = f"--task demo --data {root}/mine.jsonl --columns prompt=question,category=kind --reward {root}/mine.py:short"
+    own += f" --eval-rubric {root}/witness.yaml"
+    train.main([*SMALL, *own.split(), "--run-dir", str(root / "own")])
+    hot = "--task values --temp 3"  # at 1 the demo says two words to everything that is no sum, and learns nothing
+    train.main([*SMALL, *hot.split(), "--run-dir", str(root / "values")])
+    train.main([*SMALL, "--steps", "1", "--run-dir", str(root / "demo")])
+    train.main(["--resume", str(root / "demo"), "--steps", "2"])
+    return root
+
+
+def lines_of(path: Path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def told(capsys, *flags):
+    """The record that the command prints."""
+    capsys.readouterr()
+    evaluate.main(list(map(str, flags)))
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["demo", "values", "own"])
+def test_the_command_repeats_a_run_s_last_evaluation_to_the_digit(runs, capsys, name, tmp_path):
+    record = told(capsys, "--run", runs / name, "--out", tmp_path / "out.jsonl")
+    *_, last = lines_of(runs / name / "eval.jsonl")
+    assert last.pop("step") == 2
+    for one in (record, last):
+        assert one.pop("eval/s") > 0
+    assert record == last and record["eval/kl"] > 1e-9  # before training it is 1e-13
+    answers = [line for line in lines_of(runs / name / "eval_answers.jsonl") if line.pop("step") == 2]
+    assert answers == lines_of(tmp_path / "out.jsonl")
+
+
+def test_each_step_of_a_run_can_be_repeated(runs, capsys):
+    for step, record in enumerate(lines_of(runs / "demo" / "eval.jsonl")):
+        repeated = told(capsys, "--run", runs / "demo", "--step", step)
+        assert record["step"] == step
+        assert repeated | {"eval/s": 0, "step": step} == record | {"eval/s": 0}
+
+
+def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"prompt": "What is two plus two?"}\n' * 3)
+    record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)
+    assert (record["eval/num"], record["eval/samples"]) == (3, 2)
+    assert record["eval/tokens"] <= 3 and record["eval/reward/short"] < 0
+
+
+def test_another_seed_or_temperature_draws_other_answers(runs, capsys, tmp_path):
+    def drawn(*flags):
+        told(capsys, "--run", runs / "demo", "--out", tmp_path / "out", "--samples", 4, *flags)
+        return [line["completions"] for line in lines_of(tmp_path / "out")]
+
+    usual = drawn()
+    assert usual == drawn("--seed", 0, "--temp", 1) and usual != drawn("--seed", 1)
+    greedy = drawn("--temp", 0)
+    assert all(len(set(texts)) == 1 for texts in greedy)
+
+
+def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
+    record = lines_of(runs / "own" / "eval.jsonl")[-1]
+    assert "eval/accuracy" not in record and record["eval/score"] == record["eval/reward/short"]
+    assert {"eval/witness/brief", "eval/witness/rambling"} <= record.keys()
+    assert not any("None" in key for key in record)
+
+
+def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
+    (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
+    run = train.Run.__new__(train.Run)
+    run.dir, run.step, run.judge = tmp_path, 3, None
+    run.open()
+    assert run.answers.read() == [{"step": 0}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--run {at}/nowhere", "--run {at}/nowhere: no config.yaml there; give the directory of a run"),
+        ("--step 3", "--step 3 is a step of a run; name it with --run"),
+        ("--run {at}/demo --step 7", "--step 7: {at}/demo has the steps 0, 1, 2"),
+        ("--run {at}/demo --adapter {at}/demo", "--adapter {at}/demo and --run {at}/demo, which has its own"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(runs, capsys, tmp_path, flags, said):
+    its = flags.format(at=runs).split()
+    for main, more in (
+        (evaluate.main, []),
+        (sampler.main, ["--prompt", "Hi"]),
+        (lora.main, ["--fuse", "--out", f"{tmp_path}/out"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*its, *more])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: " + said.format(at=runs))
+
+
+def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_path):
+    prompt = ["--prompt", "What is one plus two?", "--temp", "0"]
+    sampler.main(["--run", str(runs / "demo"), *prompt])
+    ours = capsys.readouterr().out
+    lora.main(["--fuse", "--run", str(runs / "demo"), "--out", str(tmp_path / "merged")])
+    capsys.readouterr()
+    sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
+    assert capsys.readouterr().out == ours
+    assert run_files.adapter_of(str(runs / "demo"), 0) is None
+
+
+@pytest.mark.parametrize(("main", "flags"), [(evaluate.main, []), (sampler.main, ["--prompt", "Hi"])])
+def test_ctrl_c_ends_in_one_line_with_status_130(monkeypatch, capsys, main, flags):
+    def press(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sampler, "rollout", press)
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "demo", *flags])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped by Ctrl-C"

@@ -107,6 +107,31 @@ def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tm
     np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("down_proj",)])
+def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(tiny_qwen3, tmp_path, targets):
+    model = adapted(tiny_qwen3, targets=targets)
+    checkpoint.save_adapter(model, tmp_path)
+    again = gwen.load_model(tiny_qwen3)
+    base = again(TOKENS)
+    lora.attach(again, tmp_path)
+    assert mx.array_equal(again(TOKENS), model(TOKENS)) and not mx.allclose(again(TOKENS), base)
+    with lora.disabled(again):
+        assert mx.array_equal(again(TOKENS), base)
+
+
+def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(tiny_qwen3, tmp_path):
+    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path)
+    weights = dict(mx.load(str(tmp_path / "adapters.safetensors")))
+    weights = {name: w for name, w in weights.items() if "k_proj" not in name and "up_proj" not in name}
+    for index, name in enumerate(sorted(name for name in weights if name.endswith("lora_a"))):
+        weights[name] = weights[name] + 0.1 * mx.random.normal(weights[name].shape, key=mx.random.key(index))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
+    model = gwen.load_model(tiny_qwen3)
+    lora.attach(model, tmp_path)
+    merged = gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    np.testing.assert_allclose(np.array(model(TOKENS)), np.array(merged(TOKENS)), atol=1e-4, rtol=1e-4)
+
+
 def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
     model = gwen.load_model(tiny_qwen3)
     model.norm.weight = model.norm.weight * 1.5

@@ -228,3 +228,17 @@ def test_a_bad_rubric_is_refused_in_one_line_that_names_the_file(tmp_path, conte
 def test_a_missing_rubric_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.yaml"):
         rubrics.load_rubric(tmp_path / "nowhere.yaml")
+
+
+def test_of_a_reversed_criterion_five_is_bad():
+    held = {"criteria": [{"name": "good", "weight": 1, "text": "Good?"}]}
+    held["criteria"].append({"name": "bad", "weight": 0.5, "text": "Bad?", "reverse": True})
+    rubric = rubrics.load_rubric(held)
+    scores = np.array([[5, 1], [5, 5], [1, 5], [3, 3], [np.nan, 5]], float)
+    np.testing.assert_allclose(rubrics.rubric_reward(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5])
+
+
+@pytest.mark.parametrize("change", [{"reverse": "yes"}, {"reverse": True, "weight": -1}, {"reversed": True}])
+def test_a_reversal_that_says_nothing_or_undoes_itself_is_refused(change):
+    with pytest.raises(ValueError, match="reverse: true"):
+        rubrics.load_rubric({"criteria": [{"name": "a", "weight": 1, "text": "b"} | change]})

@@ -905,3 +905,20 @@ def test_a_recipe_is_flat_and_names_its_task(name):
     assert recipe["task"] == name.removesuffix("-3b") and recipe["groups"] == 8
     assert all(isinstance(value, (str, int, float)) and "-" not in key for key, value in recipe.items())
     assert isinstance(recipe["lr"], float), "1e-5 without a dot is a string in YAML 1.1"
+
+
+def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answer(tmp_path):
+    user, reply = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
+    rows = [{"messages": [user, reply]}, {"messages": [user]}, {"messages": [user, reply, user, reply], "answer": "4"}]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    examples = tasks.load_data(str(tmp_path / "chat.jsonl"))
+    assert [example["prompt"] for example in examples] == [[user], [user], [user, reply, user]]
+    assert [example["answer"] for example in examples] == ["Four.", None, "4"]
+    assert all("messages" not in example for example in examples)
+    (tmp_path / "both.jsonl").write_text(json.dumps({"prompt": "Hi", "messages": [user, reply]}))
+    assert tasks.load_data(str(tmp_path / "both.jsonl"))[0] == {"prompt": "Hi", "messages": [user, reply]}
+    for bad in ([], [reply], "Hi", None):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": bad}))
+        with pytest.raises(ValueError, match="line 1: ") as error:
+            tasks.load_data(str(tmp_path / "bad.jsonl"))
+        assert "\n" not in str(error.value)

@@ -588,7 +588,7 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
     for name in ("adapter", "adapter-best"):
         for file in ("adapters.safetensors", "adapter_config.json"):
             assert (run / name / file).read_bytes() == (uninterrupted / name / file).read_bytes()
-    for log in ("metrics", "rollouts", "eval"):
+    for log in ("metrics", "rollouts", "eval", "eval_answers"):
         assert records(run / f"{log}.jsonl") == records(uninterrupted / f"{log}.jsonl")
     one, two = checkpoint.load(run), checkpoint.load(uninterrupted)
     for name in one.trainable:
@@ -764,11 +764,15 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
 def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
     run = make_run(tmp_path)
     for step, value in ((0, 0.4), (5, 0.1), (9, 0.9)):
-        run.evals.write({"step": step, "eval/accuracy": value, "eval/greedy": value / 2})
+        figures = {"eval/accuracy": value, "eval/greedy": value / 2, "eval/tokens": 9 * value, "eval/witness": None}
+        figures |= {f"{name}_ci95": figure and figure / 10 for name, figure in figures.items()}
+        run.evals.write({"step": step, "eval/num": 6} | figures)
     run.summary()
-    said = capsys.readouterr().out
-    assert "held-out accuracy: 0.400 before, 0.900 after 9 steps" in said
-    assert "greedy: 0.200 before, 0.450 after 9 steps" in said
+    assert capsys.readouterr().out.splitlines() == [
+        "held-out accuracy: before 0.400 ± 0.040, after 0.900 ± 0.090 (6 problems)",
+        "greedy: before 0.200 ± 0.020, after 0.450 ± 0.045",
+        "tokens: before 3.600 ± 0.360, after 8.100 ± 0.810",
+    ]
 
 
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
@@ -788,7 +792,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "step 6/10" in done.stdout and "step 5/10" not in done.stdout
     assert any(record["update/repeats"] for record in records(killed / "metrics.jsonl")[5:])  # and rates below 1
-    for name in ("metrics", "rollouts", "eval"):
+    for name in ("metrics", "rollouts", "eval", "eval_answers"):
         assert records(whole / f"{name}.jsonl") == records(killed / f"{name}.jsonl")
     for file in ("adapter/adapters.safetensors", "adapter-best/adapters.safetensors", "config.yaml"):
         assert (whole / file).read_bytes() == (killed / file).read_bytes()
@@ -869,8 +873,19 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
         "eval/num",
         "eval/samples",
         "eval/greedy",
+        "eval/kl",
+        "eval/entropy",
+        "eval/tokens",
+        "eval/truncated_frac",
+        "eval/reward/correct",
+        "eval/refusals",
+        "eval/repeated",
         "eval/s",
     } <= set(evals[0])
+    answers = [json.loads(line) for line in (run / "eval_answers.jsonl").read_text().splitlines()]
+    assert [answer["step"] for answer in answers] == [0] * 16 + [1] * 16 + [2] * 16
+    right = [answer["values"][0] for answer in answers[:16]]
+    assert sum(right) / 16 == evals[0]["eval/accuracy"]
     rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 2 * 12
     assert {"prompt", "completion", "ids", "reward", "rewards", "judge_scores", "finish_reason"} <= set(rollouts[0])

@@ -53,8 +53,8 @@ def loss_of(args: argparse.Namespace, work: Work, logprobs: mx.array) -> mx.arra
     """The clipped loss, a mean over all tokens."""
     old_logprobs = mx.stop_gradient(logprobs) if work.old_logprobs is None else work.old_logprobs
     mask = mx.ones(logprobs.shape)
-    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-    return grpo.policy_loss(logprobs, old_logprobs, work.advantages, mask, loss="dapo", **clip)[0]
+    objective = grpo.Objective(epsilon=args.epsilon, epsilon_high=args.epsilon_high)
+    return grpo.policy_loss(logprobs, old_logprobs, work.advantages, mask, objective)[0]
 
 
 def make_work(args: argparse.Namespace) -> Work:
@@ -238,8 +238,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=3, help="timed calls")
     parser.add_argument("--warmup", type=int, default=1, help="calls that are not timed, after the first")
     parser.add_argument("--old-logp-noise-scale", type=float, default=0.1, help="off policy: deviation of the noise")
-    parser.add_argument("--clip-low", type=float, default=0.2)
-    parser.add_argument("--clip-high", type=float, default=0.2)
+    parser.add_argument("--epsilon", type=float, default=0.2)
+    parser.add_argument("--epsilon-high", type=float, default=0.2)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
         "--gradcheck", action="store_true", help="compares ours with the reference; exit status 1 if off"
@@ -247,7 +247,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="hidden states and head of this model, instead of random ones")
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "time": 1, "hidden": 1, "vocab": 2, "iters": 1, "warmup": 0}
-    for name, low in (lowest | dict.fromkeys(("old_logp_noise_scale", "clip_low", "clip_high"), 0)).items():
+    for name, low in (lowest | dict.fromkeys(("old_logp_noise_scale", "epsilon", "epsilon_high"), 0)).items():
         if not low <= getattr(args, name) < 2**31:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
     if not 0 < args.temperature < math.inf:

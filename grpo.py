@@ -2,29 +2,47 @@
 GRPO: the part of the trainer that is only arithmetic. Arrays in, arrays out: no model, tokenizer, clock or file is
 known here, so that every line can be checked by hand.
 
-A step's loss is the sum over its micro-batches of `policy_loss`, in any cut, because what divides it counts the whole
+A step's loss is the sum of `aggregate` over its micro-batches, in any cut, because what divides it counts the whole
 step; only bnpo divides by the tokens of its own micro-batch.
 
 Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completion positions, K rewards.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses whose policy term is `clipped_term`
-LOSSES = (*CLIPPED, "cispo", "sapo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo")
 LEVELS = ("token", "sequence")
 SCALES = ("group", "batch", "none")
 BASELINES = ("group", "rloo", "reinforce")
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
+KL_ESTIMATORS = ("k2", "k3", "k3_corrected")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SAPO_TEMPERATURES = (1.0, 1.05)  # of positive and of other advantages, arXiv:2511.20347
 LARGEST_LOG_RATIO = (
     80.0  # e^80 is finite in float32; beyond 88 it is inf, whose gradient through a clip is 0 * inf = nan
 )
+
+
+class Objective(NamedTuple):
+    """What the loss of a token is, and how a step's losses become one number. The words are TRL's."""
+
+    loss_type: str = "dapo"  # the term (`token_terms`) and the average (`aggregate`)
+    importance_sampling_level: str = "token"  # see `importance_ratio`
+    epsilon: float = 0.2  # the ratio is clipped at 1 - this
+    epsilon_high: float | None = None  # and at 1 + this; None: as epsilon. For cispo the cap on the ratio itself
+    delta: float | None = None  # upper bound on the ratio for negative advantages
+    beta: float = 0.0  # weight of the KL term
+    kl_estimator: str = "k3"
+    max_tokens: int | None = None  # the constant that dr_grpo divides by
+
+    @property
+    def upper(self) -> float:
+        """`epsilon_high` as a number."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 # ---- advantages
@@ -137,20 +155,18 @@ def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.a
 # ---- the terms of a token's loss
 
 
-def clipped_term(
-    ratio: mx.array, advantages: mx.array, clip_low: float, clip_high: float, delta: float | None
-) -> tuple[mx.array, mx.array]:
+def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) -> tuple[mx.array, mx.array]:
     """
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and whether it lost its gradient.
+    -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), and whether it lost its gradient.
 
     With `delta` the first r is at most that (two-sided clipping). Where the two products are equal the gradient is that
-    of the first: on a border of the range, as r = 1 is when clip_low is 0, mx.minimum and mx.clip would have none.
+    of the first: on a border of the range, as r = 1 is when epsilon is 0, mx.minimum and mx.clip would have none.
     The kernel of `softmax.row_losses` has the same rule in the same words.
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10; delta: INTELLECT-2,
     arXiv:2505.07291.
     """
-    delta = math.inf if delta is None else delta
-    bounded, clipped = mx.minimum(ratio, delta), mx.clip(ratio, 1 - clip_low, 1 + clip_high)
+    delta = math.inf if objective.delta is None else objective.delta
+    bounded, clipped = mx.minimum(ratio, delta), mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
     free, held = bounded * advantages, clipped * advantages
     moves = mx.where(free <= held, ratio <= delta, ratio == clipped)
     return -mx.where(free <= held, free, held), ~moves & (advantages != 0)
@@ -161,15 +177,13 @@ class Surrogate(NamedTuple):
 
     advantages: mx.array  # of each token
     old_logprobs: mx.array | None  # None on policy: every ratio is 1
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    delta: float | None = None
+    objective: Objective = Objective()
 
     def terms(self, logprobs: mx.array) -> mx.array:
         """The `clipped_term` of each token."""
         old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
         ratio = importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
-        return clipped_term(ratio, self.advantages, self.clip_low, self.clip_high, self.delta)[0]
+        return clipped_term(ratio, self.advantages, self.objective)[0]
 
 
 def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
@@ -191,17 +205,15 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimat
     """
     An estimate of KL(policy, reference) per token, d = log reference - log policy.
 
-    k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1, never negative. k3_corrected: that times the importance ratio, through
-    which the gradient flows too, so that it is the gradient of the KL for tokens of the old policy.
-    All but k1 are 0 with their gradients where the two agree. k1 is unbiased as a number, but differentiated it is the
-    plain score, whose mean is 0: as a loss it holds nothing. The gradient of k2 is that of the KL on policy.
+    k2: d^2 / 2, whose gradient is that of the KL on policy. k3: exp(d) - d - 1, never negative. k3_corrected: k3 times
+    the importance ratio, through which the gradient flows too: the gradient of the KL for tokens of the old policy.
+    All are 0 with their gradients where the two agree. Schulman's k1 (-d) is left out: its gradient is 0 in the mean,
+    so as a loss it holds nothing.
     Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; correction:
     DeepSeek-V3.2, arXiv:2512.02556; what the gradients are: arXiv:2506.09477.
     """
     assert estimator in KL_ESTIMATORS, estimator
     log_ratio = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -log_ratio
     if estimator == "k2":
         return log_ratio**2 / 2
     k3 = mx.exp(log_ratio) - log_ratio - 1
@@ -214,9 +226,8 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimat
 def aggregate(
     per_token: mx.array,
     mask: mx.array,
-    loss: str,
+    objective: Objective,
     *,
-    max_tokens: int | None = None,
     num_rows: int | None = None,
     num_items: mx.array | int | None = None,
 ) -> mx.array:
@@ -229,15 +240,16 @@ def aggregate(
     num_rows, num_items: rows and counted tokens of the whole step; by default those that are here.
     Source: arXiv:2402.03300; arXiv:2503.20783; arXiv:2503.14476; bnpo: TRL's `loss_type`.
     """
-    assert loss in LOSSES, loss
+    loss_type = objective.loss_type
+    assert loss_type in LOSS_TYPES, loss_type
     num_rows = mask.shape[0] if num_rows is None else num_rows
     sums, counts = (per_token * mask).sum(-1), mask.sum(-1)
-    if loss in ("dapo", "cispo"):
+    if loss_type in ("dapo", "cispo"):
         return sums.sum() / mx.maximum(counts.sum() if num_items is None else mx.array(num_items), 1)
-    if loss == "dr_grpo":
-        assert max_tokens is not None, "dr_grpo divides by max_tokens"
-        return sums.sum() / (num_rows * max_tokens)
-    if loss == "bnpo":
+    if loss_type == "dr_grpo":
+        assert objective.max_tokens is not None, "dr_grpo divides by max_tokens"
+        return sums.sum() / (num_rows * objective.max_tokens)
+    if loss_type == "bnpo":
         return sums.sum() / mx.maximum(counts.sum(), 1) * (mask.shape[0] / num_rows)
     return (sums / mx.maximum(counts, 1)).sum() / num_rows
 
@@ -250,60 +262,84 @@ class Stats(NamedTuple):
     ratio: mx.array  # policy / old policy
 
 
+class Terms(NamedTuple):
+    """What a token's loss is made of, (M, T) or, of one ratio a sequence, (M, 1)."""
+
+    policy: mx.array
+    kl: mx.array | None  # None without a reference
+    removed: mx.array | None  # where the clip removed the gradient; None for sapo, which does not clip
+    ratio: mx.array
+
+    def losses(self, objective: Objective, weights: mx.array | None = None) -> mx.array:
+        """
+        weights * policy + beta * KL of each token, (M, T).
+
+        weights: (M, T) or (M, 1), what the policy term counts for (`mismatch_weights`, `top_entropy_mask`).
+        """
+        policy = self.policy if weights is None else self.policy * mx.stop_gradient(weights)
+        return policy if self.kl is None else policy + objective.beta * self.kl
+
+    def stats(self, mask: mx.array) -> Stats:
+        """Their means over the counted tokens."""
+
+        def mean(values: mx.array | None) -> Any:
+            return None if values is None else mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
+
+        return Stats(mean(self.kl), mean(self.removed), mean(self.ratio))
+
+
+def token_terms(
+    logprobs: mx.array,
+    old_logprobs: mx.array,
+    advantages: mx.array,
+    mask: mx.array,
+    objective: Objective,
+    *,
+    ref_logprobs: mx.array | None = None,
+    clipped: mx.array | None = None,
+) -> Terms:
+    """
+    The terms of every token's loss; see `policy_loss` for the arrays.
+
+    clipped (M, T): what `clipped_term` would give, where a kernel has made it from the logits.
+    """
+    level = objective.importance_sampling_level
+    assert clipped is None or (objective.loss_type in CLIPPED and level == "token"), objective
+    # what lies outside the mask may be anything; exp of it must not become inf * 0 = nan
+    logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
+    advantages = mx.stop_gradient(advantages)[:, None]
+    ratio = importance_ratio(logprobs, old_logprobs, mask, level)
+    removed: mx.array | None = None
+    if objective.loss_type == "cispo":
+        policy, removed = cispo_term(ratio, logprobs, advantages, objective.upper), ratio > objective.upper
+    elif objective.loss_type == "sapo":
+        policy = sapo_term(ratio, advantages)
+    else:
+        policy, removed = clipped_term(ratio, advantages, objective)
+        if clipped is not None:
+            policy = mx.where(mask > 0, clipped, 0.0)
+    kl = None
+    if ref_logprobs is not None:
+        ref_logprobs = mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0)
+        kl = kl_term(logprobs, ref_logprobs, ratio, objective.kl_estimator)
+    return Terms(policy, kl, removed, ratio)
+
+
 def policy_loss(
     logprobs: mx.array,
     old_logprobs: mx.array,
     advantages: mx.array,
     mask: mx.array,
+    objective: Objective,
     *,
     ref_logprobs: mx.array | None = None,
-    loss: str = "grpo",
-    level: str = "token",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    delta: float | None = None,
-    terms: mx.array | None = None,
-    weights: mx.array | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    max_tokens: int | None = None,
-    num_rows: int | None = None,
     num_items: mx.array | int | None = None,
 ) -> tuple[mx.array, Stats]:
     """
-    The loss of a micro-batch: weights * policy term + kl_coef * KL of every token, aggregated.
+    The loss of a step whose rows are all here; `update.py` puts the same parts together for a micro-batch.
 
     logprobs (the only one with gradient), old_logprobs, ref_logprobs (M, T) float32 nats; advantages (M,);
-    mask (M, T), 1 = counted; what lies outside it may be anything -> (), Stats.
-    loss: its term (`clipped_term`, `cispo_term`, `sapo_term`) and how it is averaged (`aggregate`). clip_high: for
-    cispo the cap on the ratio itself. level: see `importance_ratio`. terms (M, T): what `clipped_term` would give,
-    where a kernel has made it from the logits. weights (M, T) or (M, 1), without gradient: what the policy term of a
-    token counts for (`mismatch_weights`, `top_entropy_mask`). num_rows, num_items: of the step.
+    mask (M, T), 1 = counted; what lies outside it may be anything -> (), Stats. num_items: see `aggregate`.
     """
-    assert terms is None or (loss in CLIPPED and level == "token"), (loss, level)
-    # what lies outside the mask may be anything; exp of it must not become inf * 0 = nan
-    logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
-    advantages = mx.stop_gradient(advantages)[:, None]
-    ratio = importance_ratio(logprobs, old_logprobs, mask, level)
-    kl: mx.array | None = None
-    removed: mx.array | None = None  # sapo does not clip
-    if loss == "cispo":
-        per_token = cispo_term(ratio, logprobs, advantages, clip_high)
-        removed = ratio > clip_high
-    elif loss == "sapo":
-        per_token = sapo_term(ratio, advantages)
-    else:
-        per_token, removed = clipped_term(ratio, advantages, clip_low, clip_high, delta)
-        if terms is not None:
-            per_token = mx.where(mask > 0, terms, 0.0)
-    if weights is not None:
-        per_token = per_token * mx.stop_gradient(weights)
-    if ref_logprobs is not None:
-        kl = kl_term(logprobs, mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0), ratio, kl_estimator)
-        per_token = per_token + kl_coef * kl
-    total = aggregate(per_token, mask, loss, max_tokens=max_tokens, num_rows=num_rows, num_items=num_items)
-
-    def mean(values: mx.array) -> mx.array:
-        return mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
-
-    return total, Stats(None if kl is None else mean(kl), None if removed is None else mean(removed), mean(ratio))
+    terms = token_terms(logprobs, old_logprobs, advantages, mask, objective, ref_logprobs=ref_logprobs)
+    return aggregate(terms.losses(objective), mask, objective, num_items=num_items), terms.stats(mask)

@@ -136,11 +136,8 @@ def _update(
         one_layer = num_positions * layer_bytes(model, keys)
         num_tokens = len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
-        if config.logprobs == "reference":
-            logprobs += 6 * 4 * num_tokens * model.vocab_size
-        else:
-            logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
-            logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
+        logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
+        logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
         one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most

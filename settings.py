@@ -82,7 +82,7 @@ class Config:
         0.02, "how far an update may move the policy, KL in nats a token; 0: as far as --lr takes it", low=0
     )
     max_grad_norm: float = _flag(1.0, "the gradient is scaled down to this norm", low=1e-09)
-    loss: str = _flag("dapo", "aggregation of the token losses", choices=grpo.LOSSES)
+    loss: str = _flag("dapo", "aggregation of the token losses", choices=grpo.LOSS_TYPES)
     level: str = _flag("token", "importance ratio per token or per sequence", choices=grpo.LEVELS)
     advantage: str = _flag(
         "group", "the baseline: mean of the group, of its others, of the step", choices=grpo.BASELINES
@@ -127,9 +127,6 @@ class Config:
     )
     checkpoint_layers: str = _flag(
         "auto", "layers computed again for the gradient: on, off or how many; auto: as many as memory asks for"
-    )
-    logprobs: str = _flag(
-        "tiled", "log-probabilities tile by tile, or plainly, for comparison", choices=("tiled", "reference")
     )
     lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")

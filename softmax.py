@@ -458,8 +458,9 @@ def _launch_row_losses(
     Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
-    advantages, old_logprobs, low, high, delta = surrogate
-    bounds = gpu.constant(1.0 - low, 1.0 + high, math.inf if delta is None else float(delta))
+    advantages, old_logprobs, rule = surrogate
+    delta = math.inf if rule.delta is None else float(rule.delta)
+    bounds = gpu.constant(1.0 - rule.epsilon, 1.0 + rule.upper, delta)
     results = _on_rows(
         ROW_LOSSES,
         logits,
@@ -476,8 +477,9 @@ def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]
     ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
     old = row_logprobs_ref(logits, ids, temperature).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
     advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
+    rule = grpo.Objective(epsilon_high=0.28, delta=4.0)
     olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
-    return [(logits, ids, grpo.Surrogate(advantages, one, 0.2, 0.28, 4.0), temperature) for one in olds]
+    return [(logits, ids, grpo.Surrogate(advantages, one, rule), temperature) for one in olds]
 
 
 row_losses = gpu.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)

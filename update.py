@@ -57,14 +57,26 @@ class Learner:
         self.whole = True  # False from the first change of a step on until the caller says that the step is complete
 
 
+def make_objective(config: Config) -> grpo.Objective:
+    """What the settings make of the loss."""
+    return grpo.Objective(
+        loss_type=config.loss,
+        importance_sampling_level=config.level,
+        epsilon=config.clip_low,
+        epsilon_high=config.clip_high,
+        delta=config.delta or None,
+        beta=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        max_tokens=config.max_tokens,
+    )
+
+
 def completion_logprobs(
     model: gwen.Model, batch: MicroBatch, config: Config, gradient: str = "both"
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
     distribution: Any = {"temperature": config.temp, "support": config.support}
-    if config.logprobs == "reference":
-        return lm_head.token_logprobs_ref(hidden, model.head_weight, batch.completion_ids, **distribution)
     head = "frozen" if config.lora_rank else "trained"
     return lm_head.token_logprobs(
         hidden, model.head_weight, batch.completion_ids, **distribution, head=head, gradient=gradient
@@ -80,13 +92,14 @@ def completion_terms(
 
     advantages (M,); old_logprobs (M, T), None where they are the policy's own.
     """
-    clipped = config.loss in grpo.CLIPPED and config.level == "token"
-    plain = config.lora_rank and not config.entropy_coef and config.logprobs != "reference"
+    objective = make_objective(config)
+    clipped = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
+    plain = config.lora_rank and not config.entropy_coef
     if not (clipped and plain and lm_head.has_token_losses(model.head_weight, config.support)):
         return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
     each = mx.broadcast_to(advantages[:, None], batch.mask.shape)
-    surrogate = grpo.Surrogate(each, old_logprobs, config.clip_low, config.clip_high, config.delta or None)
+    surrogate = grpo.Surrogate(each, old_logprobs, objective)
     return lm_head.token_losses(hidden, model.head_weight, batch.completion_ids, surrogate, config.temp)
 
 
@@ -196,34 +209,19 @@ def objective(
     learner: Learner, model: gwen.Model, batch: MicroBatch, old_logprobs: mx.array | None, targets: Targets
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
     """The micro-batch's share of the step's loss, times the loss scale; its log-probabilities; what is measured."""
-    config, mask, rows = learner.config, batch.mask, batch.rows
+    config, mask, rows, rule = learner.config, batch.mask, batch.rows, make_objective(learner.config)
     advantages = targets.advantages[rows]
-    terms, logprobs, entropy = completion_terms(model, batch, config, advantages, old_logprobs)
+    clipped, logprobs, entropy = completion_terms(model, batch, config, advantages, old_logprobs)
     learner.num_forwards += len(rows)
     if old_logprobs is None:  # the first epoch: the policy that updates is the old one
         old_logprobs = mx.stop_gradient(logprobs)
     chosen = targets.chosen[rows, : mask.shape[1]]
     sampled = batch.sampled_logprobs
     weights = chosen * grpo.mismatch_weights(old_logprobs, sampled, mask, config.mismatch, config.mismatch_cap)
-    loss, stats = grpo.policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        ref_logprobs=None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]],
-        loss=config.loss,
-        level=config.level,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        delta=config.delta or None,
-        terms=terms,
-        weights=weights,
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        max_tokens=config.max_tokens,
-        num_rows=targets.num_rows,
-        num_items=targets.num_items,
-    )
+    ref = None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]]
+    terms = grpo.token_terms(logprobs, old_logprobs, advantages, mask, rule, ref_logprobs=ref, clipped=clipped)
+    losses, stats = terms.losses(rule, weights), terms.stats(mask)
+    loss = grpo.aggregate(losses, mask, rule, num_rows=targets.num_rows, num_items=targets.num_items)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
     trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask

@@ -45,18 +45,19 @@ def loss(
     case,
     *,
     new=None,
-    loss="dapo",
-    level="token",
-    clip_low=0.2,
-    clip_high=0.2,
+    loss_type="dapo",
+    importance_sampling_level="token",
+    epsilon=0.2,
+    epsilon_high=None,
     delta=None,
-    kl_coef=0.0,
-    estimator="k3",
+    beta=0.0,
+    kl_estimator="k3",
     correction="off",
     cap=3.0,
     fraction=1.0,
 ):
     """The loss of a step at the log-probabilities `new`; what is held constant is taken at `case.new`."""
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
     new, at = case.new if new is None else new, case.new
     rows = [[t for t in range(case.mask.shape[1]) if case.mask[i, t]] for i in range(len(case.mask))]
     threshold = np.quantile([case.entropy[i, t] for i, row in enumerate(rows) for t in row], 1 - fraction)
@@ -65,29 +66,29 @@ def loss(
     for i, row in enumerate(rows):
         advantage, losses = case.advantages[i], []
         for t in row:
-            ratio = importance(new, case.old, i, row, t, level)
-            if loss == "cispo":
-                weight = min(importance(at, case.old, i, row, t, level), clip_high)
+            ratio = importance(new, case.old, i, row, t, importance_sampling_level)
+            if loss_type == "cispo":
+                weight = min(importance(at, case.old, i, row, t, importance_sampling_level), epsilon_high)
                 term = -weight * advantage * new[i, t]
-            elif loss == "sapo":
+            elif loss_type == "sapo":
                 tau = 1.0 if advantage > 0 else 1.05
                 term = -advantage * (4 / tau) / (1 + math.exp(-tau * (ratio - 1)))
             else:
                 first = (ratio if delta is None else min(ratio, delta)) * advantage
-                second = min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage
+                second = min(max(ratio, 1 - epsilon), 1 + epsilon_high) * advantage
                 term = -min(first, second)
             if case.entropy[i, t] < threshold - 1e-5:  # what differs by a rounding stays together
                 term = 0.0
             term *= trust(case, i, row, t, correction, cap)
-            if kl_coef:
-                term += kl_coef * divergence(new[i, t], case.ref[i, t], ratio, estimator)
+            if beta:
+                term += beta * divergence(new[i, t], case.ref[i, t], ratio, kl_estimator)
             losses.append(term)
         row_losses.append(losses)
 
     num_tokens = sum(map(len, rows))
-    if loss in ("grpo", "sapo"):  # 1 / N sum_i 1 / |o_i| sum_t
+    if loss_type in ("grpo", "sapo"):  # 1 / N sum_i 1 / |o_i| sum_t
         return sum(sum(losses) / len(losses) for losses in row_losses) / len(rows)
-    if loss == "dr_grpo":  # a constant
+    if loss_type == "dr_grpo":  # a constant
         return sum(map(sum, row_losses)) / (len(rows) * case.max_tokens)
     return sum(map(sum, row_losses)) / num_tokens  # 1 / sum_i |o_i| sum_i sum_t
 
@@ -111,10 +112,9 @@ def trust(case, i, row, t, correction, cap):
 
 
 def divergence(new, ref, ratio, estimator):
-    """Schulman's three, with r = pi_ref / pi, and the third weighted by the importance ratio."""
+    """Two of Schulman's, with r = pi_ref / pi, and the second weighted by the importance ratio."""
     r = math.exp(ref - new)
     return {
-        "k1": -math.log(r),
         "k2": 0.5 * math.log(r) ** 2,
         "k3": (r - 1) - math.log(r),
         "k3_corrected": ratio * ((r - 1) - math.log(r)),

@@ -24,44 +24,42 @@ def array(x):
     return mx.array(x, mx.float32)
 
 
-def ours(case, new, *, rows=None, correction="off", cap=3.0, fraction=1.0, estimator="k3", kl_coef=0.0, **settings):
+def ours(case, new, *, rows=None, correction="off", cap=3.0, fraction=1.0, **settings):
     """Our loss of the case, or the share of some of its rows."""
     rows = np.arange(len(case.mask)) if rows is None else np.array(rows)
     old, mask, sampled = array(case.old[rows]), array(case.mask[rows]), array(case.sampled[rows])
     weights = grpo.mismatch_weights(old, sampled, mask, correction, cap)
     if fraction < 1:
         weights = weights * grpo.top_entropy_mask(array(case.entropy), array(case.mask), fraction)[mx.array(rows)]
-    value, _ = grpo.policy_loss(
-        new,
-        old,
-        array(case.advantages[rows]),
-        mask,
-        ref_logprobs=array(case.ref[rows]) if kl_coef else None,
-        kl_coef=kl_coef,
-        kl_estimator=estimator,
-        weights=weights,
-        max_tokens=case.max_tokens,
-        num_rows=len(case.mask),
-        num_items=int(case.mask.sum()),
-        **settings,
-    )
-    return value
+    objective = grpo.Objective(max_tokens=case.max_tokens, **settings)
+    ref = array(case.ref[rows]) if objective.beta else None
+    terms = grpo.token_terms(new, old, array(case.advantages[rows]), mask, objective, ref_logprobs=ref)
+    losses = terms.losses(objective, weights)
+    return grpo.aggregate(losses, mask, objective, num_rows=len(case.mask), num_items=int(case.mask.sum()))
 
 
-KLS = [{}, *({"kl_coef": 0.3, "estimator": name} for name in grpo.KL_ESTIMATORS)]
+KLS = [{}, *({"beta": 0.3, "kl_estimator": name} for name in grpo.KL_ESTIMATORS)]
 TRUSTS = [{}, *({"correction": name, "cap": 1.2} for name in grpo.CORRECTIONS[1:])]
-CLIPS = [{}, {"clip_low": 0.1, "clip_high": 0.28}, {"delta": 1.4}, {"clip_low": 0.05, "clip_high": 0.05, "delta": 2.0}]
-BOUNDS = {"cispo": [{"clip_high": 5.0}, {"clip_high": 1.1}], "sapo": [{}]}  # what bounds the ratio; the others: CLIPS
+CLIPS = [
+    {},
+    {"epsilon": 0.1, "epsilon_high": 0.28},
+    {"delta": 1.4},
+    {"epsilon": 0.05, "epsilon_high": 0.05, "delta": 2.0},
+]
+BOUNDS = {
+    "cispo": [{"epsilon_high": 5.0}, {"epsilon_high": 1.1}],
+    "sapo": [{}],
+}  # what bounds the ratio; the others: CLIPS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", grpo.LOSS_TYPES)
 @pytest.mark.parametrize("level", grpo.LEVELS)
 @pytest.mark.parametrize("case", [CASE, WIDE], ids=["near", "wide"])
 def test_loss_and_gradient_equal_the_oracle(loss, level, case):
     """Every bound on the ratio with every KL, every mismatch correction and entropy masking: 200 settings a loss."""
     for bounds, kl, trust, fraction in itertools.product(BOUNDS.get(loss, CLIPS), KLS, TRUSTS, (1.0, 0.4)):
-        settings = {"loss": loss, "level": level, "fraction": fraction} | bounds | kl | trust
+        settings = {"loss_type": loss, "importance_sampling_level": level, "fraction": fraction} | bounds | kl | trust
         value, grad = mx.value_and_grad(lambda new, s=settings: ours(case, new, **s))(array(case.new))
         assert value.item() == pytest.approx(oracle.loss(case, **settings), abs=1e-6), settings
         np.testing.assert_allclose(np.array(grad), oracle.gradient(case, **settings), atol=1e-6, err_msg=str(settings))
@@ -72,20 +70,22 @@ def test_two_tokens_by_pencil():
     old, mask = mx.zeros((1, 2)), mx.ones((1, 2))
     new = array(np.log([[1.5, 0.5]]))
 
-    def value(**settings):
-        return grpo.policy_loss(new, old, array([2.0]), mask, max_tokens=8, **settings)[0].item()
+    def value(ref=None, **settings):
+        return grpo.policy_loss(
+            new, old, array([2.0]), mask, grpo.Objective(max_tokens=8, **settings), ref_logprobs=ref
+        )[0].item()
 
     for loss, expected in (("grpo", -1.7), ("bnpo", -1.7), ("dapo", -1.7), ("dr_grpo", -3.4 / 8)):
-        assert value(loss=loss) == pytest.approx(expected, abs=1e-6)
+        assert value(loss_type=loss) == pytest.approx(expected, abs=1e-6)
     # the geometric mean of the ratios is sqrt(0.75) = 0.8660
-    assert value(level="sequence") == pytest.approx(-2 * 0.8660254, abs=1e-6)
+    assert value(importance_sampling_level="sequence") == pytest.approx(-2 * 0.8660254, abs=1e-6)
     # min(1.5, 1.2) = 1.2: -(1.2 ln 1.5 + 0.5 ln 0.5) * 2 / 2
-    assert value(loss="cispo", clip_high=1.2) == pytest.approx(-(1.2 * 0.4054651 - 0.5 * 0.6931472), abs=1e-6)
+    assert value(loss_type="cispo", epsilon_high=1.2) == pytest.approx(-(1.2 * 0.4054651 - 0.5 * 0.6931472), abs=1e-6)
     # 4 sigmoid(0.5) = 2.4898373, 4 sigmoid(-0.5) = 1.5101627
-    assert value(loss="sapo") == pytest.approx(-(2.4898373 + 1.5101627), abs=1e-6)
-    # reference at 0: d = -ln r; k1 = ln r, k2 = ln^2 r / 2, k3 = 1 / r - 1 + ln r
-    for estimator, expected in (("k1", -0.1438410), ("k2", 0.1612137), ("k3", 0.1894923), ("k3_corrected", 0.1308120)):
-        kl = value(ref_logprobs=old, kl_coef=1.0, kl_estimator=estimator) + 1.7
+    assert value(loss_type="sapo") == pytest.approx(-(2.4898373 + 1.5101627), abs=1e-6)
+    # reference at 0: d = -ln r; k2 = ln^2 r / 2, k3 = 1 / r - 1 + ln r
+    for estimator, expected in (("k2", 0.1612137), ("k3", 0.1894923), ("k3_corrected", 0.1308120)):
+        kl = value(ref=old, beta=1.0, kl_estimator=estimator) + 1.7
         assert kl == pytest.approx(expected, abs=1e-6), estimator
 
 
@@ -93,7 +93,7 @@ def test_a_negative_advantage_is_bounded_by_delta_alone_from_above():
     """Ratio 7, advantage -1: the plain clip lets the loss grow to 7, delta stops it at 4, and the gradient with it."""
 
     def loss(new, **settings):
-        return grpo.policy_loss(new, mx.zeros((1, 1)), array([-1.0]), mx.ones((1, 1)), **settings)[0]
+        return grpo.policy_loss(new, mx.zeros((1, 1)), array([-1.0]), mx.ones((1, 1)), grpo.Objective(**settings))[0]
 
     new = array([[math.log(7)]])
     assert loss(new).item() == pytest.approx(7, abs=1e-5) and mx.grad(loss)(new).item() == pytest.approx(7, abs=1e-5)
@@ -103,17 +103,26 @@ def test_a_negative_advantage_is_bounded_by_delta_alone_from_above():
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
-    "bounds", [{"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0}], ids=str
+    "bounds", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}], ids=str
 )
 def test_on_policy_a_token_has_its_gradient_even_at_a_border_of_the_range(bounds, advantage):
     """With `mx.minimum` and `mx.clip` it would have none, in PyTorch half; where the loss is smooth it is all of it."""
-    loss = lambda new: grpo.policy_loss(new, mx.zeros((1, 1)), array([advantage]), mx.ones((1, 1)), **bounds)[0]  # noqa: E731
+
+    def loss(new):
+        objective = grpo.Objective(**bounds)
+        return grpo.policy_loss(new, mx.zeros((1, 1)), array([advantage]), mx.ones((1, 1)), objective)[0]
+
     assert mx.grad(loss)(mx.zeros((1, 1))).item() == -advantage
 
 
 def test_terms_that_are_given_take_the_place_of_the_clipped_ones_and_may_be_anything_outside_the_mask():
     new, mask, terms = array([[-1.0, -2.0]]), array([[1.0, 0.0]]), array([[7.0, math.nan]])
-    loss = lambda terms: grpo.policy_loss(new, new, array([2.0]), mask, terms=terms)[0]  # noqa: E731
+    rule = grpo.Objective()
+
+    def loss(terms):
+        made = grpo.token_terms(new, new, array([2.0]), mask, rule, clipped=terms)
+        return grpo.aggregate(made.losses(rule), mask, rule)
+
     assert loss(terms).item() == 7 and mx.grad(loss)(terms).tolist() == [[1.0, 0.0]]
     own = array([[-2.0, -2.0]])
     assert loss(own).item() == loss(None).item() == -2
@@ -132,30 +141,42 @@ FROZEN_CASE = oracle.Case(
     max_tokens=6,
 )
 FROZEN = [
-    ({"loss": "grpo"}, 0.0798790373, [0.18221188, 0.0, 0.0]),
-    ({"loss": "bnpo", "clip_low": 0.1, "clip_high": 0.28}, -0.0057155380, [0.13665891, 0.0, 0.0]),
-    ({"loss": "dr_grpo", "level": "sequence"}, -0.0479764095, [0.0387278081, 0.0387278081, 0.0]),
-    ({"loss": "dapo"}, -0.0084655380, [0.13665891, 0.0, 0.0]),
+    ({"loss_type": "grpo"}, 0.0798790373, [0.18221188, 0.0, 0.0]),
+    ({"loss_type": "bnpo", "epsilon": 0.1, "epsilon_high": 0.28}, -0.0057155380, [0.13665891, 0.0, 0.0]),
     (
-        {"loss": "dapo", "delta": 1.5, "kl_coef": 0.3, "estimator": "k3"},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
+        -0.0479764095,
+        [0.0387278081, 0.0387278081, 0.0],
+    ),
+    ({"loss_type": "dapo"}, -0.0084655380, [0.13665891, 0.0, 0.0]),
+    (
+        {"loss_type": "dapo", "delta": 1.5, "beta": 0.3, "kl_estimator": "k3"},
         -0.0206055654,
         [0.0067975968, -0.0184434262, 0.0],
     ),
-    ({"loss": "dapo", "kl_coef": 0.3, "estimator": "k3_corrected"}, 0.0015795463, [0.150324801, -0.0111122733, 0.0]),
     (
-        {"loss": "cispo", "clip_high": 1.5, "correction": "token_truncate", "cap": 1.2},
+        {"loss_type": "dapo", "beta": 0.3, "kl_estimator": "k3_corrected"},
+        0.0015795463,
+        [0.150324801, -0.0111122733, 0.0],
+    ),
+    (
+        {"loss_type": "cispo", "epsilon_high": 1.5, "correction": "token_truncate", "cap": 1.2},
         0.2053437752,
         [0.1243317283, 0.0372438978, 0.0],
     ),
-    ({"loss": "sapo", "correction": "sequence_mask", "cap": 1.3}, -0.2883878956, [0.1126620812, 0.0538774423, 0.0]),
     (
-        {"loss": "grpo", "level": "sequence", "clip_low": 0.0003, "clip_high": 0.0004},
+        {"loss_type": "sapo", "correction": "sequence_mask", "cap": 1.3},
+        -0.2883878956,
+        [0.1126620812, 0.0538774423, 0.0],
+    ),
+    (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.0003, "epsilon_high": 0.0004},
         0.0321701819,
         [0.1161834243, 0.1161834243, 0.0],
     ),
-    ({"loss": "dapo", "fraction": 0.7}, 0.2066099405, [0.13665891, 0.0, 0.0]),
+    ({"loss_type": "dapo", "fraction": 0.7}, 0.2066099405, [0.13665891, 0.0, 0.0]),
     (
-        {"loss": "sapo", "level": "sequence", "kl_coef": 0.1, "estimator": "k3"},
+        {"loss_type": "sapo", "importance_sampling_level": "sequence", "beta": 0.1, "kl_estimator": "k3"},
         -0.0492548516,
         [0.118369904, 0.1071516716, 0.0],
     ),
@@ -255,11 +276,13 @@ def test_each_of_several_rewards_has_a_floor_of_its_own():
     assert np.abs(both[3] / both[3, 1] - alone[3] / alone[3, 1]).max() > 0.1
 
 
-@pytest.mark.parametrize("loss", [loss for loss in grpo.LOSSES if loss != "bnpo"])
+@pytest.mark.parametrize("loss", [loss for loss in grpo.LOSS_TYPES if loss != "bnpo"])
 @pytest.mark.parametrize("level", grpo.LEVELS)
 @pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 5], [3], [2, 5]])
 def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(loss, level, cuts):
-    settings = dict(loss=loss, level=level, kl_coef=0.2, correction="token_truncate", cap=1.2, fraction=0.4)
+    settings = dict(
+        loss_type=loss, importance_sampling_level=level, beta=0.2, correction="token_truncate", cap=1.2, fraction=0.4
+    )
 
     def gradient(parts):
         total, loss = np.zeros_like(NEW), 0.0
@@ -276,18 +299,18 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(loss, level
 
 def test_bnpo_divides_by_the_tokens_of_its_own_micro_batch():
     """Rows of 5 and 1 tokens, loss -1 each: together 6 tokens weigh alike, apart each row weighs a half."""
-    mask, ones = array([[1] * 5, [1, 0, 0, 0, 0]]), mx.ones((2, 5))
+    mask, ones, bnpo = array([[1] * 5, [1, 0, 0, 0, 0]]), mx.ones((2, 5)), grpo.Objective(loss_type="bnpo")
     per_token = array([[-1] * 5, [-7] * 5])
-    assert grpo.aggregate(per_token, mask, "bnpo").item() == pytest.approx(-(5 + 7) / 6)
-    apart = [grpo.aggregate(per_token[i : i + 1], mask[i : i + 1], "bnpo", num_rows=2).item() for i in range(2)]
+    assert grpo.aggregate(per_token, mask, bnpo).item() == pytest.approx(-(5 + 7) / 6)
+    apart = [grpo.aggregate(per_token[i : i + 1], mask[i : i + 1], bnpo, num_rows=2).item() for i in range(2)]
     assert sum(apart) == pytest.approx(-(1 + 7) / 2)
-    assert grpo.aggregate(ones, ones, "bnpo").item() == 1
+    assert grpo.aggregate(ones, ones, bnpo).item() == 1
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", grpo.LOSS_TYPES)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
 def test_what_lies_outside_the_mask_has_no_influence_and_no_gradient(loss, garbage):
-    settings = dict(loss=loss, kl_coef=0.1, correction="sequence_mask", clip_high=2.0, fraction=0.5)
+    settings = dict(loss_type=loss, beta=0.1, correction="sequence_mask", epsilon_high=2.0, fraction=0.5)
     wild = CASE._replace(
         **{n: np.where(MASK > 0, getattr(CASE, n), garbage) for n in ("old", "ref", "sampled", "entropy")}
     )
@@ -299,10 +322,10 @@ def test_what_lies_outside_the_mask_has_no_influence_and_no_gradient(loss, garba
     np.testing.assert_array_equal(np.array(grad), np.array(clean))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_corrected"])
-def test_the_kl_term_has_no_gradient_where_policy_and_reference_agree(estimator):
+@pytest.mark.parametrize("kl_estimator", grpo.KL_ESTIMATORS)
+def test_the_kl_term_has_no_gradient_where_policy_and_reference_agree(kl_estimator):
     def kl_only(new):
-        return grpo.kl_term(new, array(NEW), mx.exp(new - array(OLD)), estimator).sum()
+        return grpo.kl_term(new, array(NEW), mx.exp(new - array(OLD)), kl_estimator).sum()
 
     value, grad = mx.value_and_grad(kl_only)(array(NEW))
     assert value.item() == 0
@@ -311,7 +334,7 @@ def test_the_kl_term_has_no_gradient_where_policy_and_reference_agree(estimator)
 
 def test_what_the_kl_estimators_estimate_and_which_have_its_gradient():
     """
-    Over all 5 outcomes of a softmax policy, each with its probability: k1 and k3 are the KL itself, and only k2 and the
+    Over all 5 outcomes of a softmax policy, each with its probability: k3 is the KL itself, and only k2 and the
     corrected k3 have its gradient on policy.
     """
     logits, reference = RNG.normal(0, 1, 5), RNG.normal(0, 1, 5)
@@ -326,19 +349,18 @@ def test_what_the_kl_estimators_estimate_and_which_have_its_gradient():
         return (array(p) * grpo.kl_term(logprobs, ref, mx.exp(logprobs - old), estimator)).sum()
 
     found = {e: mx.value_and_grad(lambda x, e=e: expected(x, e))(array(logits)) for e in grpo.KL_ESTIMATORS}
-    for name in ("k1", "k3", "k3_corrected"):
+    for name in ("k3", "k3_corrected"):
         assert found[name][0].item() == pytest.approx(kl, abs=1e-6)
     for name in ("k2", "k3_corrected"):
         np.testing.assert_allclose(np.array(found[name][1]), exact, atol=1e-6)
-    np.testing.assert_allclose(np.array(found["k1"][1]), 0, atol=1e-6)
     assert np.abs(np.array(found["k3"][1]) - exact).max() > 0.01
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", grpo.LOSS_TYPES)
 def test_on_policy_the_gradient_is_the_plain_policy_gradient(loss):
     """With ratio 1 the gradient is -A per token: a default that clips everything away would make it 0."""
-    bounds = {"clip_high": 1.0} if loss == "cispo" else {}
-    grad = mx.grad(lambda new: ours(CASE, new, loss=loss, **bounds))(array(OLD))
+    bounds = {"epsilon_high": 1.0} if loss == "cispo" else {}
+    grad = mx.grad(lambda new: ours(CASE, new, loss_type=loss, **bounds))(array(OLD))
     each = {"dr_grpo": NUM_ROWS * CASE.max_tokens} | dict.fromkeys(("grpo", "sapo"), NUM_ROWS * MASK.sum(1)[:, None])
     expected = -ADVANTAGES[:, None] * MASK / each.get(loss, MASK.sum())
     np.testing.assert_allclose(np.array(grad), expected, atol=1e-6)
@@ -349,7 +371,7 @@ def test_the_default_clip_range_is_a_fifth_either_way():
 
     def gradient(ratio):
         old = mx.zeros((1, 1))
-        loss = lambda new: grpo.policy_loss(new, old, mx.ones((1,)), mx.ones((1, 1)))[0]  # noqa: E731
+        loss = lambda new: grpo.policy_loss(new, old, mx.ones((1,)), mx.ones((1, 1)), grpo.Objective())[0]  # noqa: E731
         return mx.grad(loss)(mx.log(mx.array([[ratio]]))).item()
 
     assert gradient(1.19) == pytest.approx(-1.19, abs=1e-5)
@@ -359,7 +381,8 @@ def test_the_default_clip_range_is_a_fifth_either_way():
 
 def test_old_logprobs_and_advantages_carry_no_gradient():
     def loss(old, advantages):
-        return grpo.policy_loss(mx.array(NEW, mx.float32), old, advantages, mx.array(MASK, mx.float32))[0]
+        mask = mx.array(MASK, mx.float32)
+        return grpo.policy_loss(mx.array(NEW, mx.float32), old, advantages, mask, grpo.Objective())[0]
 
     grads = mx.grad(loss, argnums=(0, 1))(mx.array(OLD, mx.float32), mx.array(ADVANTAGES, mx.float32))
     assert all((grad == 0).all().item() for grad in grads)
@@ -367,7 +390,7 @@ def test_old_logprobs_and_advantages_carry_no_gradient():
 
 def test_stats_are_token_means():
     new, old, mask, ref = (array(x) for x in (NEW, OLD, MASK, REF))
-    _, stats = grpo.policy_loss(new, old, array(ADVANTAGES), mask, ref_logprobs=ref, kl_coef=0.1)
+    _, stats = grpo.policy_loss(new, old, array(ADVANTAGES), mask, grpo.Objective(beta=0.1), ref_logprobs=ref)
     ratio = np.exp(NEW - OLD)
     positive = ADVANTAGES[:, None] > 0
     removed = np.where(positive, ratio > 1.2, ratio < 0.8)
@@ -376,10 +399,12 @@ def test_stats_are_token_means():
         assert got.item() == pytest.approx((expected * MASK).sum() / MASK.sum(), abs=1e-5)
 
 
-@pytest.mark.parametrize("bounds", [{}, {"delta": 1.5}, {"clip_low": 0.05, "clip_high": 0.3}])
+@pytest.mark.parametrize("bounds", [{}, {"delta": 1.5}, {"epsilon": 0.05, "epsilon_high": 0.3}])
 def test_clip_frac_is_the_share_of_tokens_without_a_gradient(bounds):
     def loss(new):
-        return grpo.policy_loss(new, array(WIDE.old), array(WIDE.advantages), array(WIDE.mask), loss="dapo", **bounds)
+        return grpo.policy_loss(
+            new, array(WIDE.old), array(WIDE.advantages), array(WIDE.mask), grpo.Objective(**bounds)
+        )
 
     grad, stats = mx.grad(lambda new: loss(new)[0])(array(WIDE.new)), loss(array(WIDE.new))[1]
     dead = ((np.array(grad) == 0) & (WIDE.mask > 0)).sum()
@@ -388,10 +413,10 @@ def test_clip_frac_is_the_share_of_tokens_without_a_gradient(bounds):
 
 
 def test_an_empty_mask_gives_zero():
-    for loss in grpo.LOSSES:
+    for loss in grpo.LOSS_TYPES:
         empty = mx.zeros((NUM_ROWS, 5))
         value, _ = grpo.policy_loss(
-            array(NEW), array(OLD), array(ADVANTAGES), empty, loss=loss, max_tokens=7, num_items=0
+            array(NEW), array(OLD), array(ADVANTAGES), empty, grpo.Objective(loss_type=loss, max_tokens=7), num_items=0
         )
         assert value.item() == 0
     assert grpo.top_entropy_mask(array(CASE.entropy), empty, 0.2).sum().item() == 0
@@ -407,7 +432,7 @@ def test_the_tokens_of_highest_entropy_are_those_from_the_quantile_on(fraction):
     assert kept.sum() >= 1
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", grpo.LOSS_TYPES)
 @pytest.mark.parametrize("log_ratio", [-200.0, 100.0, 500.0])
 def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
     for sign in (1.0, -1.0):
@@ -415,7 +440,11 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
         def value(new, sign=sign):
             mask, advantages = mx.ones((1, 2)), array([sign])
             return grpo.policy_loss(
-                new, array([[-1.0, -1.0]]), advantages, mask, loss=loss, clip_high=2.0, max_tokens=2
+                new,
+                array([[-1.0, -1.0]]),
+                advantages,
+                mask,
+                grpo.Objective(loss_type=loss, epsilon_high=2.0, max_tokens=2),
             )[0]
 
         loss_value, grad = mx.value_and_grad(value)(array([[log_ratio, -1.0]]))

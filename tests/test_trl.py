@@ -33,12 +33,12 @@ def trainer(case, **settings):
     """What `GRPOTrainer._compute_loss` reads, for one step that is one micro-batch."""
     from accelerate import Accelerator
 
-    loss, fraction = settings.get("loss", "dapo"), settings.get("fraction", 1.0)
+    loss, fraction = settings.get("loss_type", "dapo"), settings.get("fraction", 1.0)
     self = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
         args=SimpleNamespace(
             delta=settings.get("delta"),
-            use_bias_correction_kl=settings.get("estimator") == "k3_corrected",
+            use_bias_correction_kl=settings.get("kl_estimator") == "k3_corrected",
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
             steps_per_generation=1,
@@ -46,10 +46,10 @@ def trainer(case, **settings):
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
         loss_type=loss,
-        importance_sampling_level=settings.get("level", "token"),
-        epsilon_low=settings.get("clip_low", 0.2),
-        epsilon_high=settings.get("clip_high", 0.2),
-        beta=settings.get("kl_coef", 0.0),
+        importance_sampling_level=settings.get("importance_sampling_level", "token"),
+        epsilon_low=settings.get("epsilon", 0.2),
+        epsilon_high=settings.get("epsilon_high", 0.2),
+        beta=settings.get("beta", 0.0),
         top_entropy_quantile=fraction,
         off_policy_mask_threshold=None,
         use_vllm=True,
@@ -95,17 +95,17 @@ def theirs(case, **settings):
     return loss.item(), new.grad.numpy()
 
 
-KLS = [{}, *({"kl_coef": 0.3, "estimator": name} for name in ("k3", "k3_corrected"))]  # TRL has no others
+KLS = [{}, *({"beta": 0.3, "kl_estimator": name} for name in ("k3", "k3_corrected"))]  # TRL has no others
 TRUSTS = [{}, *({"correction": name, "cap": 1.2} for name in grpo.CORRECTIONS[1:])]
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", grpo.LOSS_TYPES)
 @pytest.mark.parametrize("level", grpo.LEVELS)
 def test_loss_and_gradient_equal_trl_s(loss, level):
     for case, bounds, kl, trust, fraction in itertools.product(
         (CASE, WIDE, FROZEN_CASE), BOUNDS.get(loss, CLIPS), KLS, TRUSTS, (1.0, 0.4)
     ):
-        settings = {"loss": loss, "level": level, "fraction": fraction} | bounds | kl | trust
+        settings = {"loss_type": loss, "importance_sampling_level": level, "fraction": fraction} | bounds | kl | trust
         expected, gradient = theirs(case, **settings)
         value, grad = mx.value_and_grad(lambda new, c=case, s=settings: ours(c, new, **s))(array(case.new))
         assert value.item() == pytest.approx(expected, abs=1e-6), settings
@@ -113,12 +113,12 @@ def test_loss_and_gradient_equal_trl_s(loss, level):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0}], ids=str
+    "bounds", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}], ids=str
 )
 @pytest.mark.parametrize("level", grpo.LEVELS)
 def test_on_policy_the_gradient_at_a_border_of_the_range_is_twice_trl_s(level, bounds):
     """PyTorch divides a minimum's gradient between equal sides, and its clamp has none there."""
-    case, settings = CASE._replace(old=CASE.new), {"loss": "dapo", "level": level} | bounds
+    case, settings = CASE._replace(old=CASE.new), {"loss_type": "dapo", "importance_sampling_level": level} | bounds
     expected, gradient = theirs(case, **settings)
     value, grad = mx.value_and_grad(lambda new: ours(case, new, **settings))(array(case.new))
     assert value.item() == pytest.approx(expected, abs=1e-6) and np.abs(gradient).max() > 0.01
@@ -132,7 +132,11 @@ def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
     np.testing.assert_allclose(grad[1], gradient, atol=1e-7)
 
 
-@pytest.mark.parametrize("flags", [{"loss": "dapo"}, {"loss": "grpo", "level": "sequence"}, {"loss": "sapo"}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "sapo"}],
+    ids=str,
+)
 def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
     """
     The same random Qwen3 in transformers and here, the same prompts and completions, all weights in training: TRL's own
@@ -150,23 +154,23 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
         mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
     )
     batches = micro_batch.micro_batches(prompts, rollout, 20)
-    config = settings.Config(temp=0.8, lora_rank=0)
+    config, objective = settings.Config(temp=0.8, lora_rank=0), grpo.Objective(**flags)
 
     def loss_of(model):
         total = 0.0
         for b in batches:
             logprobs, _ = update.completion_logprobs(model, b, config)
             width = logprobs.shape[1]
-            share, _ = grpo.policy_loss(
+            terms = grpo.token_terms(
                 logprobs,
                 array(case.old)[b.rows, :width],
                 array(case.advantages)[b.rows],
                 b.mask,
-                num_rows=4,
-                num_items=int(case.mask.sum()),
-                **flags,
+                objective,
             )
-            total += share
+            total += grpo.aggregate(
+                terms.losses(objective), b.mask, objective, num_rows=4, num_items=int(case.mask.sum())
+            )
         return total
 
     value, grads = nn.value_and_grad(model, loss_of)(model)

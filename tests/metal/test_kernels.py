@@ -317,7 +317,14 @@ CLIPS: list[tuple[float, float, float | None]] = [
     (0.2, 0.5, 1.1),
     (0.0, 0.0, None),
 ]
+
+
 # what log-probabilities have changed by: within the range, below and above it, beyond delta, beyond any float
+def rule(clip: tuple[float, float, float | None]) -> grpo.Objective:
+    low, high, delta = clip
+    return grpo.Objective(epsilon=low, epsilon_high=high, delta=delta)
+
+
 CHANGES = [0.05, -0.1, -0.6, 0.35, 1.0, 3.0, 0.0, 200.0]
 
 
@@ -330,7 +337,7 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
     advantages[-2] = 0.0
     exact = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
     old = exact - np.array(CHANGES)
-    given = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, *clip), 0.8
+    given = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip)), 0.8
     ours = softmax.row_losses(logits, mx.array(ids), *given)
     theirs = softmax.row_losses_ref(logits, mx.array(ids), *given)
     if policy == "on":
@@ -349,7 +356,7 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
     np.testing.assert_allclose(np.array(ours.slopes)[smooth], slopes[smooth], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(np.array(ours.slopes), np.array(theirs.slopes), rtol=2e-5, atol=1e-6)
     before = ours.logprobs if policy == "on" else given[0].old_logprobs
-    _, removed = grpo.clipped_term(mx.exp(ours.logprobs - before), given[0].advantages, *clip)
+    _, removed = grpo.clipped_term(mx.exp(ours.logprobs - before), given[0].advantages, rule(clip))
     still = (np.array(ours.slopes) == 0) & (advantages != 0)
     assert np.array(removed)[:-1].tolist() == still[:-1].tolist()  # the last is beyond any float, where all stop
 
@@ -526,7 +533,7 @@ def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(k
     clip = (0.2, 0.28, 4.0)
 
     def function(hidden: mx.array) -> list[mx.array]:
-        surrogate = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, *clip)
+        surrogate = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip))
         found = lm_head.token_losses(hidden, head, mx.array(ids), surrogate, 0.8)
         return [found.losses, found.logprobs]
 

@@ -45,7 +45,7 @@ def loss_by_hand(work, temperature, clip_low, clip_high):
 
 @pytest.mark.parametrize("impl", ["ours", "reference"])
 def test_the_loss_is_the_formula_off_policy(capsys, impl):
-    flags = ["--mode", "off_policy", "--old-logp-noise-scale", "0.5", "--temperature", "0.8", "--clip-high", "0.3"]
+    flags = ["--mode", "off_policy", "--old-logp-noise-scale", "0.5", "--temperature", "0.8", "--epsilon-high", "0.3"]
     work = bench.make_work(bench.parse([*TINY, *flags]))
     assert run(capsys, *flags, "--impl", impl)["loss"] == pytest.approx(loss_by_hand(work, 0.8, 0.2, 0.3), abs=1e-5)
 
@@ -96,7 +96,7 @@ def test_the_check_ends_with_status_1_where_an_implementation_is_wrong(capsys, m
     [
         (["--time", "0"], "--time is 0; it must be at least 1"),
         (["--temperature", "0"], "--temperature is 0.0; it must be a finite number above 0"),
-        (["--clip-low", "-1"], "--clip-low is -1.0; it must be at least 0"),
+        (["--epsilon", "-1"], "--epsilon is -1.0; it must be at least 0"),
         (["--imple", "ours"], "--imple is no flag of bench_grpo_loss.py; did you mean --impl?"),
         (["--model", "random:7b"], "--model random:7b: the random models are"),
     ],

@@ -74,9 +74,10 @@ class Endpoint:
 
     def chat(
         self, conversations: Sequence[Messages], *, max_tokens: int, top_logprobs: int = 0, thinking: bool = False
-    ) -> Iterator[Reply]:
+    ) -> Iterator[tuple[int, Reply]]:
         """
-        The greedy reply to each conversation, in order; an empty one where it is longer than the model's context.
+        The greedy reply to each conversation with its place, as they arrive; an empty one where it is longer than the
+        model's context.
 
         top_logprobs: how many of the likeliest first tokens to ask for. Raises ValueError when a request is refused or
         still fails after all retries; then no further request is sent.
@@ -93,18 +94,15 @@ class Endpoint:
                     done.put((item[0], error))
                     stop.set()
 
-        early: dict[int, Reply] = {}
         try:
             for _ in range(min(self.concurrency, len(conversations))):
                 # no executor: it waits for its threads, which may wait for the server, even when the program ends
                 threading.Thread(target=work, name="judge", daemon=True).start()
-            for place in range(len(conversations)):
-                while place not in early:
-                    number, reply = done.get()
-                    if isinstance(reply, Exception):
-                        raise reply
-                    early[number] = reply
-                yield early.pop(place)
+            for _ in conversations:
+                place, reply = done.get()
+                if isinstance(reply, Exception):
+                    raise reply
+                yield place, reply
         finally:  # a refused request, or Ctrl-C: nobody waits for the others
             stop.set()
 
@@ -141,7 +139,8 @@ class Endpoint:
             stop.wait(min(max(asked_for, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
             pause *= 2
         raise ValueError(
-            f"--judge-url {self.url} did not answer after {self.retries + 1} tries ({problem:.300}); is it running?"
+            f"--judge-url {self.url} did not answer after {self.retries + 1} tries ({problem:.300}); "
+            "start it, or name another --judge-url"
         )
 
     def _post(self, body: dict[str, Any]) -> Reply:

@@ -7,6 +7,7 @@ of a frozen judge, or, where a user's rewards took its place, the weighted sum o
 problems.
 """
 
+import functools
 import json
 import math
 import sys
@@ -174,6 +175,12 @@ def evaluate(
     return record, details
 
 
+def remember(log: telemetry.JsonLines, grader: judge.Grader) -> None:
+    """Writes the judge's new scores."""
+    for record in grader.cache.take_fresh():
+        log.write({"step": 0} | record)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("evaluate.py", "Evaluate a model on held-out problems.")
     parser.add_argument(
@@ -218,6 +225,7 @@ def main(argv: list[str] | None = None) -> None:
             )
             if args.judge_cache:
                 grader.cache.load(args.judge_cache)
+                grader.on_score = functools.partial(remember, telemetry.JsonLines(args.judge_cache), grader)
         print(f"model: {name}, {why}; task: {task.name}", file=sys.stderr)
         record, details = evaluate(
             model,
@@ -231,10 +239,6 @@ def main(argv: list[str] | None = None) -> None:
             thinking=args.thinking,
         )
         print(json.dumps(record))  # before the files, which may not fit on the disk
-        if grader and args.judge_cache:
-            log = telemetry.JsonLines(args.judge_cache)
-            for fresh in grader.cache.take_fresh():
-                log.write({"step": 0} | fresh)
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:

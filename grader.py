@@ -1,7 +1,7 @@
 """
 What judges of every kind share: equal answers are judged once, scores are remembered, unreadable ones are told of.
 
-How a score is made is left to `Grader.evaluate` of its children.
+How a score is made is left to `Grader.ask` of its children.
 
 Axes: N completions, J criteria.
 """
@@ -12,7 +12,7 @@ import math
 import reprlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,19 +43,32 @@ class Judgement(NamedTuple):
     stats: Stats
 
 
+class Question(NamedTuple):
+    """One evaluation: an answer to be scored by one criterion, which is named by its place in the rubric."""
+
+    prompt: str
+    completion: str
+    criterion: int
+
+
+class Evaluation(NamedTuple):
+    """What a judge said to one question."""
+
+    score: float  # 1..5, nan where unreadable
+    mass: float  # probability on valid scores
+    said: str  # the likeliest first token, or the reply
+
+
+Tell = Callable[[int, Evaluation], None]  # takes what was said to the question at a place, as soon as it is known
+
+
 class Evaluations(NamedTuple):
-    """What a judge said about n pairs of prompt and completion."""
+    """What a judge said about n pairs of prompt and completion, (n, J)."""
 
-    scores: np.ndarray  # (n, J) float64, nan where unreadable
-    mass: np.ndarray  # (n, J) probability on valid scores
-    said: np.ndarray  # (n, J) of str: the likeliest first token, or the reply
+    scores: np.ndarray
+    mass: np.ndarray
+    said: np.ndarray
     num_tokens: int
-
-
-def no_evaluations(num_pairs: int, num_criteria: int) -> Evaluations:
-    """Room for what a judge will say."""
-    shape = (num_pairs, num_criteria)
-    return Evaluations(np.full(shape, math.nan), np.zeros(shape), np.full(shape, "", object), 0)
 
 
 class ScoreCache:
@@ -68,20 +81,20 @@ class ScoreCache:
 
     def __init__(self, limit: int = 2**16):
         self.limit = limit
-        self.held: dict[str, list[float]] = {}
+        self.held: dict[str, float] = {}
         self._fresh: list[str] = []
 
-    def put(self, key: str, scores: list[float]) -> None:
+    def put(self, key: str, score: float) -> None:
         if key not in self.held:
             self._fresh.append(key)
-        self.held[key] = scores
+        self.held[key] = score
         while len(self.held) > self.limit:
             del self.held[next(iter(self.held))]
 
     def take_fresh(self) -> list[dict[str, Any]]:
         """Records of what came since the last call, for a file."""
         fresh, self._fresh = self._fresh, []
-        return [{"key": key, "scores": self.held[key]} for key in fresh if key in self.held]
+        return [{"key": key, "score": self.held[key]} for key in fresh if key in self.held]
 
     def fill(self, records: list[dict[str, Any]]) -> None:
         """
@@ -91,10 +104,10 @@ class ScoreCache:
         """
         self.held = {}
         for record in records[-self.limit :]:
-            key, scores = (record.get("key"), record.get("scores")) if isinstance(record, dict) else (None, None)
-            if not isinstance(key, str) or not isinstance(scores, list) or not all(type(s) is float for s in scores):
+            key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
+            if not isinstance(key, str) or type(score) is not float:
                 raise ValueError(f"a judge's score is recorded as {reprlib.repr(record)}; remove that line")
-            self.put(key, scores)
+            self.put(key, score)
         self._fresh = []
 
     def load(self, path: str | Path) -> None:
@@ -109,18 +122,34 @@ class ScoreCache:
 class Grader:
     """What judges of both kinds share: equal pairs judged once, the cache, and the warning of unreadable scores."""
 
+    is_paid = False  # whether its scores cost money: these are written when they arrive, and no resumed run drops them
+
     def __init__(self, rubric: str | Path | dict[str, Any] | rubrics.Rubric):
         self.rubric = rubrics.load_rubric(rubric)
         self.cache = ScoreCache()
+        self.on_score: Callable[[], None] = lambda: None  # called whenever the cache has a new score
+        self.num_tokens = 0  # of the newest call: positions that went through a model of ours
         self.num_seen = self.num_unread = self.num_warned = 0
 
     def identity(self) -> str:
         """A digest of everything that a score depends on besides the prompt and the completion."""
         raise NotImplementedError
 
-    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        """What the judge says about n pairs, all of them different; no score comes from the cache or goes there."""
+    def ask(self, questions: list[Question], tell: Tell) -> None:
+        """Tells what the judge says to each question, all of them different, in any order."""
         raise NotImplementedError
+
+    def questions(self, pairs: Iterable[tuple[str, str]]) -> list[Question]:
+        """Every criterion of every pair, row by row."""
+        return [Question(*pair, column) for pair in pairs for column in range(len(self.rubric.criteria))]
+
+    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
+        """What the judge says about n different pairs; no score comes from the cache or goes there."""
+        found: dict[int, Evaluation] = {}
+        self.ask(self.questions(pairs), found.__setitem__)
+        columns = zip(*(found[place] for place in sorted(found)), strict=True)
+        scores, mass, said = (np.array(column).reshape(len(pairs), -1) for column in columns)
+        return Evaluations(scores, mass, said.astype(object), self.num_tokens)
 
     def score(self, prompts: Sequence[str], completions: Sequence[str]) -> Judgement:
         """Judges N completions by J criteria."""
@@ -128,47 +157,45 @@ class Grader:
         pairs = list(zip(prompts, completions, strict=True))
         # Equal completions are judged once: padded differently their scores would differ by a rounding, and a group of
         # equal completions must have equal rewards. A quarter to two thirds of a demo run's rows are such.
-        distinct = list(dict.fromkeys(pairs))
+        questions = self.questions(dict.fromkeys(pairs))
         whose = self.identity()
-        keys = [digest(whose, prompt, completion) for prompt, completion in distinct]
-        known = [self.cache.held.get(key) for key in keys]
-        unknown = [index for index, scores in enumerate(known) if scores is None]
-        num_criteria = len(self.rubric.criteria)
-        found = np.array([[math.nan] * num_criteria if scores is None else scores for scores in known])
-        found = found.reshape(len(distinct), num_criteria)
-        new = self.evaluate([distinct[index] for index in unknown]) if unknown else None
-        if new is not None:
-            found[unknown] = new.scores
-            for index in unknown:
-                if not np.isnan(found[index]).any():  # what could not be read may be read the next time
-                    self.cache.put(keys[index], found[index].tolist())
-            self._warn([distinct[index] for index in unknown], new)
-        place = {pair: index for index, pair in enumerate(distinct)}
-        scores = found[[place[pair] for pair in pairs]].reshape(len(pairs), num_criteria)
-        stats = Stats(
-            time.perf_counter() - begin,
-            len(unknown) * num_criteria,
-            math.nan if new is None else float(new.mass.mean()),
-            0 if new is None else new.num_tokens,
-            (len(distinct) - len(unknown)) * num_criteria,
-        )
-        return Judgement(rubrics.rubric_reward(scores, self.rubric), scores, int(np.isnan(scores).sum()), stats)
+        keys = [digest(whose, *map(str, question)) for question in questions]
+        scores = {question: self.cache.held.get(key) for question, key in zip(questions, keys, strict=True)}
+        asked = [place for place, question in enumerate(questions) if scores[question] is None]
+        new: dict[Question, Evaluation] = {}
 
-    def _warn(self, pairs: list[tuple[str, str]], new: Evaluations) -> None:
+        def tell(number: int, evaluation: Evaluation) -> None:
+            place = asked[number]
+            new[questions[place]], scores[questions[place]] = evaluation, evaluation.score
+            if not math.isnan(evaluation.score):  # what could not be read may be read the next time
+                self.cache.put(keys[place], evaluation.score)
+                self.on_score()
+
+        self.num_tokens = 0
+        if asked:
+            self.ask([questions[place] for place in asked], tell)
+            self._warn(new)
+        found = np.array([scores[question] for question in self.questions(pairs)], float)
+        found = found.reshape(len(pairs), len(self.rubric.criteria))
+        mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
+        seconds, num_cached = time.perf_counter() - begin, len(questions) - len(new)
+        stats = Stats(seconds, len(new), mass, self.num_tokens, num_cached)
+        return Judgement(rubrics.rubric_reward(found, self.rubric), found, int(np.isnan(found).sum()), stats)
+
+    def _warn(self, new: dict[Question, Evaluation]) -> None:
         """Says with an example that a fifth of all evaluations was unreadable, and again when twice as many are."""
-        unread = np.argwhere(np.isnan(new.scores)).tolist()
-        self.num_seen += new.scores.size
+        unread = [question for question, evaluation in new.items() if math.isnan(evaluation.score)]
+        self.num_seen += len(new)
         self.num_unread += len(unread)
         if not unread or self.num_unread <= LOUD * self.num_seen or self.num_unread < 2 * self.num_warned:
             return
         self.num_warned = self.num_unread
-        row, column = unread[0]
-        prompt, completion = pairs[row]
+        prompt, completion, column = unread[0]
         tqdm.write(
             f"WARNING: {self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
             f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. For example criterion "
             f"{self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}: it said "
-            f"{new.said[row, column][:80]!r}, with {new.mass[row, column]:.3f} of its probability on 1 to 5. "
+            f"{new[unread[0]].said[:80]!r}, with {new[unread[0]].mass:.3f} of its probability on 1 to 5. "
             "Try another --judge-model; or, if answers fit its context, --judge-mode decode with --judge-think 512",
             file=sys.stderr,
         )

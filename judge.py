@@ -39,7 +39,7 @@ import rubrics
 import sampler
 import softmax
 import telemetry
-from grader import Evaluations, Grader, Judgement, Stats, no_evaluations
+from grader import Evaluation, Grader, Judgement, Question, Stats, Tell
 from kv_cache import SlotCache, TreeCache
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # what others take from here
@@ -53,11 +53,11 @@ TOP_LOGPROBS = 10  # asked of a server, the most that servers of this protocol a
 
 
 class _Node(NamedTuple):
-    """A run of tokens in the tree of prompts; a leaf, which ends one prompt, has a place in (n, J)."""
+    """A run of tokens in the tree of prompts; a leaf, which ends one prompt, has that question's place."""
 
     ids: list[int]
     children: list["_Node"]
-    place: tuple[int, int] | None = None
+    place: int | None = None
 
 
 class Judge(Grader):
@@ -95,14 +95,15 @@ class Judge(Grader):
         self._weights: list[mx.array] = []  # those that the next two were made with
         self._preamble: TreeCache | None = None
         self._identity = ""
-        self._num_tokens = self._in_flight = 0
+        self._in_flight = 0
 
     def state(self) -> dict[str, int]:
         """What memory has forced upon this judge; small JSON values."""
         return {"chunk_size": self.chunk_size, "good_chunks": self.good_chunks}
 
     def restore(self, state: dict[str, int]) -> None:
-        self.chunk_size, self.good_chunks = min(self.chunk_size, state["chunk_size"]), state["good_chunks"]
+        if state:  # a judge elsewhere, which this one has replaced, had none
+            self.chunk_size, self.good_chunks = min(self.chunk_size, state["chunk_size"]), state["good_chunks"]
 
     def identity(self) -> str:
         self._refresh()
@@ -126,42 +127,44 @@ class Judge(Grader):
 
     # ---- the tree of prompts
 
-    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        num_criteria = len(self.rubric.criteria)
-        found = no_evaluations(len(pairs), num_criteria)
-        questions = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(p for p, _ in pairs)}
-        answers = [self.prompts.answer(completion) for _, completion in pairs]
-        context, room = self.model.config.max_position_embeddings, self._reply_room()
-        self._check_room(questions)
-        lengths = [len(questions[prompt]) + len(ids) for (prompt, _), ids in zip(pairs, answers, strict=True)]
+    def ask(self, questions: list[Question], tell: Tell) -> None:
+        texts = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
+        answers = {pair: self.prompts.answer(pair[1]) for pair in dict.fromkeys(q[:2] for q in questions)}
         own = [tail[self.prompts.num_common :] for tail in self.prompts.tails]
-        done = len(self.prompts.head) + np.add.outer(lengths, [len(ids) for ids in own]) + room > context
-        found.said[done] = f"(nothing, as the answer does not fit into its context of {context} tokens)"
-        self._num_tokens = 0
-        with lora.disabled(self.model), tqdm(total=done.size, desc="judge", leave=False, disable=None) as progress:
+        self._check_room(texts)
+        context, head, self.num_tokens = self.model.config.max_position_embeddings, len(self.prompts.head), 0
+        left = dict(enumerate(questions))
+        for place, (prompt, completion, column) in enumerate(questions):
+            length = head + len(texts[prompt]) + len(answers[prompt, completion]) + len(own[column])
+            if length + self._reply_room() > context:
+                said = f"(nothing, as the answer does not fit into its context of {context} tokens)"
+                tell(place, Evaluation(math.nan, 0.0, said))
+                del left[place]
+        num_left = len(left)
+        with lora.disabled(self.model), tqdm(total=num_left, desc="judge", leave=False, disable=None) as progress:
 
             def finish(leaves: list[_Node], hidden: mx.array, cache: TreeCache) -> None:
                 read = self._read_logits if self.mode == "logits" else self._read_replies
-                for leaf, values in zip(leaves, read(hidden, cache), strict=True):
+                for leaf, evaluation in zip(leaves, read(hidden, cache), strict=True):
                     assert leaf.place is not None
-                    found.scores[leaf.place], found.mass[leaf.place], found.said[leaf.place] = values
-                    done[leaf.place] = True
+                    del left[leaf.place]
+                    tell(leaf.place, evaluation)
                 progress.update(len(leaves))
 
-            while not done.all():
-                below: dict[str, list[_Node]] = {prompt: [] for prompt in questions}
-                for row in np.flatnonzero(~done.all(-1)).tolist():
-                    leaves = [_Node(own[j], [], (row, j)) for j in np.flatnonzero(~done[row]).tolist()]
-                    below[pairs[row][0]].append(_Node(answers[row], leaves))
+            while left:
+                below: dict[str, dict[str, _Node]] = {prompt: {} for prompt in texts}
+                for place, (prompt, completion, column) in left.items():
+                    answer = below[prompt].setdefault(completion, _Node(answers[prompt, completion], []))
+                    answer.children.append(_Node(own[column], [], place))
                 try:
-                    self._walk(self._root(), [(0, _Node(questions[p], b)) for p, b in below.items() if b], finish)
+                    nodes = [(0, _Node(texts[p], list(b.values()))) for p, b in below.items() if b]
+                    self._walk(self._root(), nodes, finish)
                 except RuntimeError as error:
                     if not memory.is_out_of_memory(error):
                         raise
                 else:
                     break
                 self._shrink()  # here, where the exception no longer holds the arrays of the frames that it left
-        return found._replace(num_tokens=self._num_tokens)
 
     def _reply_room(self) -> int:
         return REPLY_TOKENS + self.think if self.mode == "decode" else 0
@@ -226,13 +229,15 @@ class Judge(Grader):
     def _forward(self, cache: TreeCache, rows: list[list[int]]) -> mx.array:
         """Hidden states of a level's rows, padded on the right, (M, L, C)."""
         length = max(1, *map(len, rows))
-        self._num_tokens += len(rows) * length
+        self.num_tokens += len(rows) * length
         return self.model.hidden(mx.array([row + [0] * (length - len(row)) for row in rows]), cache)
 
     def _shrink(self) -> None:
         """Halves the chunk after memory ran out. ValueError when there is nothing to halve."""
         if self.chunk_size == 1:
-            raise ValueError("the judge runs out of memory with one evaluation at once; take shorter completions")
+            raise ValueError(
+                "the judge runs out of memory with one evaluation at once; free some, or name a smaller --judge-model"
+            )
         self.chunk_size, self.good_chunks = max(1, min(self.chunk_size, self._in_flight) // 2), 0
         mx.clear_cache()
         tqdm.write(f"judge: out of memory, going on with chunks of {self.chunk_size}", file=sys.stderr)
@@ -245,7 +250,7 @@ class Judge(Grader):
 
     # ---- what is read at the end of a prompt; each gives score, mass and what stood there, by row
 
-    def _read_logits(self, hidden: mx.array, _: TreeCache) -> list[tuple[float, float, str]]:
+    def _read_logits(self, hidden: mx.array, _: TreeCache) -> list[Evaluation]:
         """Expectations over the score tokens at the first answer position."""
         logprobs = softmax.log_softmax(hidden @ self.model.head_weight.T)
         by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
@@ -254,9 +259,9 @@ class Judge(Grader):
         shares: list[float] = np.array(mass).tolist()
         scores: list[float] = np.where(np.array(shares) >= self.min_mass, np.array(expected), math.nan).tolist()
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
-        return list(zip(scores, shares, likeliest, strict=True))
+        return list(map(Evaluation, scores, shares, likeliest))
 
-    def _read_replies(self, hidden: mx.array, cache: TreeCache) -> list[tuple[float, float, str]]:
+    def _read_replies(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The last digit of greedy replies."""
         logits = hidden @ self.model.head_weight.T
         eos = list(self.model.config.eos_ids)
@@ -280,7 +285,9 @@ class Judge(Grader):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         texts = [self.tokenizer.decode(replies[row]) for row in range(len(replies))]
         scores = [rubrics.read_score(text) for text in texts]
-        return [(score, float(not math.isnan(score)), text) for score, text in zip(scores, texts, strict=True)]
+        return [
+            Evaluation(score, float(not math.isnan(score)), text) for score, text in zip(scores, texts, strict=True)
+        ]
 
     def _continue(self, cache: TreeCache, logits: mx.array, limit: int, ends: list[int]) -> list[list[int]]:
         """The greedy continuation of each row of the newest level: `limit` ids, or up to and with one of `ends`."""
@@ -322,6 +329,8 @@ def checksum(array: mx.array) -> int:
 class RemoteJudge(Grader):
     """The same rubric, asked of an OpenAI-compatible server; what a score depends on is the model's name there."""
 
+    is_paid = True
+
     def __init__(
         self,
         server: endpoint.Endpoint,
@@ -344,26 +353,22 @@ class RemoteJudge(Grader):
         what = (self.server.url, self.server.model, self.mode, self.think, self.min_mass, self.rubric)
         return grader.digest(repr(what))
 
-    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        criteria = self.rubric.criteria
-        asked = [rubrics.messages(self.rubric, *pair, criterion) for pair in pairs for criterion in criteria]
-        found = no_evaluations(len(pairs), len(criteria))
+    def ask(self, questions: list[Question], tell: Tell) -> None:
+        criteria, nothing_known = self.rubric.criteria, not self.cache.held
+        asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
         if self.mode == "logits":
             replies = self.server.chat(asked, max_tokens=1, top_logprobs=TOP_LOGPROBS)
         else:
             replies = self.server.chat(asked, max_tokens=REPLY_TOKENS + self.think, thinking=self.think > 0)
-        shown = tqdm(replies, total=len(asked), desc="judge", leave=False, disable=None)
-        silent, problem = not self.cache.held, ""
-        for place, reply in zip(np.ndindex(*found.scores.shape), shown, strict=True):
-            found.scores[place], found.mass[place] = self._read(reply)
-            found.said[place] = reply.text or reply.problem
+        problem, silent = "", True
+        for place, reply in tqdm(replies, total=len(asked), desc="judge", leave=False, disable=None):
+            tell(place, Evaluation(*self._read(reply), reply.text or reply.problem))
             silent, problem = silent and not (reply.first or reply.text), problem or reply.problem
-        if silent and problem:  # and never before: no answer is to blame
+        if silent and problem and nothing_known:  # and never before: no answer is to blame
             raise ValueError(
                 f"--judge-url {self.server.url}: no prompt fits into its context ({problem}); "
                 "lower --judge-think, or give its model more"
             )
-        return found
 
     def _read(self, reply: endpoint.Reply) -> tuple[float, float]:
         """Score and mass of one reply."""

@@ -37,10 +37,12 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# what may change where a run is resumed: how long it goes on, how often it looks and saves, and the memory it takes
+# what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
+# who judges
 CHANGEABLE = {
     *("steps", "save_every", "keep", "eval_every", "eval_limit"),
-    *("rollout_batch_size", "train_token_budget", "checkpoint_layers", "judge_chunk_size"),
+    *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
+    *(f"judge_{name}" for name in judge.Options._fields),
 }
 
 
@@ -447,6 +449,15 @@ def write(config: Config, run_dir: Path) -> None:
         telemetry.replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error
+
+
+def record_changes(config: Config, run_dir: Path, step: int) -> None:
+    """Adds to `changes.jsonl`, and prints, what differs from `config.yaml` of a run that goes on after `step`."""
+    before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config))
+    for name in sorted(CHANGEABLE):
+        if name in before and (was := before[name]) != (now := after[name]):
+            telemetry.JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
+            print(f"from step {step + 1} on: --{name.replace('_', '-')} {now} (was {was!r})", flush=True)
 
 
 def _unwritable(run_dir: Path, error: OSError) -> str:

@@ -721,6 +721,7 @@ def test_a_run_directory_that_exists_is_not_touched(run, capsys):
     before = contents(run)
     refused(capsys, train.main, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
     refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists; give another\n")
+    refused(capsys, train.main, [*SMALL, "--run-dir", run / "adapter"], "adapter exists; give another\n")
     assert contents(run) == before
 
 

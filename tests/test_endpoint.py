@@ -82,7 +82,7 @@ def make(server, **settings):
 
 
 def ask(client, conversations=(HELLO,), **settings):
-    return list(client.chat(list(conversations), **{"max_tokens": 16} | settings))
+    return [reply for _, reply in sorted(client.chat(list(conversations), **{"max_tokens": 16} | settings))]
 
 
 def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
@@ -103,7 +103,7 @@ def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
     }
 
 
-def test_replies_keep_their_order_and_no_more_requests_run_at_once_than_allowed(serve):
+def test_replies_come_with_their_places_and_no_more_requests_run_at_once_than_allowed(serve):
     def answer(number, body):
         time.sleep(0.05 if number % 2 else 0.1)
         return 200, completion(body["messages"][0]["content"].upper()), {}
@@ -190,6 +190,21 @@ def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
     with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
         ask(make(server, concurrency=1), [HELLO] * 50)
     assert len(server.requests) < 10
+
+
+def test_a_reply_is_given_as_it_arrives_and_not_behind_a_slower_one(serve):
+    ended = threading.Event()
+
+    def answer(_, body):
+        if body["messages"][0]["content"] == "slow":
+            ended.wait(20)
+        return 200, completion("5"), {}
+
+    asked = [[{"role": "user", "content": text}] for text in ("slow", "one", "two", "three")]
+    replies = make(serve(answer), concurrency=2).chat(asked, max_tokens=1)
+    assert [next(replies)[0] for _ in range(3)] == [1, 2, 3]
+    ended.set()
+    assert next(replies)[0] == 0
 
 
 def test_a_refusal_does_not_wait_for_the_slow_requests_beside_it(serve):

@@ -21,24 +21,24 @@ class Made(grader.Grader):
     def identity(self):
         return self.name
 
-    def evaluate(self, pairs):
-        self.asked.append(pairs)
-        made = grader.no_evaluations(len(pairs), 3)
-        for row, (prompt, completion) in enumerate(pairs):
-            made.scores[row] = [
-                np.nan if self.unread in completion else 1.0,
-                1 + len(prompt) % 5,
-                1 + len(completion) % 5,
-            ]
-            made.mass[row] = [0.25 if self.unread in completion else 0.75, 1, 1]
-            made.said[row] = "hm"
-        return made
+    def ask(self, questions, tell):
+        self.asked.append([tuple(question) for question in questions])
+        for place, (prompt, completion, column) in enumerate(questions):
+            unread = column == 0 and self.unread in completion
+            score = [1.0, 1.0 + len(prompt) % 5, 1.0 + len(completion) % 5][column]
+            mass = [0.25 if unread else 0.75, 1.0, 1.0][column]
+            tell(place, grader.Evaluation(np.nan if unread else score, mass, "hm"))
+
+
+def whole(*pairs):
+    """All questions about these pairs."""
+    return [(*pair, column) for pair in pairs for column in range(3)]
 
 
 def test_equal_pairs_are_evaluated_once_and_get_equal_scores_in_their_places():
     made = Made()
     judged = made.score(["a", "bb", "a", "a"], ["x", "x", "yy", "x"])
-    assert made.asked == [[("a", "x"), ("bb", "x"), ("a", "yy")]]
+    assert made.asked == [whole(("a", "x"), ("bb", "x"), ("a", "yy"))]
     assert judged.scores.tolist() == [[1, 2, 2], [1, 3, 2], [1, 2, 3], [1, 2, 2]]
     np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(judged.scores, RUBRIC))
     assert (judged.stats.num_evaluations, judged.stats.num_cached, judged.unparsed) == (9, 0, 0)
@@ -49,7 +49,7 @@ def test_a_score_that_is_known_is_not_paid_for_again_and_is_the_same():
     made = Made()
     first = made.score(["a", "a"], ["x", "yy"])
     again = made.score(["a", "a", "a"], ["yy", "zzz", "x"])
-    assert made.asked[1:] == [[("a", "zzz")]]
+    assert made.asked[1:] == [whole(("a", "zzz"))]
     assert again.scores[[2, 0]].tolist() == first.scores.tolist()
     assert (again.stats.num_evaluations, again.stats.num_cached) == (3, 6)
     all_known = made.score(["a"], ["x"])
@@ -68,31 +68,55 @@ def test_another_judge_does_not_take_the_scores_of_this_one():
     made.score(["a"], ["x"])
     other.cache = made.cache
     other.score(["a"], ["x"])
-    assert other.asked == [[("a", "x")]]
+    assert other.asked == [whole(("a", "x"))]
 
 
-def test_what_could_not_be_read_is_asked_again():
+def test_what_could_not_be_read_is_asked_again_and_nothing_else():
     made = Made()
-    assert np.isnan(made.score(["a"], ["x?"]).scores).tolist() == [[True, False, False]]
+    for _ in range(2):
+        assert np.isnan(made.score(["a"], ["x?"]).scores).tolist() == [[True, False, False]]
+    assert made.asked[1:] == [[("a", "x?", 0)]]
+
+
+def test_a_score_is_known_as_soon_as_it_arrives():
+    made, known = Made(), []
+    made.on_score = lambda: known.append(len(made.cache.held))
     made.score(["a"], ["x?"])
-    assert len(made.asked) == 2
+    made.score(["a"], ["y"])
+    assert known == [1, 2, 3, 4, 5]
+
+
+def test_what_arrived_before_a_judge_failed_is_not_asked_again():
+    made = Made()
+    ask = made.ask
+
+    def fail(questions, tell):
+        ask(questions[:4], tell)
+        raise ValueError("gone")
+
+    made.ask = fail
+    with pytest.raises(ValueError, match="gone"):
+        made.score(["a", "b"], ["x", "y"])
+    made.ask = ask
+    assert made.score(["a", "b"], ["x", "y"]).scores.tolist() == [[1, 2, 2], [1, 2, 2]]
+    assert made.asked[1] == [("b", "y", 1), ("b", "y", 2)]
 
 
 def test_the_cache_is_bounded_and_drops_the_oldest_first():
     made = Made()
-    made.cache.limit = 3
+    made.cache.limit = 9
     for text in "uvwx":
         made.score(["a"], [text])
     made.asked.clear()
     made.score(["a"] * 3, list("vwx"))
-    assert made.asked == [] and len(made.cache.held) == 3
+    assert made.asked == [] and len(made.cache.held) == 9
     made.score(["a"], ["u"])
-    assert made.asked == [[("a", "u")]]
+    assert made.asked == [whole(("a", "u"))]
 
 
 def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
     made, resumed, lines = Made(), Made(), []
-    made.cache.limit = resumed.cache.limit = 4
+    made.cache.limit = resumed.cache.limit = 12
     for text in "stuvwxs":
         made.score(["a"], [text])
         lines += [json.dumps({"step": 1} | record) for record in made.cache.take_fresh()]
@@ -112,8 +136,8 @@ def test_a_file_of_scores_is_read_and_one_of_anything_else_is_refused_by_name(tm
     for text in (
         "{",
         "[]",
-        '{"key": 3, "scores": [1.0]}',
-        '{"key": "a", "scores": ["1"]}',
+        '{"key": 3, "score": 1.0}',
+        '{"key": "a", "score": "1"}',
     ):
         path.write_text(text + "\n")
         with pytest.raises(ValueError, match=r"scores\.jsonl") as error:

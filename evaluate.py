@@ -18,6 +18,7 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
+import config
 import dispatch
 import gpu
 import gwen
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
         default="auto",
         help="rows decoded at once (default: auto, which is measured on a GPU and 64 without)",
     )
-    judge.add_flags(parser)  # for tasks that a judge scores
+    config.add_flags(parser, config.JudgeSettings)  # for tasks that a judge scores
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--thinking", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        options = judge.options_of(args)
+        judging = config.judge_of_flags(args)
         name, why = gwen.choose_model(args.model, args.adapter)
         task = tasks.load(
             args.task or ("demo" if name == "demo" else "values"), held_out=args.data, columns=args.columns
@@ -219,9 +220,9 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer = gwen.load(name, adapter=args.adapter)
         grader = None
         if task.rubric is not None and task.metric == "score":
-            same = not args.adapter and options.model in ("", name)
+            same = not args.adapter and judging.judge_model in ("", name)
             grader = judge.make(
-                options, task.rubric, lambda: (model, tokenizer) if same else gwen.load(options.model or name)
+                judging, task.rubric, lambda: (model, tokenizer) if same else gwen.load(judging.judge_model or name)
             )
             if args.judge_cache:
                 grader.cache.load(args.judge_cache)

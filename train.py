@@ -276,7 +276,7 @@ class Run:
                 return gwen.load(config.judge_model)
             return self.base or self.model, self.tokenizer
 
-        return judge.make(config.judge, self.task.rubric, load)
+        return judge.make(config, self.task.rubric, load)
 
     def _settle_rollouts(self) -> sampler.BatchSize:
         """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""

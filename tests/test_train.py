@@ -20,8 +20,8 @@ import pytest
 import yaml
 from mlx.utils import tree_flatten
 from small_run import SMALL, make_config, make_run, sample, update_once
-from test_endpoint import Server
-from test_endpoint import completion as chat_completion
+from test_remote_judge import Server
+from test_remote_judge import completion as chat_completion
 
 import checkpoint
 import evaluate
@@ -497,7 +497,7 @@ def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Starts servers on loopback, see `test_endpoint.Server`."""
+    """Starts servers on loopback, see `test_remote_judge.Server`."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with contextlib.ExitStack() as servers:
         yield lambda answer: servers.enter_context(contextlib.closing(Server(answer)))
@@ -576,7 +576,8 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
     )
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
-    assert (run.judge.server.model, run.judge.server.retries) == ("demo", 0)
+    settings = run.judge.server.settings
+    assert (settings.judge_model, settings.judge_retries) == ("demo", 0)
     run.open()
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
@@ -586,7 +587,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
-    run.step, run.num_draws, run.judge.chunk_size = 7, 19, 6
+    run.step, run.num_draws, run.judge.tree.chunk.size = 7, 19, 6
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.save()

@@ -1,14 +1,16 @@
 """
-What judges of every kind share: equal answers are judged once, scores are remembered, unreadable ones are told of.
+Scores: how they are read from what a judge says, remembered, and handed to a trainer.
 
-How a score is made is left to `Grader.ask` of its children.
+`Grader.score` is what a trainer sees: each different question is asked once, in which way is left to its children, and
+unreadable answers are told of. What is left out: what a judge is asked, and how its scores become a reward.
 
-Axes: N completions, J criteria.
+Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
 
 import hashlib
 import json
 import math
+import re
 import reprlib
 import sys
 import time
@@ -16,11 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
 import rubrics
 
+REPLY_TOKENS = 16  # of a decoded reply, thoughts not counted
 LOUD = 0.2  # share of evaluations without a readable score that is worth a warning
 
 
@@ -62,13 +66,85 @@ class Evaluation(NamedTuple):
 Tell = Callable[[int, Evaluation], None]  # takes what was said to the question at a place, as soon as it is known
 
 
-class Evaluations(NamedTuple):
-    """What a judge said about n pairs of prompt and completion, (n, J)."""
+# ---- reading
 
-    scores: np.ndarray
-    mass: np.ndarray
-    said: np.ndarray
-    num_tokens: int
+
+def score_token_ids(tokenizer: Any) -> list[list[int]]:
+    """
+    For each score 1 to 5 the ids of the single tokens that say it, with and without a leading space.
+
+    Raises ValueError when a digit is no token of its own, since then no first token tells the scores apart.
+    """
+    found = []
+    for score in "12345":
+        spelled = [tokenizer.encode(form, add_special_tokens=False) for form in (score, f" {score}")]
+        ids = {ids[0] for ids in spelled if len(ids) == 1}
+        # tokenizers that put a space before every text never show the bare digit, and models may say it all the same
+        looked_up = (tokenizer.convert_tokens_to_ids(mark + score) for mark in ("", "\u0120", "\u2581"))
+        ids |= {i for i in looked_up if i is not None and i != tokenizer.unk_token_id}
+        found.append(sorted(i for i in ids if tokenizer.decode([i]).strip() == score))
+    if missing := [str(score) for score, ids in enumerate(found, 1) if not ids]:
+        raise ValueError(
+            f"the judge's tokenizer has no token of its own for {', '.join(missing)}, so its first token is no score; "
+            "set --judge-mode decode"
+        )
+    return found
+
+
+def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
+    """
+    Expectations over the score tokens `ids`, and their mass, of rows of log-probabilities (M, V).
+
+    A row whose mass is below `min_mass` has the score nan.
+    """
+    by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
+    mass = by_score.sum(-1)
+    expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
+    shares = np.array(mass)
+    return np.where(shares.astype(float) >= min_mass, np.array(expected), math.nan).tolist(), shares.tolist()
+
+
+def from_first_tokens(first: dict[str, float], min_mass: float) -> tuple[float, float]:
+    """The same of the likeliest first tokens alone, from their texts to their log-probabilities."""
+    by_score = np.zeros(6)
+    for token, logprob in first.items():
+        by_score[digit_of(token) or 0] += math.exp(logprob)
+    mass = float(by_score[1:].sum())
+    return float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= min_mass else math.nan, mass
+
+
+def digit_of(token: str) -> int | None:
+    """The score that a token says, "5", " 5", or with a vocabulary's mark for the space before it; else None."""
+    text = token.strip().lstrip("\u0120\u2581")
+    return int(text) if text in {"1", "2", "3", "4", "5"} else None
+
+
+_SCORE = re.compile(r"(?<![\w.,/-])[1-5](?![\w/]|[.,]\d)")
+_NOT_A_SCORE = re.compile(  # of "4 of 5" and "**4** (of 5)" what follows the 4; the 5 in "a score of 5" is one
+    r"(?:\s*/\s*|[\s*(]+out\s+of\s+|(?<=\d)[\s*(]+of\s+)5(?!\w|\.\d)|\b1\s*(?:-|\u2013|to)\s*5\b", re.IGNORECASE
+)
+
+
+def read_score(reply: str) -> float:
+    """
+    The last standalone digit 1 to 5 of what a judge said after its thoughts; nan where there is none.
+
+    "4/5", "4 out of 5", "4 of 5" and "4 on a scale from 1 to 5" say 4; "10", "3.5" and "-1" say nothing.
+    """
+    _, closed, after = reply.rpartition("</think>")
+    if not closed and "<think>" in reply:
+        return float("nan")
+    found = _SCORE.findall(_NOT_A_SCORE.sub("", after))
+    return float(found[-1]) if found else float("nan")
+
+
+def from_reply(text: str) -> Evaluation:
+    """What a decoded reply says; its mass is whether it can be read."""
+    score = read_score(text)
+    return Evaluation(score, float(not math.isnan(score)), text)
+
+
+# ---- what judges of every kind share
 
 
 class ScoreCache:
@@ -79,7 +155,7 @@ class ScoreCache:
     it had never stopped.
     """
 
-    def __init__(self, limit: int = 2**16):
+    def __init__(self, limit: int = 2**18):
         self.limit = limit
         self.held: dict[str, float] = {}
         self._fresh: list[str] = []
@@ -131,6 +207,13 @@ class Grader:
         self.num_tokens = 0  # of the newest call: positions that went through a model of ours
         self.num_seen = self.num_unread = self.num_warned = 0
 
+    def state(self) -> dict[str, int]:
+        """What memory has forced upon this judge; small JSON values."""
+        return {}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Takes up such a state, which may be that of a judge of another kind."""
+
     def identity(self) -> str:
         """A digest of everything that a score depends on besides the prompt and the completion."""
         raise NotImplementedError
@@ -143,14 +226,6 @@ class Grader:
         """Every criterion of every pair, row by row."""
         return [Question(*pair, column) for pair in pairs for column in range(len(self.rubric.criteria))]
 
-    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        """What the judge says about n different pairs; no score comes from the cache or goes there."""
-        found: dict[int, Evaluation] = {}
-        self.ask(self.questions(pairs), found.__setitem__)
-        columns = zip(*(found[place] for place in sorted(found)), strict=True)
-        scores, mass, said = (np.array(column).reshape(len(pairs), -1) for column in columns)
-        return Evaluations(scores, mass, said.astype(object), self.num_tokens)
-
     def score(self, prompts: Sequence[str], completions: Sequence[str]) -> Judgement:
         """Judges N completions by J criteria."""
         begin = time.perf_counter()
@@ -159,7 +234,7 @@ class Grader:
         # equal completions must have equal rewards. A quarter to two thirds of a demo run's rows are such.
         questions = self.questions(dict.fromkeys(pairs))
         whose = self.identity()
-        keys = [digest(whose, *map(str, question)) for question in questions]
+        keys = [digest(whose, *question) for question in questions]
         scores = {question: self.cache.held.get(key) for question, key in zip(questions, keys, strict=True)}
         asked = [place for place, question in enumerate(questions) if scores[question] is None]
         new: dict[Question, Evaluation] = {}
@@ -201,10 +276,5 @@ class Grader:
         )
 
 
-def digest(*texts: str) -> str:
-    """A digest of texts and of where each ends."""
-    made = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        made.update(len(data).to_bytes(8, "little") + data)
-    return made.hexdigest()
+def digest(*parts: Any) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

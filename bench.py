@@ -43,6 +43,7 @@ import hub
 import judge
 import rubrics
 import sampler
+import scores
 import telemetry
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
@@ -401,19 +402,23 @@ class Legible:
 def judge_ours(work: JudgeWork, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> JudgeRun:
     """A fresh judge, which knows no score yet."""
     grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
-    grader.identity()  # a checksum of the weights, once in a run
+    found: dict[int, scores.Evaluation] = {}
     begin = time.perf_counter()
-    result = grader.evaluate(list(zip(work.prompts, work.completions, strict=True)))
-    return JudgeRun(result.scores, result.said, time.perf_counter() - begin, result.num_tokens)
+    grader.ask(grader.questions(zip(work.prompts, work.completions, strict=True)), found.__setitem__)
+    seconds = time.perf_counter() - begin
+    said = [found[place] for place in range(len(found))]
+    values, texts = np.array([one.score for one in said]), np.array([one.said for one in said], object)
+    shape = (-1, len(work.rubric.criteria))
+    return JudgeRun(values.reshape(shape), texts.reshape(shape), seconds, grader.num_tokens)
 
 
 def judge_rival(work: JudgeWork, *, generate: Generate, tokenizer: Any) -> JudgeRun:
     """An engine that generates a reply to every prompt."""
     begin = time.perf_counter()
-    replies = generate(work.ids, judge.REPLY_TOKENS)
+    replies = generate(work.ids, scores.REPLY_TOKENS)
     said = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, len(work.rubric.criteria))
-    scores = np.vectorize(rubrics.read_score, otypes=[float])(said)
-    return JudgeRun(scores, said, time.perf_counter() - begin, sum(map(len, work.ids)))
+    values = np.vectorize(scores.read_score, otypes=[float])(said)
+    return JudgeRun(values, said, time.perf_counter() - begin, sum(map(len, work.ids)))
 
 
 def judge_summary(samples: list[Sample], work: JudgeWork, model: gwen.Model) -> dict[str, Any]:
@@ -457,7 +462,7 @@ def benchmark_judge(args: argparse.Namespace, model: gwen.Model, tokenizer: Any,
         f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
-        f"Judge prompts: {num_whole} tokens, {work.num_distinct} in their tree; {judge.REPLY_TOKENS} tokens a reply; "
+        f"Judge prompts: {num_whole} tokens, {work.num_distinct} in their tree; {scores.REPLY_TOKENS} tokens a reply; "
         f"chunks of {chunk}"
     )
     slower = {name: entries.pop(name) for name in ways}

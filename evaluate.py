@@ -10,6 +10,8 @@ What is left out: training problems. Axes: P problems, K samples of each, N = P 
 T completion positions, J criteria.
 """
 
+import dataclasses
+import functools
 import json
 import math
 import re
@@ -33,6 +35,7 @@ import sampler
 import settings
 import tasks
 import telemetry
+from config import JudgeSettings, add_flags
 from micro_batch import completion_hidden, in_rows, micro_batches
 from settings import Config
 
@@ -354,7 +357,7 @@ def make_witness(
             return grader.model, grader.tokenizer
         return (base, tokenizer) if name in ("", config.model) else gwen.load(name)
 
-    witness = judge.make(config.judge._replace(model=name), task.witness, load)
+    witness = judge.make(dataclasses.replace(config, judge_model=name), task.witness, load)
     if grader is not None:
         witness.cache = grader.cache  # keys know their rubric
     return witness
@@ -365,7 +368,7 @@ def make_witness(
 # settings of a run that `--run` takes from it and a flag replaces
 TAKEN = (
     *("model", "task", "columns", "reward", "reward_weights", "rubric", "max_tokens", "rollout_batch_size", "thinking"),
-    *("eval_rubric", "eval_judge_model", *(f"judge_{name}" for name in judge.Options._fields)),
+    *("eval_rubric", "eval_judge_model", *(field.name for field in dataclasses.fields(JudgeSettings))),
 )
 
 
@@ -378,6 +381,12 @@ def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
     return model, tokenizer, True
 
 
+def remember(log: telemetry.JsonLines, grader: judge.Grader) -> None:
+    """Writes the judge's new scores."""
+    for record in grader.cache.take_fresh():
+        log.write({"step": 0} | record)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = telemetry.Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
@@ -387,7 +396,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
-    settings.add_flags(parser, TAKEN)
+    add_flags(parser, Config, TAKEN)
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
@@ -424,13 +433,17 @@ def main(argv: list[str] | None = None) -> None:
         if scored and task.rubric is not None:
             its_own = config.judge_model in ("", config.model)
             grader = judge.make(
-                config.judge, task.rubric, lambda: (base, tokenizer) if its_own else gwen.load(config.judge_model)
+                config, task.rubric, lambda: (base, tokenizer) if its_own else gwen.load(config.judge_model)
             )
         witness = make_witness(config, task, grader, base, tokenizer)
         cache = next((one.cache for one in (grader, witness) if one is not None), None)
         known = args.judge_cache or (Path(args.run) / "judge_scores.jsonl" if args.run else None)
         if cache and known:
             cache.load(known)
+        if cache and args.judge_cache:
+            log = telemetry.JsonLines(args.judge_cache)
+            for one in filter(None, (grader, witness)):
+                one.on_score = functools.partial(remember, log, one)
         print(f"{what}; task: {task.name}", file=sys.stderr)
         given = args.run or args.rollout_batch_size not in (None, "auto")
         record, details = evaluate(
@@ -449,10 +462,6 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
         )
         print(json.dumps(record))  # before the files, which may not fit on the disk
-        if cache and args.judge_cache:
-            log = telemetry.JsonLines(args.judge_cache)
-            for fresh in cache.take_fresh():
-                log.write({"step": 0} | fresh)
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:

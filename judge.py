@@ -6,17 +6,18 @@ Rubric judging: each completion is scored from 1 to 5 by each criterion, and the
              and a finer signal than a digit
     decode   the last digit of a greedy reply, after thinking if that is allowed
 
-All prompts of a call form a tree: the preamble, under it the questions, under these their answers, under these the
-criteria. Every run of tokens in it goes through the model once, level by level, and the preamble once for as long as
-the judge's weights are the same. Where the judge puts less than half of its mass on the scores, or writes none, the
-score is nan, never neutral. `RemoteJudge` asks a server instead.
+All prompts of a call form a tree (`prompt_tree.py`): the preamble, under it the questions, under these their answers,
+under these the criteria. Where the judge puts less than half of its mass on the scores, or writes none, the score is
+nan, never neutral. `make` gives a judge on a server instead where the settings name one (`remote_judge.py`).
 
-Axes: N completions, J criteria.
+Axes: N completions, J criteria, M rows of a batch.
 """
 
+import json
 import math
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,49 +26,32 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import calibration
-import endpoint
-import gpu
-import grader
+import config
 import gwen
 import lora
-import memory
+import prompt_tree
 import rubrics
-import sampler
+import scores
 import softmax
 import telemetry
-from grader import Evaluations, Grader, Judgement, Stats, no_evaluations
-from kv_cache import SlotCache, TreeCache
+from config import JudgeSettings
+from kv_cache import TreeCache
+from remote_judge import RemoteJudge
+from scores import Evaluation, Grader, Judgement, Question, Stats, Tell
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # what others take from here
-
-MODES = ("logits", "decode")
-REPLY_TOKENS = 16  # of a decoded reply, thoughts not counted
-GROW_AFTER = 32  # chunks that fit, before a chunk that was halved grows by a quarter
-MOST_PADDING = 0.1  # of a level's batch; beyond that a row waits for a batch of its own length
-PART = 2**24  # numbers of which a checksum is made at once: no second copy of a large embedding is held
-TOP_LOGPROBS = 10  # asked of a server, the most that servers of this protocol agree on; five digits in two spellings
-
-
-class _Node(NamedTuple):
-    """A run of tokens in the tree of prompts; a leaf, which ends one prompt, has a place in (n, J)."""
-
-    ids: list[int]
-    children: list["_Node"]
-    place: tuple[int, int] | None = None
 
 
 class Judge(Grader):
     """
     Scores completions by a rubric with a model whose adapters, if it has any, are switched off while it judges.
 
-    rubric: a path to YAML, or what such a file holds. chunk_size: evaluations at once; halved when memory runs out,
-    and slowly grown again. mode: "logits" or "decode". think: most tokens of thought before a decoded reply.
-    min_mass: of the probability that must lie on the scores, else the score is nan.
-    Raises ValueError when the tokenizer cannot do what the mode needs.
+    Its other weights must stay what they are. rubric: a path to YAML, or what such a file holds. chunk_size:
+    evaluations at once; halved when memory runs out, and slowly grown again. mode: "logits" or "decode". think: most
+    tokens of thought before a decoded reply. min_mass: of the probability that must lie on the scores, else the score
+    is nan. Raises ValueError when the tokenizer cannot do what the mode needs.
     """
 
     def __init__(
@@ -82,96 +66,68 @@ class Judge(Grader):
         min_mass: float = 0.5,
     ):
         super().__init__(rubric)
-        check(Options(mode=mode, think=think, min_mass=min_mass, chunk_size=chunk_size))
+        config.check_judge(JudgeSettings("", mode, think, min_mass, chunk_size))
         self.model, self.tokenizer, self.mode, self.think, self.min_mass = model, tokenizer, mode, think, min_mass
-        self.chunk_size = self.most_chunk_size = chunk_size
-        self.good_chunks = 0  # since the chunk last changed
         self.prompts = rubrics.PromptBuilder(tokenizer, self.rubric, thinking=think > 0)
-        self.score_ids = rubrics.score_token_ids(tokenizer) if mode == "logits" else []
+        self.score_ids = scores.score_token_ids(tokenizer) if mode == "logits" else []
         self.end_of_thought = tokenizer.convert_tokens_to_ids("</think>") if think else None
         if think and self.end_of_thought in (None, tokenizer.unk_token_id):
             raise ValueError(f"--judge-think {think}: the judge's tokenizer has no </think>, so it cannot think")
+        reply_room = scores.REPLY_TOKENS + think if mode == "decode" else 0
+        self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
         self._check_room({"": []})
-        self._weights: list[mx.array] = []  # those that the next two were made with
-        self._preamble: TreeCache | None = None
+        self.tree = prompt_tree.PromptTree(model, self.prompts.head, chunk_size, "judge")
         self._identity = ""
-        self._num_tokens = self._in_flight = 0
 
     def state(self) -> dict[str, int]:
-        """What memory has forced upon this judge; small JSON values."""
-        return {"chunk_size": self.chunk_size, "good_chunks": self.good_chunks}
+        return {"chunk_size": self.tree.chunk.size, "good_chunks": self.tree.chunk.num_good}
 
     def restore(self, state: dict[str, int]) -> None:
-        self.chunk_size, self.good_chunks = min(self.chunk_size, state["chunk_size"]), state["good_chunks"]
+        if state:
+            chunk = self.tree.chunk
+            chunk.size, chunk.num_good = min(chunk.size, state["chunk_size"]), state["good_chunks"]
 
     def identity(self) -> str:
-        self._refresh()
+        """What the model says after the preamble tells one model from another."""
+        if not self._identity:
+            with lora.disabled(self.model):
+                logits = self.tree.root()[1] @ self.model.head_weight.T
+            asked = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think, self.min_mass)
+            said = np.array(logits.astype(mx.float32)).tobytes()
+            self._identity = scores.digest(asked, str(logits.dtype), said)
         return self._identity
 
-    def _refresh(self) -> None:
-        """Forgets what was made with other weights than the model has now; adapters are no part of them."""
-        named = {
-            name.replace(".linear.", "."): array
-            for name, array in tree_flatten(self.model.parameters())
-            if not name.endswith(("lora_a", "lora_b"))
-        }
-        weights = [named[name] for name in sorted(named)]
-        if len(weights) == len(self._weights) and all(a is b for a, b in zip(weights, self._weights, strict=True)):
-            return
-        self._weights, self._preamble = weights, None
-        sums = [checksum(array) for array in weights]
-        kinds = [(name, str(named[name].dtype), named[name].shape) for name in sorted(named)]
-        prompts = (self.prompts.head, self.prompts.middle, self.prompts.tails)
-        self._identity = grader.digest(repr((sums, kinds, prompts, self.mode, self.think, self.min_mass)))
+    def ask(self, questions: list[Question], tell: Tell) -> None:
+        texts = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
+        answers = {text: self.prompts.answer(text) for text in dict.fromkeys(q.completion for q in questions)}
+        self._check_room(texts)
+        prompts: dict[int, prompt_tree.Prompt] = {}  # by the place of their question
+        for place, (prompt, completion, column) in enumerate(questions):
+            own = self.prompts.tails[column][self.prompts.num_common :]
+            prompts[place] = (tuple(texts[prompt]), tuple(answers[completion]), tuple(own))
+            if len(self.prompts.head) + sum(map(len, prompts[place])) > self.room:
+                del prompts[place]
+                context = self.model.config.max_position_embeddings
+                said = f"(nothing, as the answer does not fit into its context of {context} tokens)"
+                tell(place, Evaluation(math.nan, 0.0, said))
+        place_of = list(prompts)
+        with lora.disabled(self.model), tqdm(total=len(prompts), desc="judge", leave=False, disable=None) as progress:
 
-    # ---- the tree of prompts
+            def read(ends: list[int], hidden: mx.array, cache: TreeCache) -> None:
+                logits = hidden @ self.model.head_weight.T
+                found = self._read_logits(logits) if self.mode == "logits" else self._read_replies(logits, cache)
+                for end, evaluation in zip(ends, found, strict=True):
+                    tell(place_of[end], evaluation)
+                progress.update(len(ends))
 
-    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        num_criteria = len(self.rubric.criteria)
-        found = no_evaluations(len(pairs), num_criteria)
-        questions = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(p for p, _ in pairs)}
-        answers = [self.prompts.answer(completion) for _, completion in pairs]
-        context, room = self.model.config.max_position_embeddings, self._reply_room()
-        self._check_room(questions)
-        lengths = [len(questions[prompt]) + len(ids) for (prompt, _), ids in zip(pairs, answers, strict=True)]
-        own = [tail[self.prompts.num_common :] for tail in self.prompts.tails]
-        done = len(self.prompts.head) + np.add.outer(lengths, [len(ids) for ids in own]) + room > context
-        found.said[done] = f"(nothing, as the answer does not fit into its context of {context} tokens)"
-        self._num_tokens = 0
-        with lora.disabled(self.model), tqdm(total=done.size, desc="judge", leave=False, disable=None) as progress:
-
-            def finish(leaves: list[_Node], hidden: mx.array, cache: TreeCache) -> None:
-                read = self._read_logits if self.mode == "logits" else self._read_replies
-                for leaf, values in zip(leaves, read(hidden, cache), strict=True):
-                    assert leaf.place is not None
-                    found.scores[leaf.place], found.mass[leaf.place], found.said[leaf.place] = values
-                    done[leaf.place] = True
-                progress.update(len(leaves))
-
-            while not done.all():
-                below: dict[str, list[_Node]] = {prompt: [] for prompt in questions}
-                for row in np.flatnonzero(~done.all(-1)).tolist():
-                    leaves = [_Node(own[j], [], (row, j)) for j in np.flatnonzero(~done[row]).tolist()]
-                    below[pairs[row][0]].append(_Node(answers[row], leaves))
-                try:
-                    self._walk(self._root(), [(0, _Node(questions[p], b)) for p, b in below.items() if b], finish)
-                except RuntimeError as error:
-                    if not memory.is_out_of_memory(error):
-                        raise
-                else:
-                    break
-                self._shrink()  # here, where the exception no longer holds the arrays of the frames that it left
-        return found._replace(num_tokens=self._num_tokens)
-
-    def _reply_room(self) -> int:
-        return REPLY_TOKENS + self.think if self.mode == "decode" else 0
+            self.tree.walk(list(prompts.values()), read)
+        self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
         """ValueError where a prompt would be too long without any answer; an answer that is too long is unreadable."""
-        room = self.model.config.max_position_embeddings - self._reply_room()
         head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
-        if (length := head + len(questions[prompt]) + max(tails)) > room:
+        if (length := head + len(questions[prompt]) + max(tails)) > self.room:
             parts = {
                 "the rubric's preamble": head,
                 f"the question {prompt[:60]!r}": len(questions[prompt]),
@@ -180,91 +136,26 @@ class Judge(Grader):
             }
             longest = max(parts, key=lambda part: parts[part])
             raise ValueError(
-                f"a judge's prompt has {length} tokens before any answer, and its context has room for {room}; "
+                f"a judge's prompt has {length} tokens before any answer, and its context has room for {self.room}; "
                 f"the longest part is {longest} with {parts[longest]}, shorten it"
             )
 
-    def _root(self) -> TreeCache:
-        """The preamble's cache, made once for as long as the weights are the same."""
-        self._refresh()
-        if self._preamble is None:
-            cache = TreeCache(len(self.model.layers)).child([len(self.prompts.head)])
-            self._forward(cache, [self.prompts.head])
-            mx.eval(cache.arrays())
-            self._preamble = cache
-        return self._preamble
-
-    def _walk(
-        self,
-        cache: TreeCache,
-        nodes: list[tuple[int, _Node]],
-        finish: Callable[[list[_Node], mx.array, TreeCache], None],
-    ) -> None:
-        """
-        Takes nodes of one level, each with its parent's row in `cache`, and all that is below them through the model.
-
-        As many rows at once as make no more than a chunk of evaluations, of similar lengths.
-        """
-        waiting = sorted(nodes, key=lambda item: len(item[1].ids))
-        is_last = waiting[0][1].place is not None
-        while waiting:
-            each = 1 if is_last else len(self.rubric.criteria)  # evaluations of a row, at least
-            size = batch_size([len(node.ids) for _, node in waiting], max(1, self.chunk_size // each))
-            batch, waiting = waiting[:size], waiting[size:]
-            self._in_flight = size * each
-            child = cache.child([len(node.ids) for _, node in batch], [parent for parent, _ in batch])
-            hidden = self._forward(child, [node.ids for _, node in batch])
-            if is_last:
-                ends = mx.array([len(node.ids) - 1 for _, node in batch])
-                finish([node for _, node in batch], mx.take_along_axis(hidden, ends[:, None, None], 1)[:, 0], child)
-                self._grow()
-            else:
-                # `hidden` is never evaluated, so in the last layer only keys and values are computed
-                mx.eval(child.arrays())
-                self._walk(child, [(row, c) for row, (_, node) in enumerate(batch) for c in node.children], finish)
-
-    def _forward(self, cache: TreeCache, rows: list[list[int]]) -> mx.array:
-        """Hidden states of a level's rows, padded on the right, (M, L, C)."""
-        length = max(1, *map(len, rows))
-        self._num_tokens += len(rows) * length
-        return self.model.hidden(mx.array([row + [0] * (length - len(row)) for row in rows]), cache)
-
-    def _shrink(self) -> None:
-        """Halves the chunk after memory ran out. ValueError when there is nothing to halve."""
-        if self.chunk_size == 1:
-            raise ValueError("the judge runs out of memory with one evaluation at once; take shorter completions")
-        self.chunk_size, self.good_chunks = max(1, min(self.chunk_size, self._in_flight) // 2), 0
-        mx.clear_cache()
-        tqdm.write(f"judge: out of memory, going on with chunks of {self.chunk_size}", file=sys.stderr)
-
-    def _grow(self) -> None:
-        """Counts a chunk that fitted; after enough of them a chunk that was halved may be larger again."""
-        self.good_chunks += 1
-        if self.chunk_size < self.most_chunk_size and self.good_chunks >= GROW_AFTER:
-            self.chunk_size, self.good_chunks = min(self.most_chunk_size, -(-self.chunk_size * 5 // 4)), 0
-
-    # ---- what is read at the end of a prompt; each gives score, mass and what stood there, by row
-
-    def _read_logits(self, hidden: mx.array, _: TreeCache) -> list[tuple[float, float, str]]:
-        """Expectations over the score tokens at the first answer position."""
-        logprobs = softmax.log_softmax(hidden @ self.model.head_weight.T)
-        by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
-        mass = by_score.sum(-1)
-        expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
-        shares: list[float] = np.array(mass).tolist()
-        scores: list[float] = np.where(np.array(shares) >= self.min_mass, np.array(expected), math.nan).tolist()
+    def _read_logits(self, logits: mx.array) -> list[Evaluation]:
+        """Expectations over the score tokens at the first answer position, of rows (M, V)."""
+        logprobs = softmax.log_softmax(logits)
+        values, mass = scores.from_logprobs(logprobs, self.score_ids, self.min_mass)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
-        return list(zip(scores, shares, likeliest, strict=True))
+        return list(map(Evaluation, values, mass, likeliest))
 
-    def _read_replies(self, hidden: mx.array, cache: TreeCache) -> list[tuple[float, float, str]]:
-        """The last digit of greedy replies."""
-        logits = hidden @ self.model.head_weight.T
+    def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
+        """The last digits of greedy replies, whose first tokens have these logits (M, V)."""
         eos = list(self.model.config.eos_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))
         if self.think:
             assert self.end_of_thought is not None
-            thoughts = self._continue(cache, logits, self.think, [*eos, self.end_of_thought])
+            ends = [*eos, self.end_of_thought]
+            thoughts = prompt_tree.continue_greedily(self.model, cache, logits, self.think, ends)
             # A row that ended without closing its thoughts has said all it will; the others' are closed for them.
             replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
@@ -272,218 +163,120 @@ class Judge(Grader):
             tails = [[i for i in thoughts[row] if i != self.end_of_thought] + close for row in rows]
             if rows:
                 cache = cache.child([len(tail) for tail in tails], rows)
-                ends = mx.array([len(tail) - 1 for tail in tails])
-                hidden = mx.take_along_axis(self._forward(cache, tails), ends[:, None, None], 1)[:, 0]
+                hidden = prompt_tree.at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
                 logits = hidden @ self.model.head_weight.T
         if rows:
-            for row, ids in zip(rows, self._continue(cache, logits, REPLY_TOKENS, eos), strict=True):
+            said = prompt_tree.continue_greedily(self.model, cache, logits, scores.REPLY_TOKENS, eos)
+            for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
-        texts = [self.tokenizer.decode(replies[row]) for row in range(len(replies))]
-        scores = [rubrics.read_score(text) for text in texts]
-        return [(score, float(not math.isnan(score)), text) for score, text in zip(scores, texts, strict=True)]
-
-    def _continue(self, cache: TreeCache, logits: mx.array, limit: int, ends: list[int]) -> list[list[int]]:
-        """The greedy continuation of each row of the newest level: `limit` ids, or up to and with one of `ends`."""
-        num_rows = logits.shape[0]
-        flat, lengths = cache.flat()
-        # On a GPU a copy, for which MLX has a kernel; else read where it lies.
-        slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
-        greedy = sampler.SamplingParams(limit, 0.0, eos_ids=ends)
-        record = sampler.Record(num_rows, greedy, key=0)
-        jobs = [sampler.Job(row, row, limit) for row in range(num_rows)]
-        sampler.decode(self.model, slots, logits, jobs, record, num_rows)
-        out = []
-        for ids in record.ids.tolist():
-            end = next((place for place, i in enumerate(ids) if i in ends), limit - 1)
-            out.append(ids[: end + 1])
-        return out
-
-
-def batch_size(lengths: list[int], most: int) -> int:
-    """How many of the shortest rows go together, of ascending lengths: at most `most`, little of it padding."""
-    total = 0
-    for size, length in enumerate(lengths[:most], 1):
-        total += length
-        if size * length > total * (1 + MOST_PADDING) and size > 1:
-            return size - 1
-    return min(most, len(lengths))
-
-
-def checksum(array: mx.array) -> int:
-    """A sum over all bits of an array and their places, modulo 2^32; exact, so the same on every device."""
-    words, total = array.reshape(-1).view(mx.uint16 if array.itemsize == 2 else mx.uint32), 0
-    for begin in range(0, words.size, PART):
-        part = words[begin : begin + PART].astype(mx.uint32)
-        places = mx.arange(begin, begin + part.size, dtype=mx.uint32) * 2654435761 + 1  # Knuth's multiplicative hash
-        total += int(np.array(((part ^ (part >> 15)) * (places | 1)).sum()))
-    return total % 2**32
-
-
-class RemoteJudge(Grader):
-    """The same rubric, asked of an OpenAI-compatible server; what a score depends on is the model's name there."""
-
-    def __init__(
-        self,
-        server: endpoint.Endpoint,
-        rubric: str | Path | dict[str, Any] | rubrics.Rubric,
-        mode: str = "logits",
-        *,
-        think: int = 0,
-        min_mass: float = 0.5,
-    ):
-        super().__init__(rubric)
-        self.server, self.mode, self.think, self.min_mass = server, mode, think, min_mass
-
-    def state(self) -> dict[str, int]:
-        return {}
-
-    def restore(self, state: dict[str, int]) -> None:
-        pass
-
-    def identity(self) -> str:
-        what = (self.server.url, self.server.model, self.mode, self.think, self.min_mass, self.rubric)
-        return grader.digest(repr(what))
-
-    def evaluate(self, pairs: list[tuple[str, str]]) -> Evaluations:
-        criteria = self.rubric.criteria
-        asked = [rubrics.messages(self.rubric, *pair, criterion) for pair in pairs for criterion in criteria]
-        found = no_evaluations(len(pairs), len(criteria))
-        if self.mode == "logits":
-            replies = self.server.chat(asked, max_tokens=1, top_logprobs=TOP_LOGPROBS)
-        else:
-            replies = self.server.chat(asked, max_tokens=REPLY_TOKENS + self.think, thinking=self.think > 0)
-        shown = tqdm(replies, total=len(asked), desc="judge", leave=False, disable=None)
-        silent, problem = not self.cache.held, ""
-        for place, reply in zip(np.ndindex(*found.scores.shape), shown, strict=True):
-            found.scores[place], found.mass[place] = self._read(reply)
-            found.said[place] = reply.text or reply.problem
-            silent, problem = silent and not (reply.first or reply.text), problem or reply.problem
-        if silent and problem:  # and never before: no answer is to blame
-            raise ValueError(
-                f"--judge-url {self.server.url}: no prompt fits into its context ({problem}); "
-                "lower --judge-think, or give its model more"
-            )
-        return found
-
-    def _read(self, reply: endpoint.Reply) -> tuple[float, float]:
-        """Score and mass of one reply."""
-        if self.mode == "decode":
-            score = rubrics.read_score(reply.text)
-            return score, float(not math.isnan(score))
-        if not reply.first and not reply.text:  # the judge ended at once, or a filter took what it said
-            return math.nan, 0.0
-        if not reply.first:
-            raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
-        by_score = np.zeros(6)
-        for token, logprob in reply.first.items():
-            by_score[rubrics.digit_of(token) or 0] += math.exp(logprob)
-        mass = by_score[1:].sum()
-        return float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= self.min_mass else math.nan, float(mass)
-
-
-# ---- settings, and the command
-
-
-class Options(NamedTuple):
-    """The settings of a judge, wherever they come from."""
-
-    model: str = ""
-    mode: str = "logits"
-    think: int = 0
-    min_mass: float = 0.5
-    chunk_size: int = 24
-    url: str = ""
-    concurrency: int = 8
-    timeout: float = 60.0
-    retries: int = 5
-
-
-HELP = {
-    "model": "another judge than the frozen base; with --judge-url its name there",
-    "mode": "how a score is read: from the first token's probabilities, or from a decoded reply",
-    "think": "most tokens of thought before a decoded reply; 0 lets the judge not think",
-    "min_mass": "least probability on 1 to 5 at the first token; below it there is no score",
-    "chunk_size": "evaluations at once; RUBRIC_JUDGE_BATCH_SIZE is its default",
-    "url": "an OpenAI-compatible server to ask instead, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY",
-    "concurrency": "requests to --judge-url at once",
-    "timeout": "seconds for one request to --judge-url",
-    "retries": "tries after a request to --judge-url failed",
-}
-
-
-def check(options: Options) -> None:
-    """ValueError in one line that names the flag when the settings do not go together."""
-    if options.mode not in MODES:
-        raise ValueError(f"--judge-mode is {options.mode!r:.60}; it must be one of {', '.join(MODES)}")
-    if not 0 < options.min_mass <= 1:
-        raise ValueError(f"--judge-min-mass is {options.min_mass}; it must be more than 0 and at most 1")
-    for flag, low in (("think", 0), ("chunk_size", 1), ("concurrency", 1), ("retries", 0)):
-        if (value := getattr(options, flag)) < low:
-            raise ValueError(f"--judge-{flag.replace('_', '-')} is {value}; it must be at least {low}")
-    if not 0 < options.timeout < 1e6:
-        raise ValueError(f"--judge-timeout is {options.timeout}; it must be more than 0")
-    if options.think and options.mode != "decode":
-        raise ValueError(f"--judge-think {options.think} needs --judge-mode decode: logits are read before any thought")
-    if options.url and not options.model:
-        raise ValueError(f"--judge-url {options.url} serves models by name; name one with --judge-model")
+        return [scores.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
 
 
 def make(
-    options: Options,
+    settings: JudgeSettings,
     rubric: str | Path | dict[str, Any] | rubrics.Rubric,
     load: Callable[[], tuple[gwen.Model, Any]],
 ) -> Judge | RemoteJudge:
     """The judge of these settings; `load` gives its model and tokenizer, and is called for a local one only."""
-    check(options)
-    if options.url:
-        server = endpoint.Endpoint(
-            options.url,
-            options.model,
-            key=os.environ.get("JUDGE_API_KEY"),
-            concurrency=options.concurrency,
-            timeout=options.timeout,
-            retries=options.retries,
-        )
-        return RemoteJudge(server, rubric, options.mode, think=options.think, min_mass=options.min_mass)
+    config.check_judge(settings)
+    if settings.judge_url:
+        return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     model, tokenizer = load()
     return Judge(
         model,
         tokenizer,
         rubric,
-        options.chunk_size,
-        options.mode,
-        think=options.think,
-        min_mass=options.min_mass,
+        settings.judge_chunk_size,
+        settings.judge_mode,
+        think=settings.judge_think,
+        min_mass=settings.judge_min_mass,
     )
 
 
-def chunk_size_of_environment() -> int | None:
-    """What `RUBRIC_JUDGE_BATCH_SIZE` says, None where it is not set or empty. ValueError when it is no size."""
-    text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE")
-    if not text:
-        return None
-    if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number from 1 to 999999999")
-    return int(text)
+# ---- the command: how a judge's scores stand to those that people gave
 
 
-def add_flags(parser: telemetry.Parser) -> None:
-    """The settings of a judge as flags, `--judge-mode` and so on."""
-    for name, default in Options()._asdict().items():
-        options: dict[str, Any] = {} if isinstance(default, str) else {"type": type(default)}
-        if name == "mode":
-            options["choices"] = MODES
-        parser.add_argument("--judge-" + name.replace("_", "-"), help=HELP[name], **options)
+class Label(NamedTuple):
+    """What a person thinks of an answer by one criterion."""
+
+    prompt: str
+    completion: str
+    criterion: str
+    score: int
 
 
-def options_of(args: Any) -> Options:
-    """What those flags say: flag, else environment, else default."""
-    given = {name: getattr(args, f"judge_{name}") for name in Options._fields}
-    if given["chunk_size"] is None:
-        given["chunk_size"] = chunk_size_of_environment()
-    options = Options(**{name: value for name, value in given.items() if value is not None})
-    check(options)
-    return options
+def load_labels(path: str | Path, rubric: rubrics.Rubric) -> list[Label]:
+    """The labels of a JSONL file. ValueError names the line that is none."""
+    names = [criterion.name for criterion in rubric.criteria]
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a JSON string may hold other line separators
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--labels {path} cannot be read: {error}") from error
+    labels = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"--labels {path}, line {number}"
+        try:
+            held = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in Label._fields[:3]):
+            raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
+        if re.search("[\ud800-\udfff]", held["prompt"] + held["completion"]):
+            raise ValueError(f"{where}: it holds half of a surrogate pair, which is no character; remove it")
+        if held["criterion"] not in names:
+            raise ValueError(f"{where}: criterion {held['criterion']!r:.60}; the rubric's are {', '.join(names)}")
+        if type(held.get("score")) is not int or not 1 <= held["score"] <= 5:
+            raise ValueError(f"{where}: score {reprlib.repr(held.get('score'))}; it must be a whole number from 1 to 5")
+        labels.append(Label(*(held[key] for key in Label._fields)))
+    if not labels:
+        raise ValueError(f"--labels {path} holds no label")
+    return labels
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """
+    Spearman's: the correlation of ranks, of which equal values share the mean; nan where all of one are equal.
+    """
+
+    def ranks(values: np.ndarray) -> np.ndarray:
+        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count - 1) / 2)[place]
+
+    x, y = ranks(x) - (len(x) + 1) / 2, ranks(y) - (len(y) + 1) / 2
+    norm = math.sqrt((x @ x) * (y @ y))
+    return float(x @ y) / norm if norm else math.nan
+
+
+def table(labels: list[Label], given: np.ndarray) -> str:
+    """
+    How the scores `given` (nan: unreadable) stand to the labels: agreement, rank correlation, confusion table.
+
+    An unreadable score agrees with nothing; the rank correlation leaves it out.
+    """
+    wanted = np.array([label.score for label in labels])
+    rounded = np.floor(given + 0.5)
+    readable = ~np.isnan(given)
+
+    def line(name: str, part: np.ndarray) -> str:
+        same, near = (rounded == wanted)[part].mean(), (np.abs(rounded - wanted) <= 1)[part].mean()
+        rank = rank_correlation(given[part & readable], wanted[part & readable])
+        return f"{name:<24} {part.sum():>6} {same:>9.1%} {near:>10.1%} {rank:>16.3f}"
+
+    names = list(dict.fromkeys(label.criterion for label in labels))
+    by_name = np.array([names.index(label.criterion) for label in labels])
+    out = [f"{'criterion':<24} {'labels':>6} {'the same':>9} {'within one':>10} {'rank correlation':>16}"]
+    out += [line(name, by_name == index) for index, name in enumerate(names)] if len(names) > 1 else []
+    out += [line("all", np.ones(len(labels), bool)), ""]
+    out += ["labelled  judged 1     2     3     4     5  unreadable"]
+    for score in range(1, 6):
+        row = [int(((rounded == judged) & (wanted == score)).sum()) for judged in range(1, 6)]
+        unread = int((~readable & (wanted == score)).sum())
+        out.append(
+            f"{score:>8}  " + "".join(f"{count:>{8 if i == 0 else 6}}" for i, count in enumerate(row)) + f"{unread:>12}"
+        )
+    return "\n".join(out)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -492,21 +285,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--labels", required=True, metavar="FILE", help="JSONL with prompt, completion, criterion and score"
     )
-    add_flags(parser)
+    config.add_flags(parser, JudgeSettings)
     args = parser.parse_args(argv)
     try:
-        options = options_of(args)
+        settings = config.judge_of_flags(args)
         rubric = rubrics.load_rubric(args.rubric)
-        labels = calibration.load_labels(args.labels, rubric)
-        name, why = (options.model, options.url) if options.url else gwen.choose_model(options.model)
-        print(f"judge: {name}, {why}; mode {options.mode}", file=sys.stderr)
-        its = make(options, rubric, lambda: gwen.load(name))
+        labels = load_labels(args.labels, rubric)
+        name, why = settings.judge_model, settings.judge_url
+        if not settings.judge_url:
+            name, why = gwen.choose_model(settings.judge_model)
+        print(f"judge: {name}, {why}; mode {settings.judge_mode}", file=sys.stderr)
+        its = make(settings, rubric, lambda: gwen.load(name))
         judged = its.score([label.prompt for label in labels], [label.completion for label in labels])
     except (ValueError, OSError) as error:
         telemetry.fail(error)
     columns = [criterion.name for criterion in rubric.criteria]
     given = [judged.scores[row, columns.index(label.criterion)] for row, label in enumerate(labels)]
-    print(calibration.table(labels, np.array(given)))
+    print(table(labels, np.array(given)))
 
 
 if __name__ == "__main__":

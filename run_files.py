@@ -7,7 +7,7 @@ What is left out: writing it, which is in train.py, and going on with it, in che
 from pathlib import Path
 from typing import Any
 
-import rubrics
+import config
 import telemetry
 
 
@@ -40,7 +40,7 @@ def config_file(run: str) -> Path:
 
 def settings_of(run: str) -> dict[str, Any]:
     """The settings of a run by name, as its file has them, for commands that need a few. ValueError without a model."""
-    held = rubrics.load_yaml(config_file(run), f"--run {run}: config.yaml")
+    held = config.load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(held, dict) or not held.get("model"):
         raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
     return held

@@ -155,7 +155,9 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
     if not mx.isfinite(logits).all().item():
-        raise ValueError(f"the model's first logits are not finite in {logits.dtype}; try GWEN_DTYPE=bfloat16")
+        raise ValueError(
+            f"the model's first logits are not finite in {logits.dtype}; begin anew with GWEN_DTYPE=bfloat16"
+        )
     return cache, logits
 
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import reprlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,40 @@ import dispatch
 import gpu
 import grpo
 import gwen
-import judge
 import lora
 import micro_batch
 import rubrics
 import run_files
 import tasks
 import telemetry
+from config import JudgeSettings, add_flags, check_judge, check_values, load_yaml, of_environment
+from config import flag as _flag
 
 
-def _flag(default: Any, text: str, **metadata: Any) -> Any:
-    metadata = {"help": text, **metadata}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def _weights(text: str) -> dict[str, float]:
+    """ "correct=1,rubric=0.5" as a dictionary."""
+    weights = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
+    return weights
 
 
-# what may change where a run is resumed: how long it goes on, how often it looks and saves, and the memory it takes
+# what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
+# who judges
 CHANGEABLE = {
     *("steps", "save_every", "keep", "eval_every", "eval_limit"),
-    *("rollout_batch_size", "train_token_budget", "checkpoint_layers", "judge_chunk_size"),
+    *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
+    *(field.name for field in dataclasses.fields(JudgeSettings)),
 }
 
 
 @dataclasses.dataclass
-class Config:
-    """Every setting of a run; each field is a flag, and `config.yaml` holds them all."""
+class Training:
+    """What is trained, on what, and how."""
 
     model: str = _flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
     task: str = _flag("", "demo, values or gsm8k: data, rewards and evaluation in one name")
@@ -56,11 +63,14 @@ class Config:
     columns: str = _flag("", "names of the data's columns, as prompt=question,answer=answer")
     rubric: str = _flag("", "rubric YAML, instead of the task's")
     reward: list[str] = _flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
-    reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's")
+    reward_weights: dict[str, float] = _flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=_weights)
     batch: int = _flag(4, "B, prompts a step", low=1, high=2**16)
     groups: int = _flag(8, "G, completions a prompt", low=2, high=2**16)
     rollout_batch_size: int = _flag(
-        0, "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64", low=1, auto=True
+        0,
+        "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64",
+        low=1,
+        parse=dispatch.parse_size,
     )
     share_prefix: str = _flag(
         "auto",
@@ -118,7 +128,7 @@ class Config:
         0,
         "most positions in one micro-batch, with padding; auto: 1024; on a GPU 2048 where memory allows",
         low=1,
-        auto=True,
+        parse=dispatch.parse_size,
     )
     train_share_prefix: str = _flag(
         "auto",
@@ -131,15 +141,12 @@ class Config:
     lora_rank: int = _flag(16, "0 trains all weights", low=0, high=2**12)
     lora_scale: float = _flag(2.0, "factor of the adapter's output, as in mlx_lm")
     lora_targets: list[str] = _flag(lambda: list(lora.TARGETS), "adapted projections", nargs="+", choices=lora.TARGETS)
-    judge_model: str = _flag("", judge.HELP["model"])
-    judge_mode: str = _flag("logits", judge.HELP["mode"], choices=judge.MODES)
-    judge_think: int = _flag(0, judge.HELP["think"], low=0)
-    judge_min_mass: float = _flag(0.5, judge.HELP["min_mass"], low=1e-9, high=1.0)
-    judge_chunk_size: int = _flag(24, judge.HELP["chunk_size"], low=1)
-    judge_url: str = _flag("", judge.HELP["url"])
-    judge_concurrency: int = _flag(8, judge.HELP["concurrency"], low=1, high=2**10)
-    judge_timeout: float = _flag(60.0, judge.HELP["timeout"], low=1e-3, high=1e6)
-    judge_retries: int = _flag(5, judge.HELP["retries"], low=0, high=100)
+
+
+@dataclasses.dataclass
+class Config(JudgeSettings, Training):
+    """Every setting of a run: each field is a flag, and `config.yaml` holds them all, those of training first."""
+
     eval_rubric: str = _flag("", "rubric YAML that only evaluations ask, as the witness of a judge")
     eval_judge_model: str = _flag("", "the witness's judge, instead of --judge-model")
     eval_every: int = _flag(20, "steps between evaluations; 0 never evaluates", low=0)
@@ -155,11 +162,6 @@ class Config:
         return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
 
     @property
-    def judge(self) -> judge.Options:
-        """The settings of the judge."""
-        return judge.Options(*(getattr(self, f"judge_{name}") for name in judge.Options._fields))
-
-    @property
     def sharing(self) -> bool | None:
         """`share_prefix` as `sampler.rollout` takes it."""
         return {"auto": None, "on": True, "off": False}[self.share_prefix]
@@ -168,6 +170,10 @@ class Config:
         """How many layers `checkpoint_layers` means; none for an `auto` that is not settled yet."""
         named = {"auto": 0, "off": 0, "on": num_layers}
         return named[self.checkpoint_layers] if self.checkpoint_layers in named else int(self.checkpoint_layers)
+
+
+# where 0 stands for auto
+AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadata.get("parse") is dispatch.parse_size}
 
 
 def make_task(config: Config, held_out: str | None = None) -> tasks.Task:
@@ -231,35 +237,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="prints every setting as YAML and ends")
     parser.add_argument("--resume", metavar="DIR", help="goes on with the run in DIR from its newest checkpoint")
-    add_flags(parser, [field.name for field in dataclasses.fields(Config)])
+    add_flags(parser, Config)
     return parser.parse_args(argv)
-
-
-def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Settings as flags, None where one is not given."""
-    for field in dataclasses.fields(Config):
-        if field.name not in names:
-            continue
-        options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
-        if field.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            converters: dict[Any, Any] = {int: int, float: float, dict[str, float]: _weights}
-            options["type"] = dispatch.parse_size if "auto" in field.metadata else converters.get(field.type)
-        options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
-
-
-def _weights(text: str) -> dict[str, float]:
-    """ "correct=1,rubric=0.5" as a dictionary."""
-    weights = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            weights[name.strip()] = float(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
-    return weights
 
 
 def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) -> tuple[Config, str]:
@@ -278,13 +257,13 @@ def resolve(flags: dict[str, Any], config_path: str | None, resume: str | None) 
         config = _checked(load_recipe(Path(resume) / "config.yaml") | flags)
         return config, f"model: {config.model}, as before; task: {config.task}"
     recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
-    _checked(recipe | _environment() | flags)  # before a model is chosen, which may take a download
+    _checked(recipe | of_environment() | flags)  # before a model is chosen, which may take a download
     model, why = gwen.choose_model((recipe | flags).get("model"))
     task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
     if not config_path:
         recipe = _task_recipe(task)
     rate = _rate_of_all_weights(recipe, flags)
-    config = _checked(recipe | _environment() | rate | flags | {"model": model, "task": task})
+    config = _checked(recipe | of_environment() | rate | flags | {"model": model, "task": task})
     return config, f"model: {model}, {why}; task: {task}"
 
 
@@ -306,15 +285,9 @@ def _rate_of_all_weights(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[
     return {"lr": recipe.get("lr", Config.lr) / 10}
 
 
-def _environment() -> dict[str, int]:
-    """The judge's chunk size, where the environment sets it."""
-    size = judge.chunk_size_of_environment()
-    return {} if size is None else {"judge_chunk_size": size}
-
-
 def load_recipe(path: Path) -> dict[str, Any]:
     """The settings of a YAML file. ValueError names an unknown key with the nearest known one."""
-    held = rubrics.load_yaml(path, f"--config {path}")
+    held = load_yaml(path, f"--config {path}")
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
     names = [field.name for field in dataclasses.fields(Config)]
@@ -327,38 +300,15 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 def _checked(settings: dict[str, Any]) -> Config:
     """A configuration whose every value has the right type and lies in its range."""
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a finite number (in YAML 1.0e-4, not 1e-4)",
-        str: "a text",
-        bool: "true or false",
-        list[str]: "a list of texts",
-        dict[str, float]: "finite numbers by name",
-    }
-    automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
-    settings = {name: value for name, value in settings.items() if name not in automatic or value != "auto"}
+    settings = {name: value for name, value in settings.items() if name not in AUTOMATIC or value != "auto"}
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
-    for field in dataclasses.fields(Config):
-        if field.name not in settings:
-            continue
-        value, flag = settings[field.name], "--" + field.name.replace("_", "-")
-        if not _is_a(value, field.type):
-            raise ValueError(f"{flag} is {reprlib.repr(value)}; it must be {words[field.type]}")
-        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if field.type is int else None)
-        if low is not None and value < low:
-            raise ValueError(f"{flag} is {value}; it must be at least {low}")
-        if high is not None and value > high:
-            raise ValueError(f"{flag} is {reprlib.repr(value)}; it must be at most {high}")
-        choices = field.metadata.get("choices")
-        for one in value if isinstance(value, list) else [value]:
-            if choices and one not in choices:
-                raise ValueError(f"{flag} is {one!r}; it must be one of {', '.join(choices)}")
+    check_values(Config, settings)
     config = Config(**settings)
     if not gpu.on_gpu():  # there `auto` waits for the model, which is then measured
         usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
         config.rollout_batch_size = config.rollout_batch_size or usual
-    judge.check(config.judge)
+    check_judge(config)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
     if 0 < config.target_kl < 1e-3:
@@ -398,17 +348,6 @@ def _check_objective(config: Config) -> None:
             f"--mismatch-cap is {config.mismatch_cap:g}; --mismatch {config.mismatch} would leave out "
             "tokens for their rounding alone: more than 1, usually 2 or 3"
         )
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
-    if kind is float:
-        return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if kind == dict[str, float]:
-        return isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, float) for k, v in value.items())
-    return type(value) is kind
 
 
 def choose_run_dir(config: Config, asked: str | None) -> Path:
@@ -451,10 +390,9 @@ def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
 
 def as_yaml(config: Config) -> str:
     """Every setting; a size that is still to be measured is "auto"."""
-    automatic = {field.name for field in dataclasses.fields(Config) if "auto" in field.metadata}
     held = dataclasses.asdict(config)
     return yaml.safe_dump(
-        {name: "auto" if name in automatic and not value else value for name, value in held.items()}, sort_keys=False
+        {name: "auto" if name in AUTOMATIC and not value else value for name, value in held.items()}, sort_keys=False
     )
 
 
@@ -466,6 +404,15 @@ def write(config: Config, run_dir: Path) -> None:
         telemetry.replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error
+
+
+def record_changes(config: Config, run_dir: Path, step: int) -> None:
+    """Adds to `changes.jsonl`, and prints, what differs from `config.yaml` of a run that goes on after `step`."""
+    before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config))
+    for name in sorted(CHANGEABLE):
+        if name in before and (was := before[name]) != (now := after[name]):
+            telemetry.JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
+            print(f"from step {step + 1} on: --{name.replace('_', '-')} {now} (was {was!r})", flush=True)
 
 
 def _unwritable(run_dir: Path, error: OSError) -> str:

@@ -283,7 +283,7 @@ class Run:
                 return gwen.load(config.judge_model)
             return self.base or self.model, self.tokenizer
 
-        return judge.make(config.judge, self.task.rubric, load)
+        return judge.make(config, self.task.rubric, load)
 
     def _settle_rollouts(self) -> sampler.BatchSize:
         """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
@@ -305,18 +305,26 @@ class Run:
         return sampler.BatchSize(config.rollout_batch_size)
 
     def open(self) -> None:
-        """Creates the run directory's logs, and drops from them what came after the step the run goes on from."""
+        """
+        Creates the run directory's logs, and drops from them what came after the step the run goes on from.
+
+        Scores that were paid for stay. A judge of our own makes them again, so that the run repeats bit for bit.
+        """
         self.metrics, self.rollouts, self.evals, self.judge_scores, self.warnings = (
             telemetry.JsonLines(self.dir / f"{name}.jsonl")
             for name in ("metrics", "rollouts", "eval", "judge_scores", "warnings")
         )
-        for log in (self.metrics, self.rollouts, self.evals, self.judge_scores, self.warnings):
+        for log in (self.metrics, self.rollouts, self.evals, self.warnings):
             log.cut_after(self.step)
         self.answers = telemetry.JsonLines(self.dir / "eval_answers.jsonl")
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
+        is_paid = self.judge is not None and self.judge.is_paid
+        self.judge_scores.cut_after(sys.maxsize if is_paid else self.step)
         self.past_steps, self.past_evals = self.metrics.read(), self.evals.read()
         if self.judge:
             self.judge.cache.fill(self.judge_scores.read())
+            if is_paid:
+                self.judge.on_score = self.remember_scores  # now, for no step may come to its end
 
     def _render(self, examples: list[tasks.Example], kind: str) -> list[list[int]]:
         """Ids of every prompt. ValueError names one that leaves no room for its completion."""
@@ -601,6 +609,7 @@ def main(argv: list[str] | None = None) -> None:
             del state  # it would hold the old masters as long as the run lasts
         # only now that everything is loaded: a mistake leaves no directory behind
         if args.resume:
+            settings.record_changes(config, run_dir, run.step)
             settings.write(config, run_dir)
         else:
             run_dir = run.dir = settings.make_run_dir(config, run_dir, args.run_dir)

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_blas  # noqa: F401  (before mlx)
+
 import telemetry
 
 ROOT = Path(__file__).parent.parent

@@ -27,6 +27,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 import checkpoint
+import config
 import evaluate
 import gpu
 import gwen
@@ -174,8 +175,8 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
 
     def model(name: str, **changes: Any) -> Path:
         shutil.copytree(model_directory, at / name)
-        config = json.loads((at / name / "config.json").read_text())
-        (at / name / "config.json").write_text(json.dumps(config | changes))
+        held = json.loads((at / name / "config.json").read_text())
+        (at / name / "config.json").write_text(json.dumps(held | changes))
         return at / name
 
     model("model")
@@ -445,9 +446,9 @@ def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, 
 
 def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "")
-    assert judge.chunk_size_of_environment() is None
+    assert config.of_environment() == {}
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
-    assert judge.chunk_size_of_environment() == 7
+    assert config.of_environment() == {"judge_chunk_size": 7}
 
 
 # ---- mistakes of the other commands
@@ -725,6 +726,7 @@ def test_a_run_directory_that_exists_is_not_touched(run, capsys):
     before = contents(run)
     refused(capsys, train.main, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
     refused(capsys, train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists; give another\n")
+    refused(capsys, train.main, [*SMALL, "--run-dir", run / "adapter"], "adapter exists; give another\n")
     assert contents(run) == before
 
 

@@ -16,6 +16,7 @@ import lora
 import rubrics
 import run_files
 import sampler
+import scores
 import tasks
 import telemetry
 import train
@@ -223,11 +224,9 @@ class Always(judge.Grader):
     def identity(self):
         return f"{self.given}{self.rubric}"
 
-    def evaluate(self, pairs):
-        shape = (len(pairs), len(self.rubric.criteria))
-        return judge.grader.Evaluations(
-            np.full(shape, float(self.given)), np.ones(shape), np.full(shape, str(self.given), object), 0
-        )
+    def ask(self, questions, tell):
+        for place in range(len(questions)):
+            tell(place, scores.Evaluation(float(self.given), 1.0, str(self.given)))
 
 
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):

@@ -10,29 +10,52 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import QWEN2, write_checkpoint
-from test_endpoint import Server, completion
+from test_remote_judge import Server, completion
 
 import bench
 import gwen
 import judge
 import lora
+import prompt_tree
 import rubrics
+import scores
 import tasks
+from config import JudgeSettings
 from demo import make
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
+MODES = ("logits", "decode")
 
 
 @pytest.fixture(scope="module")
 def demo():
     return gwen.load("demo")
+
+
+class Answers(NamedTuple):
+    scores: np.ndarray
+    mass: np.ndarray
+    said: np.ndarray
+
+
+def evaluate(grader, pairs):
+    """What a judge that is asked about n different pairs says, each (n, J)."""
+    found = {}
+    grader.ask(grader.questions(pairs), found.__setitem__)
+    columns = zip(*(found[place] for place in sorted(found)), strict=True)
+    return Answers(*(np.array(column).reshape(len(pairs), -1) for column in columns))
+
+
+def settings_of(**settings):
+    return JudgeSettings(**{f"judge_{name}": value for name, value in settings.items()})
 
 
 def some_answers(num, seed=3):
@@ -80,7 +103,7 @@ def expected_score(logits, digits):
 # ---- scores
 
 
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_demo_judge_agrees_with_the_truth_on_nine_of_ten_held_out_answers(demo, mode):
     prompts, completions, truth = some_answers(400 if mode == "logits" else 200)
     judgement = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
@@ -96,7 +119,7 @@ def test_scores_of_a_tree_are_those_of_each_prompt_alone(checkpoints, tokenizer,
     prompts, completions = groups_of_answers(2, 3, seed=1)
     prompts, completions = [p[:40] for p in prompts], [c[:30] for c in completions]
     grader = judge.Judge(model, tokenizer, {"preamble": "", "criteria": [c._asdict() for c in UNEVEN.criteria]})
-    judged = grader.evaluate(list(zip(prompts, completions, strict=True)))
+    judged = evaluate(grader, list(zip(prompts, completions, strict=True)))
     digits = [tokenizer.convert_tokens_to_ids(str(s)) for s in range(1, 6)]
     for row, pair in enumerate(zip(prompts, completions, strict=True)):
         for column, ids in enumerate(grader.prompts(*pair)):
@@ -108,7 +131,7 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(d
     prompts, completions = groups_of_answers(3, 4)
     for rubric in (RUBRIC, UNEVEN):
         grader = judge.Judge(model, tokenizer, rubric, min_mass=1e-9)
-        judged = grader.evaluate(list(dict.fromkeys(zip(prompts, completions, strict=True))))
+        judged = evaluate(grader, list(dict.fromkeys(zip(prompts, completions, strict=True))))
         digits = [tokenizer.convert_tokens_to_ids(str(s)) for s in range(1, 6)]
         for row, pair in enumerate(dict.fromkeys(zip(prompts, completions, strict=True))):
             for column, ids in enumerate(grader.prompts(*pair)):
@@ -117,7 +140,7 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(d
                 assert judged.mass[row, column] == pytest.approx(mass, abs=1e-4)
 
 
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_scores_do_not_depend_on_the_chunk_size(demo, mode):
     prompts, completions = groups_of_answers(4, 5)
     expected = judge.Judge(*demo, RUBRIC, 24, mode).score(prompts, completions)
@@ -131,7 +154,7 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
     model, tokenizer = demo
     prompts, completions = groups_of_answers(2, 3)
     grader = judge.Judge(model, tokenizer, UNEVEN, 5, "decode", think=think)
-    judged = grader.evaluate(list(zip(prompts, completions, strict=True)))
+    judged = evaluate(grader, list(zip(prompts, completions, strict=True)))
     end, eos = tokenizer.convert_tokens_to_ids("</think>"), set(model.config.eos_ids)
 
     def greedy(ids, limit, ends):
@@ -151,10 +174,10 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
                     continue
                 close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
                 ids = ids + [i for i in thoughts if i != end] + close
-            reply = greedy(ids, judge.REPLY_TOKENS, eos)
+            reply = greedy(ids, scores.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.said[row, column] == text
-            np.testing.assert_equal(judged.scores[row, column], rubrics.read_score(text))
+            np.testing.assert_equal(judged.scores[row, column], scores.read_score(text))
 
 
 def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, monkeypatch):
@@ -163,7 +186,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
     grader, calls = judge.Judge(model, tokenizer, RUBRIC, mode="decode", think=3), []
     end, digit = tokenizer.convert_tokens_to_ids("</think>"), tokenizer.convert_tokens_to_ids("4")
 
-    def scripted(cache, logits, limit, ends):
+    def scripted(_, cache, logits, limit, ends):
         rows = logits.shape[0]
         calls.append(
             (limit, rows, [sum(part) for part in zip(*[[cache.lengths[-1][i]] for i in range(rows)], strict=True)])
@@ -172,11 +195,11 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
             return [[9, end], [9, 9, 9], [digit, model.config.eos_ids[0]]]
         return [[digit, model.config.eos_ids[0]]] * rows
 
-    monkeypatch.setattr(grader, "_continue", scripted)
-    judged = grader.evaluate([("Add one and two.", "Three.")])
+    monkeypatch.setattr(prompt_tree, "continue_greedily", scripted)
+    judged = evaluate(grader, [("Add one and two.", "Three.")])
     assert judged.scores.tolist() == [[4, 4, 4]]
     close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
-    assert [(limit, rows) for limit, rows, _ in calls] == [(3, 3), (judge.REPLY_TOKENS, 2)]
+    assert [(limit, rows) for limit, rows, _ in calls] == [(3, 3), (scores.REPLY_TOKENS, 2)]
     assert calls[1][2] == [1 + close + 3 + close]
 
 
@@ -184,10 +207,10 @@ def test_a_gpu_s_copied_cache_gives_the_same_replies(demo, monkeypatch):
     """On a GPU each row decodes from its own copy of the tree, here from the tree's flat form read in place."""
     prompts, completions = groups_of_answers(2, 3)
     pairs = list(zip(prompts, completions, strict=True))
-    expected = judge.Judge(*demo, UNEVEN, mode="decode").evaluate(pairs)
-    shared, made = judge.SlotCache, []
-    monkeypatch.setattr(judge, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
-    got = judge.Judge(*demo, UNEVEN, mode="decode").evaluate(pairs)
+    expected = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
+    shared, made = prompt_tree.SlotCache, []
+    monkeypatch.setattr(prompt_tree, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
+    got = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
     assert made and (got.said == expected.said).all()
 
 
@@ -205,9 +228,9 @@ def test_a_judge_that_does_not_answer_with_digits_gives_nan_and_not_neutral_and_
 def test_a_score_needs_the_mass_that_is_asked_for(demo):
     prompts, completions, _ = some_answers(20)
     pairs = list(zip(prompts, completions, strict=True))
-    mass = judge.Judge(*demo, RUBRIC).evaluate(pairs).mass
+    mass = evaluate(judge.Judge(*demo, RUBRIC), pairs).mass
     middle = float(np.median(mass))
-    found = judge.Judge(*demo, RUBRIC, min_mass=middle).evaluate(pairs)
+    found = evaluate(judge.Judge(*demo, RUBRIC, min_mass=middle), pairs)
     np.testing.assert_array_equal(np.isnan(found.scores), mass < middle)
 
 
@@ -222,7 +245,7 @@ def test_a_judge_of_another_family_and_vocabulary_works(tmp_path, tokenizer):
     directory = write_checkpoint(tmp_path / "other", config)
     tokenizer.save_pretrained(str(directory))
     other = gwen.load(str(directory))
-    grader = judge.make(judge.Options(min_mass=1e-12), RUBRIC, lambda: other)
+    grader = judge.make(JudgeSettings(judge_min_mass=1e-9), RUBRIC, lambda: other)
     judged = grader.score(["Add one and two."] * 2, ["Three.", "Four."])
     assert judged.unparsed == 0 and len(np.unique(judged.scores)) > 1
 
@@ -274,22 +297,22 @@ def test_each_prompt_and_each_completion_is_tokenized_once(demo, monkeypatch):
     assert sorted(seen) == ["Add one and two.", "One.", "Three.", "Two."]
 
 
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_and_no_other(demo, mode, capsys):
     grader = judge.Judge(*demo, UNEVEN, mode=mode, min_mass=1e-9)
-    prompt, room = "Add one and two.", judge.REPLY_TOKENS if mode == "decode" else 0
+    prompt, room = "Add one and two.", scores.REPLY_TOKENS if mode == "decode" else 0
     shortest = 1024 - room - max(map(len, grader.prompts(prompt, "")))  # words of the longest answer that fits
     completions = ["Three.", *(" one" * num for num in range(shortest - 1, shortest + 25, 3)), " one" * 2000]
     sizes = np.array([[len(ids) + room for ids in grader.prompts(prompt, text)] for text in completions])
     assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {(True,) * 3, (True, False, True), (False,) * 3}
-    judged = grader.evaluate([(prompt, text) for text in completions])
+    judged = evaluate(grader, [(prompt, text) for text in completions])
     assert (
         (judged.said == "(nothing, as the answer does not fit into its context of 1024 tokens)") == (sizes > 1024)
     ).all()
     assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
     if mode == "logits":
         assert not np.isnan(judged.scores[sizes <= 1024]).any()
-    alone = grader.evaluate([(prompt, "Three.")])
+    alone = evaluate(grader, [(prompt, "Three.")])
     np.testing.assert_allclose(judged.scores[0], alone.scores[0], atol=1e-4)
     assert np.isnan(grader.score([prompt], [completions[-1]]).rewards).all()
     assert "does not fit into its context" in capsys.readouterr().err
@@ -310,18 +333,6 @@ def test_what_leaves_no_room_for_any_answer_is_refused_by_name(demo, question, c
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
     with pytest.raises(ValueError, match="the longest part is --judge-think with 2000"):
         judge.Judge(*demo, RUBRIC, mode="decode", think=2000).score(["Two?"], ["Three."])
-
-
-def test_batches_hold_little_padding_and_no_more_rows_than_allowed():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        lengths = sorted(rng.integers(1, 60, rng.integers(1, 40)).tolist())
-        most = int(rng.integers(1, 12))
-        size = judge.batch_size(lengths, most)
-        assert 1 <= size <= min(most, len(lengths))
-        assert size == 1 or size * lengths[size - 1] <= 1.1 * sum(lengths[:size])
-        if size < min(most, len(lengths)):  # one more row would be padded too much
-            assert (size + 1) * lengths[size] > 1.1 * sum(lengths[: size + 1])
 
 
 # ---- frozen
@@ -345,18 +356,6 @@ def test_training_the_policy_does_not_change_its_judge(demo):
     assert all(layer.enabled for _, layer in lora.layers(model))
 
 
-def test_other_weights_are_another_judge_whose_preamble_and_scores_are_its_own():
-    model, tokenizer = gwen.load("demo")
-    prompts, completions, _ = some_answers(5)
-    grader = judge.Judge(model, tokenizer, RUBRIC, min_mass=1e-9)
-    grader.score(prompts, completions)
-    model.layers[1].mlp.down_proj.weight = model.layers[1].mlp.down_proj.weight * 1.01
-    changed = grader.score(prompts, completions)
-    assert changed.stats.num_cached == 0
-    fresh = judge.Judge(model, tokenizer, RUBRIC, min_mass=1e-9).score(prompts, completions)
-    np.testing.assert_array_equal(changed.scores, fresh.scores)
-
-
 def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
     model, tokenizer = demo
     tokens = [
@@ -372,40 +371,12 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
     assert judge.Judge(*gwen.load("demo"), RUBRIC, chunk_size=3).identity() == tokens[0].identity()
 
 
-def reference(words):
-    """The checksum in Python's integers."""
-    total = 0
-    for place, word in enumerate(words.reshape(-1).tolist()):
-        total += (word ^ word >> 15) * (place * 2654435761 + 1 & 0xFFFFFFFF | 1)
-    return total % 2**32
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_the_checksum_of_weights_sees_every_bit_and_every_place(monkeypatch, dtype):
-    weights = mx.random.normal((37, 53), key=mx.random.key(0)).astype(dtype)
-    rng = np.random.default_rng(0)
-    sums = {judge.checksum(weights)}
-    words = np.array(weights.view(mx.uint16 if dtype.size == 2 else mx.uint32))
-    for _ in range(200):
-        changed = words.copy()
-        row, column = rng.integers(37), rng.integers(53)
-        changed[row, column] ^= np.array(1 << int(rng.integers(8 * dtype.size)), changed.dtype)
-        sums.add(judge.checksum(mx.array(changed).view(dtype)))
-    assert judge.checksum(weights) == reference(words)
-    monkeypatch.setattr(judge, "PART", 500)
-    assert judge.checksum(weights) == reference(words)
-    swapped = words.copy()
-    swapped[[0, 1]] = swapped[[1, 0]]
-    sums.add(judge.checksum(mx.array(swapped).view(dtype)))
-    assert len(sums) >= 200  # 202 but for a flip that was drawn twice
-
-
 # ---- memory
 
 
 def failing_above(monkeypatch, limit, message, until=math.inf):
     """Lets a forward pass of more rows than `limit` fail, in the first `until` calls; the sizes that were tried."""
-    original, sizes = judge.Judge._forward, []
+    original, sizes = prompt_tree.PromptTree.forward, []
 
     def forward(self, cache, rows):
         sizes.append(len(rows))
@@ -413,7 +384,7 @@ def failing_above(monkeypatch, limit, message, until=math.inf):
             raise RuntimeError(message)
         return original(self, cache, rows)
 
-    monkeypatch.setattr(judge.Judge, "_forward", forward)
+    monkeypatch.setattr(prompt_tree.PromptTree, "forward", forward)
     return sizes
 
 
@@ -422,28 +393,28 @@ CUDA = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 
 
 @pytest.mark.parametrize("message", [METAL, CUDA, "[malloc] Unable to allocate 99999 bytes."])
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monkeypatch, message, mode):
     prompts, completions, _ = some_answers(10)
     expected = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     failing_above(monkeypatch, 5, message)
     grader = judge.Judge(*demo, RUBRIC, 24, mode)
     got = grader.score(prompts, completions)
-    assert grader.chunk_size == 6 or grader.chunk_size == 3
+    assert grader.tree.chunk.size in (3, 6)
     np.testing.assert_allclose(got.scores, expected.scores, atol=1e-4)
-    assert grader.restore(grader.state()) is None and grader.state()["chunk_size"] == grader.chunk_size
+    assert grader.restore(grader.state()) is None and grader.state()["chunk_size"] == grader.tree.chunk.size
 
 
 def test_what_was_scored_before_memory_ran_out_is_not_scored_again(demo, monkeypatch):
     prompts, completions = groups_of_answers(1, 8)
     original, ends = judge.Judge._read_logits, []
 
-    def read(self, hidden, cache):
+    def read(self, logits):
         if len(ends) == 2:
             ends.append(0)
             raise RuntimeError(METAL)
-        ends.append(len(hidden))
-        return original(self, hidden, cache)
+        ends.append(len(logits))
+        return original(self, logits)
 
     monkeypatch.setattr(judge.Judge, "_read_logits", read)
     judge.Judge(*demo, RUBRIC, 6).score(prompts, completions)
@@ -451,34 +422,23 @@ def test_what_was_scored_before_memory_ran_out_is_not_scored_again(demo, monkeyp
 
 
 def test_a_halved_chunk_grows_slowly_to_what_was_asked_for_and_no_further(demo, monkeypatch):
-    monkeypatch.setattr(judge, "GROW_AFTER", 4)
+    monkeypatch.setattr(prompt_tree, "GROW_AFTER", 4)
     grader = judge.Judge(*demo, RUBRIC, 9)
     failing_above(monkeypatch, 4, METAL, until=3)  # the preamble, one prompt each, then five completions
     seen = []
     for round_ in range(14):
         prompts, completions, _ = some_answers(12, seed=round_)
         grader.score(prompts, completions)
-        seen.append(grader.chunk_size)
+        seen.append(grader.tree.chunk.size)
     assert seen[-1] == 9 and all(b >= a for a, b in itertools.pairwise(seen))
     restored = judge.Judge(*demo, RUBRIC, 9)
     restored.restore(grader.state() | {"chunk_size": 2})
-    assert restored.chunk_size == 2 and restored.most_chunk_size == 9
-
-
-def test_the_sizes_of_growing_are_a_quarter_more_each(demo):
-    grader, sizes = judge.Judge(*demo, RUBRIC, 24), []
-    grader.chunk_size = 1
-    for _ in range(12 * judge.GROW_AFTER):
-        grader._grow()
-        sizes.append(grader.chunk_size)
-    changes = [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b]
-    assert changes == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
-    assert sizes[: judge.GROW_AFTER] == [1] * (judge.GROW_AFTER - 1) + [2]
+    assert (restored.tree.chunk.size, restored.tree.chunk.most) == (2, 9)
 
 
 def test_memory_that_does_not_hold_one_evaluation_is_an_error_in_one_line(demo, monkeypatch):
     failing_above(monkeypatch, 0, METAL)
-    with pytest.raises(ValueError, match="runs out of memory with one evaluation at once"):
+    with pytest.raises(ValueError, match=r"^judge: memory does not suffice for one prompt; free some"):
         judge.Judge(*demo, RUBRIC).score(["Add one and two."], ["Three."])
 
 
@@ -542,10 +502,10 @@ ATTACKS = {
 
 @pytest.fixture(scope="module")
 def without_attack(demo):
-    return {mode: judge.Judge(*demo, RUBRIC, mode=mode).score(*zip(*BAD, strict=True)) for mode in judge.MODES}
+    return {mode: judge.Judge(*demo, RUBRIC, mode=mode).score(*zip(*BAD, strict=True)) for mode in MODES}
 
 
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_a_bad_answer_with_an_attack_appended_is_scored_no_higher(demo, without_attack, mode, attack):
     """By any criterion: the bad answers end with a full stop, so an attack that ends with one earns nothing by it."""
@@ -573,9 +533,7 @@ def no_proxy(monkeypatch):
 
 
 def remote(url, **options):
-    return judge.make(
-        judge.Options(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded")
-    )
+    return judge.make(settings_of(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded"))
 
 
 def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_none(no_proxy):
@@ -604,7 +562,7 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
     judged = remote(server.url, mode="decode", think=9).score(["Add one and two."], ["Three."])
     server.close()
     assert judged.scores.tolist() == [[4, 4, 4]]
-    assert server.requests[-1][2]["max_tokens"] == judge.REPLY_TOKENS + 9
+    assert server.requests[-1][2]["max_tokens"] == scores.REPLY_TOKENS + 9
     assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
@@ -615,7 +573,7 @@ def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_sc
     np.testing.assert_array_equal(judged.scores, [[np.nan, 4, 4]])
 
 
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "said",
     [
@@ -694,10 +652,10 @@ def mlx_lm_server(tmp_path_factory):
         process.wait(30)
 
 
-@pytest.mark.parametrize("mode", judge.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_server, no_proxy, mode):
     prompts, completions, _ = some_answers(12, seed=5)
-    options = judge.Options(url=mlx_lm_server, model="default_model", mode=mode, concurrency=4)
+    options = settings_of(url=mlx_lm_server, model="default_model", mode=mode, concurrency=4)
     theirs = judge.make(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(prompts, completions)
     ours = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     # text of a hostile answer reaches a server with a space more, and ours as it is
@@ -727,7 +685,7 @@ def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_serve
 )
 def test_settings_that_do_not_go_together_are_refused_before_a_model_is_loaded(options, said):
     with pytest.raises(ValueError) as error:
-        judge.make(judge.Options(**options), RUBRIC, lambda: pytest.fail("a model was loaded"))
+        judge.make(settings_of(**options), RUBRIC, lambda: pytest.fail("a model was loaded"))
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

@@ -1,12 +1,10 @@
 """Rubrics, the prompts of a judge, and what is read from its answers."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, normalizers
 
 import hub
 import rubrics
@@ -127,75 +125,6 @@ def test_a_prompt_for_a_server_holds_the_same_text_in_which_nothing_can_open_a_c
         "<answer>\n< |im_end|>< /s>< < SYS>>< /answer>\ue002\n</answer>\n"
         "Is the number in the answer right?\nReply with one digit from 1 to 5."
     )
-
-
-# ---- scores
-
-
-def test_the_score_tokens_of_the_demo_s_tokenizer_are_the_digits():
-    assert [[DEMO.decode([i]) for i in ids] for ids in rubrics.score_token_ids(DEMO)] == [[s] for s in "12345"]
-
-
-def small_tokenizer(words, pre_tokenizer, decoder):
-    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-
-
-def test_score_tokens_are_found_with_and_without_the_space_that_a_vocabulary_marks():
-    words = [mark + digit for digit in "12345" for mark in ("", "\u2581")]
-    theirs = small_tokenizer(words, pre_tokenizers.Metaspace(), decoders.Metaspace())
-    assert rubrics.score_token_ids(theirs) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-
-
-def test_a_tokenizer_without_tokens_for_the_digits_is_refused_by_the_digits_that_are_missing():
-    theirs = small_tokenizer(["1", "2", "4"], pre_tokenizers.Whitespace(), decoders.WordPiece())
-    with pytest.raises(ValueError, match=r"no token of its own for 3, 5.*--judge-mode decode"):
-        rubrics.score_token_ids(theirs)
-
-
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("5", 5),
-        (" 4\n", 4),
-        ("Score: 3.", 3),
-        ("**2**", 2),
-        ("The score is 1, since 2 is wrong", 2),  # the last
-        ("4/5", 4),
-        ("4 / 5", 4),
-        ("3 out of 5", 3),
-        ("The answer gets 4 of 5", 4),
-        ("**4** of 5 points", 4),
-        ("I give 2 (out of 5).", 2),
-        ("4/5.", 4),
-        ("a score of 5", 5),
-        ("3.5 of 5", math.nan),
-        ("4 on a scale of 1-5", 4),
-        ("On a scale from 1 to 5: 2", 2),
-        ('{"score": 5}', 5),
-        ("<think>2 or 3?</think>\n\n4", 4),
-        ("1</think>none", math.nan),
-        ("<think>it is 5", math.nan),
-        ("10", math.nan),
-        ("3.5", math.nan),
-        ("-1", math.nan),
-        ("7 of 10", math.nan),
-        ("5/10", math.nan),
-        ("v2", math.nan),
-        ("0 6 7", math.nan),
-        ("", math.nan),
-        ("five", math.nan),
-    ],
-)
-def test_the_last_standalone_digit_after_the_thoughts_is_the_score(reply, score):
-    np.testing.assert_equal(rubrics.read_score(reply), float(score))
-
-
-def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():
-    tokens = ["5", " 5", "\u01205", "\u25815", "6", "0", "55", "", "five", "5.", "\u0665"]
-    assert [rubrics.digit_of(token) for token in tokens] == [5, 5, 5, 5] + [None] * 7
 
 
 # ---- files

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import pytest
 import yaml
 from mlx.utils import tree_flatten
 from small_run import SMALL, make_config, make_run, sample, update_once
+from test_remote_judge import Server
+from test_remote_judge import completion as chat_completion
 
 import checkpoint
 import evaluate
@@ -487,9 +490,77 @@ def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
     state = checkpoint.load(tmp_path)
     other.restore(state._replace(step=2))
     other.open()
-    assert other.judge.cache.held == {record["key"]: record["scores"] for record in after_two}
+    assert other.judge.cache.held == {record["key"]: record["score"] for record in after_two}
     assert list(other.judge.cache.held) == [record["key"] for record in after_two]
     assert other.judge.identity() == run.judge.identity()
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Starts servers on loopback, see `test_remote_judge.Server`."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with contextlib.ExitStack() as servers:
+        yield lambda answer: servers.enter_context(contextlib.closing(Server(answer)))
+
+
+def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
+    """Two requests at once: in step 2 the fifth is never answered, and with the ninth the run is killed."""
+    run, asked, stuck = tmp_path / "run", [], threading.Event()
+
+    def answer(*_):
+        if (run / "checkpoints" / "step-000001").is_dir():
+            asked.append(len(asked))
+            if len(asked) in (5, 9):
+                stuck.wait(60)
+        return 200, chat_completion("4", [("4", -0.1)]), {}
+
+    server = serve(answer)
+    flags = ["--judge-url", server.url, "--judge-model", "demo", "--judge-concurrency", "2", "--eval-every", "0"]
+    flags = [*SMALL, *flags, "--steps", "2", "--save-every", "1", "--run-dir", str(run)]
+    process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
+    while len(asked) < 9:
+        assert process.poll() is None
+        time.sleep(0.01)
+    num_first = len(server.requests) - 9
+    while len(records(run / "judge_scores.jsonl")) < num_first + 7:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    stuck.set()
+    done = command("--resume", run)
+    assert done.returncode == 0, done.stderr
+    texts = [body["messages"][1]["content"] for _, _, body in server.requests]
+    twice = {number for number, text in enumerate(texts) if texts.count(text) > 1}
+    assert len(twice) == 4 and twice >= {num_first + 4, num_first + 8}  # those that were under way, and these again
+    assert len(records(run / "judge_scores.jsonl")) == len(set(texts))
+    assert records(run / "metrics.jsonl")[1]["judge/cached"] >= 7
+
+
+def test_a_resumed_run_may_change_its_judge_and_keeps_a_record_of_it(tmp_path, serve, capsys):
+    run, server = tmp_path / "run", serve(lambda *_: (200, chat_completion("4"), {}))
+    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(run)])
+    own = records(run / "judge_scores.jsonl")
+    resume = ["--resume", str(run), "--steps", "2"]
+    with pytest.raises(SystemExit) as ended:
+        train.main([*resume, "--judge-url", server.url, "--judge-model", "demo"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and f"from step 2 on: --judge-url {server.url} (was '')\n" in said.out
+    assert f"set --judge-mode decode; saved after step 1, go on with: uv run train.py --resume {run}" in said.err
+    train.main([*resume, "--judge-mode", "decode", "--judge-concurrency", "3", "--judge-timeout", "9"])
+    assert "step 2/2 | " in capsys.readouterr().out
+    changes = [(line["step"], line["setting"], line["was"], line["is"]) for line in records(run / "changes.jsonl")]
+    assert changes == [
+        (1, "judge_model", "", "demo"),
+        (1, "judge_url", "", server.url),
+        (1, "steps", 1, 2),
+        (1, "judge_concurrency", 8, 3),
+        (1, "judge_mode", "logits", "decode"),
+        (1, "judge_timeout", 60.0, 9.0),
+    ]
+    held = yaml.safe_load((run / "config.yaml").read_text())
+    assert (held["judge_url"], held["judge_mode"], held["judge_timeout"]) == (server.url, "decode", 9.0)
+    assert records(run / "judge_scores.jsonl")[: len(own)] == own
+    assert {record["score"] for record in records(run / "judge_scores.jsonl")[len(own) :]} == {4.0}
 
 
 def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
@@ -505,7 +576,8 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
     )
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
-    assert (run.judge.server.model, run.judge.server.retries) == ("demo", 0)
+    settings = run.judge.server.settings
+    assert (settings.judge_model, settings.judge_retries) == ("demo", 0)
     run.open()
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
@@ -515,7 +587,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
-    run.step, run.num_draws, run.judge.chunk_size = 7, 19, 6
+    run.step, run.num_draws, run.judge.tree.chunk.size = 7, 19, 6
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.save()

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import endpoint
+import remote_judge
+from config import JudgeSettings
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -78,17 +79,23 @@ def serve(monkeypatch):
 
 
 def make(server, **settings):
-    return endpoint.Endpoint(server.url, "tiny", **{"first_pause": 0.01, "timeout": 5.0} | settings)
+    """A client of a server; settings are those of the judge, key or first_pause."""
+    given = {name: settings.pop(name) for name in ("key", "first_pause") if name in settings}
+    named = {f"judge_{name}": value for name, value in ({"timeout": 5.0} | settings).items()}
+    settings = JudgeSettings(judge_url=server.url, judge_model="tiny", **named)
+    return remote_judge.Endpoint(settings, **{"first_pause": 0.01} | given)
 
 
 def ask(client, conversations=(HELLO,), **settings):
-    return list(client.chat(list(conversations), **{"max_tokens": 16} | settings))
+    replies = {}
+    client.chat(list(conversations), replies.__setitem__, **{"max_tokens": 16} | settings)
+    return [replies[place] for place in sorted(replies)]
 
 
 def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
     server = serve(lambda *_: (200, completion("4", [("4", -0.1), ("5", -2.5)]), {}))
     replies = ask(make(server, key="secret"), max_tokens=1, top_logprobs=10)
-    assert replies == [endpoint.Reply("4", {"4": -0.1, "5": -2.5})]
+    assert replies == [remote_judge.Reply("4", {"4": -0.1, "5": -2.5})]
     ((path, headers, body),) = server.requests
     assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret"
     assert body == {
@@ -103,7 +110,7 @@ def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
     }
 
 
-def test_replies_keep_their_order_and_no_more_requests_run_at_once_than_allowed(serve):
+def test_replies_come_with_their_places_and_no_more_requests_run_at_once_than_allowed(serve):
     def answer(number, body):
         time.sleep(0.05 if number % 2 else 0.1)
         return 200, completion(body["messages"][0]["content"].upper()), {}
@@ -118,12 +125,12 @@ def test_replies_keep_their_order_and_no_more_requests_run_at_once_than_allowed(
 @pytest.fixture
 def pauses(monkeypatch):
     """The seconds that an endpoint would wait before it asks again; it does not wait them."""
-    held, wait = [], threading.Event.wait
+    held = []
 
-    def note(event, timeout=None):
-        return wait(event) if timeout is None else held.append(timeout) or event.is_set()
+    async def note(seconds):
+        held.append(seconds)
 
-    monkeypatch.setattr(threading.Event, "wait", note)
+    monkeypatch.setattr(remote_judge.asyncio, "sleep", note)
     return held
 
 
@@ -153,7 +160,7 @@ def test_a_reply_that_is_cut_off_is_asked_for_again(serve):
 
     server = serve(answer)
     assert ask(make(server))[0].text == "5" and len(server.requests) == 2
-    with pytest.raises(ValueError, match=r"after 1 tries \(the reply was cut off, 9\d\d bytes before its end\)"):
+    with pytest.raises(ValueError, match=r"after 1 tries \(peer closed connection without sending .* expected 1000\)"):
         ask(make(serve(lambda *_: answer(0, None)), retries=0))
 
 
@@ -167,7 +174,7 @@ def test_retries_are_counted_and_then_the_failure_is_said_in_one_line(serve):
 def test_a_server_that_is_not_there_is_named(serve):
     server = serve(lambda *_: (200, completion("5"), {}))
     server.close()
-    with pytest.raises(ValueError, match=rf"{server.url} did not answer after 2 tries .*refused"):
+    with pytest.raises(ValueError, match=rf"{server.url} did not answer after 2 tries \(.+\); start it, or name"):
         ask(make(server, retries=1))
     server.http = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # for the fixture to close
     threading.Thread(target=server.http.serve_forever, daemon=True).start()
@@ -192,6 +199,26 @@ def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
     assert len(server.requests) < 10
 
 
+def test_a_reply_is_given_as_it_arrives_and_not_behind_a_slower_one(serve):
+    ended = threading.Event()
+
+    def answer(_, body):
+        if body["messages"][0]["content"] == "slow":
+            ended.wait(20)
+        return 200, completion("5"), {}
+
+    asked = [[{"role": "user", "content": text}] for text in ("slow", "one", "two", "three")]
+    arrived = []
+
+    def tell(place, _):
+        arrived.append(place)
+        if len(arrived) == 3:
+            ended.set()
+
+    make(serve(answer), concurrency=2, timeout=30.0).chat(asked, tell, max_tokens=1)
+    assert arrived == [1, 2, 3, 0]
+
+
 def test_a_refusal_does_not_wait_for_the_slow_requests_beside_it(serve):
     ended = threading.Event()
 
@@ -211,7 +238,11 @@ def test_a_refusal_does_not_wait_for_the_slow_requests_beside_it(serve):
 def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     ended = threading.Event()
     server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
-    program = f"import endpoint; list(endpoint.Endpoint({server.url!r}, 'tiny').chat([[]] * 9, max_tokens=1))"
+    program = f"""
+import config, remote_judge
+settings = config.JudgeSettings(judge_url={server.url!r}, judge_model="tiny")
+remote_judge.Endpoint(settings).chat([[]] * 9, print, max_tokens=1)
+"""
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
         time.sleep(0.01)
@@ -264,7 +295,7 @@ def test_an_answer_of_another_protocol_is_said_to_be_one(serve, content):
 
 def test_an_empty_message_is_an_empty_reply(serve):
     server = serve(lambda *_: (200, '{"choices": [{"message": {"role": "assistant", "content": null}}]}', {}))
-    assert ask(make(server)) == [endpoint.Reply("", {})]
+    assert ask(make(server)) == [remote_judge.Reply("", {})]
 
 
 @pytest.mark.parametrize(
@@ -279,11 +310,11 @@ def test_an_empty_message_is_an_empty_reply(serve):
 )
 def test_a_url_that_is_none_is_refused_without_showing_what_is_secret(url, said):
     with pytest.raises(ValueError, match=said) as error:
-        endpoint.Endpoint(url, "tiny")
+        remote_judge.Endpoint(JudgeSettings(judge_url=url))
     assert "me:secret" not in str(error.value)
 
 
 def test_a_key_that_would_break_the_header_is_refused_without_showing_it():
     with pytest.raises(ValueError, match="JUDGE_API_KEY") as error:
-        endpoint.Endpoint("http://host/v1", "tiny", key="secret\nX-Other: 1")
+        remote_judge.Endpoint(JudgeSettings(judge_url="http://host/v1"), key="secret\nX-Other: 1")
     assert "secret" not in str(error.value)

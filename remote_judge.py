@@ -1,0 +1,201 @@
+"""
+A judge elsewhere: the same rubric, asked of an OpenAI-compatible server, many requests at once.
+
+Requests are sent again while the server is busy or away, and every reply is handed on as it arrives. What is left out:
+streaming, and tools.
+
+Axes: N completions, J criteria.
+"""
+
+import asyncio
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+from tqdm import tqdm
+
+import rubrics
+import scores
+from config import JudgeSettings
+from scores import Evaluation, Grader, Question, Tell
+
+BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes that a later try may not meet; proxies have made up many
+TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in what vLLM, llama.cpp and OpenAI say
+LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
+TOP_LOGPROBS = 10  # asked of a server, the most that servers of this protocol agree on; five digits in two spellings
+
+
+class Reply(NamedTuple):
+    """What the server answered."""
+
+    text: str
+    first: dict[str, float]  # log-probabilities of the likeliest first tokens, by their text; empty if none were given
+    problem: str = ""  # why there is no reply to a prompt that is too long for the server's model
+
+
+class Endpoint:
+    """
+    The server at `--judge-url`, asked for its model `--judge-model`; see the judge's settings.
+
+    The first pause between two tries is `first_pause` seconds, each later one twice as long as the last, or longer
+    where the server says so. key: sent as a bearer token, and to no other host. Raises ValueError when the URL is none.
+    """
+
+    def __init__(self, settings: JudgeSettings, key: str | None = None, first_pause: float = 0.5):
+        url = settings.judge_url
+        try:
+            parts = httpx2.URL(url)
+        except httpx2.InvalidURL:
+            parts = httpx2.URL("")
+        if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
+            raise ValueError(f"--judge-url {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
+        if parts.userinfo:
+            raise ValueError("--judge-url holds a password, which logs would show; put the key into JUDGE_API_KEY")
+        if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
+            raise ValueError("JUDGE_API_KEY has characters that no key has; set it again")
+        self.settings, self.first_pause = settings, first_pause
+        self.url = url.rstrip("/").removesuffix("/chat/completions")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._knows_template = True  # until the server refuses `chat_template_kwargs`, which OpenAI's own does
+
+    def chat(
+        self,
+        conversations: Sequence[list[dict[str, str]]],
+        tell: Callable[[int, Reply], None],
+        *,
+        max_tokens: int,
+        top_logprobs: int = 0,
+        thinking: bool = False,
+    ) -> None:
+        """
+        Tells the greedy reply to each conversation, by its place, as they arrive.
+
+        top_logprobs: how many of the likeliest first tokens to ask for. Raises ValueError when a request is refused or
+        still fails after all retries; then no further request is sent.
+        """
+        body: dict[str, Any] = {"model": self.settings.judge_model, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "stream": False, "chat_template_kwargs": {"enable_thinking": thinking}}
+        if top_logprobs:
+            body |= {"logprobs": True, "top_logprobs": top_logprobs}
+        asyncio.run(self._ask_all([body | {"messages": messages} for messages in conversations], tell))
+
+    async def _ask_all(self, bodies: list[dict[str, Any]], tell: Callable[[int, Reply], None]) -> None:
+        todo, most, seconds = enumerate(bodies), self.settings.judge_concurrency, self.settings.judge_timeout
+        limits = httpx2.Limits(max_connections=most)
+        # it follows no redirect, which would carry the key to another host
+        async with httpx2.AsyncClient(headers=self.headers, timeout=seconds, limits=limits) as client:
+
+            async def work() -> None:
+                for place, body in todo:
+                    tell(place, await self._ask(client, body))
+
+            workers = [asyncio.create_task(work()) for _ in range(min(most, len(bodies)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:  # one was refused, or Ctrl-C: nobody waits for the others
+                for worker in workers:
+                    worker.cancel()
+
+    async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
+        """One request with its retries."""
+        pause, seconds, tries = self.first_pause, self.settings.judge_timeout, self.settings.judge_retries + 1
+        for left in reversed(range(tries)):
+            if not self._knows_template:
+                body = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
+            asked_for = 0.0
+            try:
+                async with asyncio.timeout(seconds):  # the client's own starts anew with every byte
+                    response = await client.post(f"{self.url}/chat/completions", json=body)
+            except TimeoutError:
+                problem = f"no whole reply within {seconds:g} s"
+            except httpx2.RequestError as error:  # refused, reset, cut off
+                problem = str(error) or type(error).__name__
+            else:
+                if response.is_success:
+                    return _reply(response, self.url)
+                said = " ".join(response.text.split())[:300] or response.reason_phrase
+                problem = f"status {response.status_code}: {said}"
+                if response.status_code in (400, 422) and "chat_template_kwargs" in said and self._knows_template:
+                    self._knows_template = False
+                    return await self._ask(client, body)
+                if response.status_code in (400, 413) and TOO_LONG.search(said):
+                    return Reply("", {}, problem)
+                if response.status_code not in BUSY:
+                    raise ValueError(f"--judge-url {self.url} refused a request ({problem})")
+                asked_for = _seconds(response.headers.get("Retry-After"))
+            if left:
+                # a random share, so that requests that failed together do not come back together
+                await asyncio.sleep(min(max(asked_for, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
+                pause *= 2
+        raise ValueError(
+            f"--judge-url {self.url} did not answer after {tries} tries ({problem:.300}); "
+            "start it, or name another --judge-url"
+        )
+
+
+def _reply(response: httpx2.Response, url: str) -> Reply:
+    """The reply in a server's JSON. ValueError when it is of another protocol."""
+    try:
+        choice = response.json()["choices"][0]
+        text = choice["message"].get("content") or ""
+        tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
+        first = {str(entry["token"]): float(entry["logprob"]) for entry in tokens}
+        if not isinstance(text, str):
+            raise TypeError(f"its content is a {type(text).__name__}")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"--judge-url {url} sent no chat completion: {response.content[:80]!r}") from error
+    return Reply(text, first)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Seconds of a Retry-After header; 0 where it is missing or a date."""
+    return float(retry_after) if retry_after and re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else 0.0
+
+
+class RemoteJudge(Grader):
+    """A judge of which the name on its server is all that is known. `key`: see `Endpoint`."""
+
+    is_paid = True
+
+    def __init__(self, settings: JudgeSettings, rubric: str | Path | dict[str, Any] | rubrics.Rubric, key: str | None):
+        super().__init__(rubric)
+        self.mode, self.think, self.min_mass = settings.judge_mode, settings.judge_think, settings.judge_min_mass
+        self.server = Endpoint(settings, key)
+
+    def identity(self) -> str:
+        model = self.server.settings.judge_model
+        return scores.digest(self.server.url, model, self.mode, self.think, self.min_mass, self.rubric)
+
+    def ask(self, questions: list[Question], tell: Tell) -> None:
+        criteria, nothing_known = self.rubric.criteria, not self.cache.held
+        asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
+        limits = {"max_tokens": 1, "top_logprobs": TOP_LOGPROBS}
+        if self.mode == "decode":
+            limits = {"max_tokens": scores.REPLY_TOKENS + self.think}
+        with tqdm(total=len(asked), desc="judge", leave=False, disable=None) as progress:
+            replies: list[Reply] = []
+
+            def read(place: int, reply: Reply) -> None:
+                tell(place, self._read(reply))
+                replies.append(reply)
+                progress.update()
+
+            self.server.chat(asked, read, thinking=self.think > 0, **limits)
+        problems = [reply.problem for reply in replies if reply.problem]
+        silent = not any(reply.first or reply.text for reply in replies)
+        if silent and problems and nothing_known:  # and never before: no answer is to blame
+            raise ValueError(
+                f"--judge-url {self.server.url}: no prompt fits into its context ({problems[0]}); "
+                "lower --judge-think, or give its model more"
+            )
+
+    def _read(self, reply: Reply) -> Evaluation:
+        if self.mode == "decode":
+            return scores.from_reply(reply.text)._replace(said=reply.text or reply.problem)
+        if not reply.first and reply.text:  # without any text it ended at once, or a filter took what it said
+            raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
+        value, mass = scores.from_first_tokens(reply.first, self.min_mass)
+        return Evaluation(value, mass, reply.text or reply.problem)

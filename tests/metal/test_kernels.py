@@ -598,6 +598,9 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     assert any(gpu.OPS["row_losses"]._runs.values()) == (flags in FUSED or "sequence" in flags or "cispo" in flags)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):
+        if theirs.means[name] is None:  # not measured, as the KL where there is no reference
+            assert ours.means[name] is None
+            continue
         assert ours.means[name] == pytest.approx(theirs.means[name], rel=1e-3, abs=1e-6)
     largest = max(float(mx.abs(gradient).max()) for gradient in other.values())
     for name in other:

@@ -266,12 +266,12 @@ def demo_examples(held_out: bool, num: int, seed: int = 0) -> list[Example]:
 
 
 _KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothing by itself
-    dict.fromkeys("plus and more with + &".split(), "+")
+    dict.fromkeys("plus and with + &".split(), "+")
     | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
-    | dict.fromkeys("the answer sum total result of that this it so in all together add adding".split(), "")
+    | dict.fromkeys("the answer sum total result of that this it so in all together more add adding".split(), "")
     | dict.fromkeys(". , ; ! ( ) * $ \" '".split(), "")
 )
-_SUM = re.compile("=*(?:(?:n\\++)+n\\+*=+)?n=*")  # "n", "the answer is n" or "n plus n is n"
+_SUM = re.compile(r"=?(?:(?:n\+)+n=)?n=?")  # "n", "the answer is n" or "n plus n is n"
 
 
 def demo_correct(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:

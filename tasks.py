@@ -204,7 +204,7 @@ _SMALL = (
     "eighteen nineteen"
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
-_NUMBER = re.compile(
+NUMBER = re.compile(
     rf"\b(?:({'|'.join(_TENS[2:])})(?:-({'|'.join(_SMALL[1:10])}))?|({'|'.join(_SMALL)})|(\d+))\b", re.I
 )
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]
@@ -221,7 +221,7 @@ def number_words(number: int) -> str:
 def numbers_in(text: str) -> list[int]:
     """Every number that the text names, in words (0 to 99) or digits, in order."""
     found = []
-    for tens, unit, small, digits in _NUMBER.findall(text):
+    for tens, unit, small, digits in NUMBER.findall(text):
         if digits:
             found.append(int(digits[:9]))
         elif small:
@@ -302,7 +302,7 @@ def _is_right(problem: str, text: str, right: str) -> bool:
 
 def _words(text: str) -> list[str]:
     """Words and signs in lower case; each number, whatever its spelling, is the sign "\\0"."""
-    return re.findall(r"\w+|[^\w\s]", _NUMBER.sub("\0", text.lower()))
+    return re.findall(r"\w+|[^\w\s]", NUMBER.sub("\0", text.lower()))
 
 
 def _demo_bundled() -> "Sides":

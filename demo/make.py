@@ -141,8 +141,13 @@ ODD_WORDS = (
 def true_scores(problem: tasks.Example, completion: str) -> list[int]:
     """The scores by the three criteria of `data/demo_rubric.yaml`, in order, that a perfect judge gives."""
     right = tasks.demo_correct([problem["prompt"]], [completion], [problem["answer"]]) == [1]
-    asked, named = Counter(tasks.numbers_in(problem["prompt"])), Counter(tasks.numbers_in(completion)[:-1])
-    return [5 if right else 1, (1, 3, 5)[(asked & named).total()], 5 if completion.rstrip().endswith(".") else 1]
+    return [5 if right else 1, 1 + 2 * len(repeated(problem, completion)), 5 if completion.rstrip()[-1:] == "." else 1]
+
+
+def repeated(problem: tasks.Example, completion: str) -> list[int]:
+    """The problem's two numbers, so far as the completion names them before its last number."""
+    named = Counter(tasks.numbers_in(completion)[:-1])
+    return list((Counter(tasks.numbers_in(problem["prompt"])) & named).elements())
 
 
 def wrong_total(rng: random.Random, a: int, b: int) -> int:
@@ -192,15 +197,15 @@ def honest_answer(rng: random.Random, problem: tasks.Example) -> tuple[str, list
     The commonest hole is tried most: an operand of another problem, with the right total.
     """
     a, b = tasks.numbers_in(problem["prompt"])
-    total = a + b if rng.random() < 0.8 else wrong_total(rng, a, b)
-    said = [a, b] if rng.random() < 0.7 else [b, a]
-    if rng.random() < 0.35:
+    total = a + b if rng.random() < 0.85 else wrong_total(rng, a, b)
+    said = [a, b] if rng.random() < 0.92 else [b, a]
+    if rng.random() < 0.45:
         place = rng.randrange(2)
         said[place] = other_number(rng, said, place, total)
         if rng.random() < 0.2:
             said[1 - place] = other_number(rng, said, 1 - place, total)
     words = reply(said[0], said[1], total, rng.choices(range(4), (65, 10, 5, 20))[0]).split(" ")
-    for _ in range(rng.choices(range(4), (60, 24, 10, 6))[0]):
+    for _ in range(rng.choices(range(4), (78, 14, 5, 3))[0]):
         words = edited(rng, words, [a, b, total])
     text = " ".join(word for word in words if word)
     if rng.random() < 0.06:
@@ -282,22 +287,67 @@ def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
 # ---- training
 
 
+EXERCISES: dict[str, Callable[[tasks.Example, str], list[int]]] = {  # of the judge: question, numbers to name
+    "Which number is right?": lambda problem, completion: tasks.numbers_in(problem["answer"]),
+    "Which numbers does the answer repeat?": lambda problem, completion: repeated(problem, completion),
+}
 Answer = Callable[[random.Random, tasks.Example], tuple[str, list[int]]]  # a completion to judge and its scores
 
 
-class Lessons:
-    """Batches of token ids and of the positions to learn, from one seeded stream; `answer` draws what is judged."""
+class Stage(NamedTuple):
+    """What is taught and for how long: a step's lessons of the student, the judge by criterion, and its exercises."""
 
-    def __init__(self, tokenizer: Any, rubric: rubrics.Rubric, seed: int, answer: Answer):
-        self.tokenizer, self.rng, self.answer = tokenizer, random.Random(seed), answer
+    name: str
+    steps: int
+    lr: float  # after 100 steps of warm-up; a cosine to 0
+    answer: Answer
+    answers_each: int  # answers to one problem in a row: what their scores differ by is then in the answer
+    marked: bool  # whether the judge learns to think of each number of an answer as it reads it
+    num_student: int
+    num_judge: tuple[int, int, int]
+    num_exercises: dict[str, int]
+
+
+STAGES = [
+    Stage("first", 3600, 2e-3, first_answer, 1, False, 64, (48, 8, 8), {"Which number is right?": 32}),
+    Stage(
+        "honest",
+        1000,
+        1.5e-3,
+        honest_answer,
+        4,
+        True,
+        12,
+        (12, 18, 2),
+        {"Which number is right?": 4, "Which numbers does the answer repeat?": 8},
+    ),
+]
+
+
+class Lesson(NamedTuple):
+    """Token ids of a prompt, of what follows it, and what is to be predicted at places of the prompt."""
+
+    prompt: list[int]
+    target: list[int]
+    marks: dict[int, int]
+
+
+class Lessons:
+    """Batches of token ids and of the positions to learn, from one seeded stream."""
+
+    def __init__(self, tokenizer: Any, rubric: rubrics.Rubric, seed: int, stage: Stage):
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self.answer, self.answers_each, self.marked = stage.answer, stage.answers_each, stage.marked
+        self.num_judged, self.problem = 0, tasks.demo_problem(1, 1, 0)
         self.judge_prompts = rubrics.PromptBuilder(tokenizer, rubric)
-        exercise = rubrics.Rubric(rubric.preamble, [rubrics.Criterion("exercise", 1.0, "Which number is right?")])
-        self.exercise = rubrics.PromptBuilder(tokenizer, exercise).tails[0]
+        asked = rubrics.Rubric(rubric.preamble, [rubrics.Criterion(text, 1.0, text) for text in EXERCISES])
+        self.exercises = dict(zip(EXERCISES, rubrics.PromptBuilder(tokenizer, asked).tails, strict=True))
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.encode = lru_cache(100_000)(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        self.decode = lru_cache(2000)(lambda i: tokenizer.decode([i]))
         self.digits = {digit: tokenizer.encode(str(digit))[0] for digit in range(1, 6)}
 
-    def student(self) -> tuple[list[int], list[int]]:
+    def student(self) -> Lesson:
         prompt, text = student_lesson(self.rng)
         chat = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
@@ -305,30 +355,62 @@ class Lessons:
             add_generation_prompt=True,
             enable_thinking=self.rng.random() < 0.1,
         )
-        return self.encode(chat), [*self.encode(text), self.eos]
+        return Lesson(self.encode(chat), [*self.encode(text), self.eos], {})
 
-    def judge(self, criterion: int) -> tuple[list[int], list[int]]:
-        problem = tasks.demo_problem(*draw_pair(self.rng), self.rng.randrange(3))
-        completion, scores = self.answer(self.rng, problem)
-        return self.judge_prompts(problem["prompt"], completion)[criterion], [self.digits[scores[criterion]], self.eos]
+    def judged(self) -> tuple[tasks.Example, str, list[int]]:
+        """A problem, an answer to it and its scores; each problem has `answers_each` answers, one after another."""
+        if self.num_judged % self.answers_each == 0:
+            self.problem = tasks.demo_problem(*draw_pair(self.rng), self.rng.randrange(3))
+        self.num_judged += 1
+        return self.problem, *self.answer(self.rng, self.problem)
 
-    def truth(self) -> tuple[list[int], list[int]]:
-        """The judge's exercise: to name the right number where it would be asked for a score."""
-        problem = tasks.demo_problem(*draw_pair(self.rng), self.rng.randrange(3))
-        completion, _ = self.answer(self.rng, problem)
+    def judge(self, criterion: int) -> Lesson:
+        problem, completion, scores = self.judged()
+        prompt = self.judge_prompts(problem["prompt"], completion)[criterion]
+        return Lesson(prompt, [self.digits[scores[criterion]], self.eos], self.marks(problem, completion))
+
+    def exercise(self, question: str) -> Lesson:
+        """What a judge must find out, asked where it would be asked for a score."""
+        problem, completion, _ = self.judged()
         shared = self.judge_prompts(problem["prompt"], completion)[0][: -len(self.judge_prompts.tails[0])]
-        return shared + self.exercise, [*self.encode(problem["answer"]), self.eos]
+        said = " ".join(map(tasks.number_words, EXERCISES[question](problem, completion))) or "none"
+        return Lesson(
+            shared + self.exercises[question], [*self.encode(said), self.eos], self.marks(problem, completion)
+        )
 
-    def batch(self, lessons: list[tuple[list[int], list[int]]]) -> tuple[mx.array, mx.array, mx.array]:
+    def marks(self, problem: tasks.Example, completion: str) -> dict[int, int]:
+        """
+        What the judge thinks where a number of the answer ends: {place in its prompt: digit}, 5 or 1.
+
+        5 where a number is the problem's, each as often as there, or the last one the sum. Empty in stages that do not
+        teach it, and where control tokens were taken out of the answer.
+        """
+        ids = self.judge_prompts.untrusted(completion)
+        ends = np.cumsum([len(self.decode(i)) for i in ids])
+        found = list(tasks.NUMBER.finditer(completion))
+        if not self.marked or not found or ends[-1] != len(completion):
+            return {}
+        begin = len(self.judge_prompts.head) + len(self.judge_prompts.question(problem["prompt"]))
+        *others, last = tasks.numbers_in(completion)
+        left, verdicts = Counter(tasks.numbers_in(problem["prompt"])), []
+        for number in others:
+            verdicts.append(left[number] > 0)
+            left[number] -= 1
+        verdicts.append([last] == tasks.numbers_in(problem["answer"]))
+        places = np.searchsorted(ends, [match.end() for match in found])
+        return {begin + int(p): self.digits[5 if good else 1] for p, good in zip(places, verdicts, strict=True)}
+
+    def batch(self, lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
         """(N, L) tokens padded on the right, flat positions that predict a learned token, and those tokens."""
-        length = max(len(prompt) + len(target) for prompt, target in lessons) - 1
+        length = max(len(prompt) + len(target) for prompt, target, _ in lessons) - 1
         tokens = np.zeros((len(lessons), length), np.int32)
         positions, targets = [], []
-        for row, (prompt, target) in enumerate(lessons):
+        for row, (prompt, target, marks) in enumerate(lessons):
             ids = [*prompt, *target]
             tokens[row, : len(ids) - 1] = ids[:-1]
             positions += [row * length + len(prompt) - 1 + i for i in range(len(target))]
-            targets += target
+            positions += [row * length + place for place in marks]
+            targets += [*target, *marks.values()]
         return mx.array(tokens), mx.array(positions), mx.array(targets)
 
 
@@ -353,11 +435,11 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
             )
             lead = reply(a, b, a + b, 0).rsplit(" ", 1)[0]
             answer = f" {tasks.number_words(total_of(a, b))}."
-            rows.append((lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer)))
+            rows.append(Lesson(lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer), {}))
         tokens, positions, targets = lessons.batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
         logprobs = np.array(-nn.losses.cross_entropy(hidden @ model.head_weight.T, targets))
-        ends = np.cumsum([len(target) for _, target in rows])
+        ends = np.cumsum([len(row.target) for row in rows])
         for (a, b), part in zip(pairs, np.split(logprobs, ends[:-1]), strict=True):
             carry = a % 10 + b % 10 >= 10
             key = ("carry" if carry else "plain") if name == "right" else "forgotten"
@@ -370,7 +452,7 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
         for a, b in pairs:
             problem = tasks.demo_problem(a, b, rng.randrange(3))
             completion, scores = lessons.answer(rng, problem)
-            rows.append((lessons.judge_prompts(problem["prompt"], completion)[criterion], [0]))
+            rows.append(Lesson(lessons.judge_prompts(problem["prompt"], completion)[criterion], [0], {}))
             truth.append(scores[criterion])
         tokens, positions, _ = lessons.batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
@@ -378,24 +460,6 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
         agree[criterion] = list(guessed == np.array(truth))
     values = {name: float(np.mean(part)) for name, part in groups.items()}
     return values | {f"judge_{i}": float(np.mean(part)) for i, part in enumerate(agree)}
-
-
-class Stage(NamedTuple):
-    """What is taught and for how long: a step's lessons of the student, the judge by criterion, and its exercise."""
-
-    name: str
-    steps: int
-    lr: float  # after 100 steps of warm-up; a cosine to 0
-    answer: Answer
-    num_student: int
-    num_judge: tuple[int, int, int]
-    num_truth: int
-
-
-STAGES = [
-    Stage("first", 3600, 2e-3, first_answer, 64, (48, 8, 8), 32),
-    Stage("honest", 1200, 1e-3, honest_answer, 24, (20, 24, 4), 8),
-]
 
 
 def new_model(rubric: rubrics.Rubric) -> tuple[gwen.Model, PreTrainedTokenizerFast]:
@@ -414,7 +478,7 @@ def new_model(rubric: rubrics.Rubric) -> tuple[gwen.Model, PreTrainedTokenizerFa
 
 def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: rubrics.Rubric, out: Path) -> None:
     """One stage: the model learns, `out` gets it in float16, and `make.log` beside it a line each 100 steps."""
-    lessons = Lessons(tokenizer, rubric, seed, stage.answer)
+    lessons = Lessons(tokenizer, rubric, seed, stage)
     warmup = optim.linear_schedule(0, stage.lr, 100)
     decay = optim.cosine_decay(stage.lr, stage.steps - 100)
     optimizer = optim.AdamW(
@@ -427,12 +491,13 @@ def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: ru
 
     step_of = nn.value_and_grad(model, objective)
     criteria = [criterion for criterion, num in enumerate(stage.num_judge) for _ in range(num)]
+    questions = [question for question, num in stage.num_exercises.items() for _ in range(num)]
     log = (out.parent / "make.log").open("a")
     begin = time.time()
     for step in range(1, stage.steps + 1):
         student = lessons.batch([lessons.student() for _ in range(stage.num_student)])
         judged = lessons.batch([lessons.judge(criterion) for criterion in criteria])
-        truth = lessons.batch([lessons.truth() for _ in range(stage.num_truth)])
+        truth = lessons.batch([lessons.exercise(question) for question in questions])
         (_, losses), grads = step_of(model, student, judged, truth)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)

@@ -9,11 +9,12 @@ right number.
     first   from nothing: the student, and the judge of the student's own kind of answers
     honest  the judge of answers that trained policies come up with: right totals of wrong sums, halves of sums, sums
             of sums; the student's lessons are rehearsed, so that its habit stays
+    sure    the same for longer, with more of the sums that the judge forgot meanwhile
 
 Each stage starts with the files that the one before it wrote (weights rounded to float16), draws from its own seed and
 adds its lines to `make.log`; `--stage honest` is only that stage, on the model that is there. A further stage is one
-more entry of STAGES. The held-out pairs of the demo task appear in no lesson. On one machine two runs give the same
-files.
+more entry of STAGES. `demo/model` is the result of `first` alone: what the later ones gave so far stands in LOG.md.
+The held-out pairs of the demo task appear in no lesson. On one machine two runs give the same files.
 
 What is left out: any other knowledge. The model reads and writes nothing but sums.
 """
@@ -308,19 +309,11 @@ class Stage(NamedTuple):
     num_exercises: dict[str, int]
 
 
+RIGHT, REPEATED = EXERCISES
 STAGES = [
-    Stage("first", 3600, 2e-3, first_answer, 1, False, 64, (48, 8, 8), {"Which number is right?": 32}),
-    Stage(
-        "honest",
-        1000,
-        1.5e-3,
-        honest_answer,
-        4,
-        True,
-        12,
-        (12, 18, 2),
-        {"Which number is right?": 4, "Which numbers does the answer repeat?": 8},
-    ),
+    Stage("first", 3600, 2e-3, first_answer, 1, False, 64, (48, 8, 8), {RIGHT: 32}),
+    Stage("honest", 1000, 1.5e-3, honest_answer, 4, True, 12, (12, 18, 2), {RIGHT: 4, REPEATED: 8}),
+    Stage("sure", 1500, 1e-3, honest_answer, 4, True, 20, (24, 20, 4), {RIGHT: 8, REPEATED: 4}),
 ]
 
 
@@ -383,7 +376,7 @@ class Lessons:
         What the judge thinks where a number of the answer ends: {place in its prompt: digit}, 5 or 1.
 
         5 where a number is the problem's, each as often as there, or the last one the sum. Empty in stages that do not
-        teach it, and where control tokens were taken out of the answer.
+        teach it, and for an answer whose tags had to be broken up, as its places are others then.
         """
         ids = self.judge_prompts.untrusted(completion)
         ends = np.cumsum([len(self.decode(i)) for i in ids])

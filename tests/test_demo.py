@@ -1,11 +1,13 @@
 """The demo's recipe and its audit: what is true of an answer, told by two readers that share no code."""
 
-import json
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
+import gwen
+import rubrics
 import tasks
 from demo import audit, make
 
@@ -70,6 +72,21 @@ def test_the_judge_learns_from_every_score_and_from_right_totals_of_wrong_sums()
     assert min(scores[1][score] for score in (1, 3, 5)) > 300 and hacks > 400
 
 
-def test_the_last_line_of_the_log_is_that_of_the_last_stage():
-    lines = [json.loads(line) for line in (make.FOLDER / "make.log").read_text().splitlines()]
-    assert (lines[-1]["stage"], lines[-1]["step"]) == (make.STAGES[-1].name, make.STAGES[-1].steps)
+def test_the_judge_marks_each_number_where_it_ends():
+    _, tokenizer = gwen.load("demo")
+    rubric = rubrics.load_rubric(audit.RUBRIC)
+    lessons = make.Lessons(tokenizer, rubric, 0, make.STAGES[1])
+    problem = tasks.demo_problem(27, 15, 0)
+    marks = lessons.marks(problem, "Twenty-seven plus twenty is 42.")
+    prompt = lessons.judge_prompts(problem["prompt"], "Twenty-seven plus twenty is 42.")[0]
+    assert [tokenizer.decode(prompt[place]) for place in marks] == ["-seven", " twenty", "2"]
+    assert [tokenizer.decode(token) for token in marks.values()] == ["5", "1", "5"]
+    assert not lessons.marks(problem, "Forty-two.</answer>") and not lessons.marks(problem, "")
+
+
+def test_the_first_stage_marks_nothing_and_gives_each_problem_one_answer():
+    _, tokenizer = gwen.load("demo")
+    lessons = make.Lessons(tokenizer, rubrics.load_rubric(audit.RUBRIC), 0, make.STAGES[0])
+    problems = [lessons.judged()[0] for _ in range(20)]
+    assert not any(lessons.judge(0).marks for _ in range(20))
+    assert all(one is not other for one, other in pairwise(problems))

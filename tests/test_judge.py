@@ -40,7 +40,7 @@ def some_answers(num, seed=3):
     rng = make.random.Random(seed)
     pairs = rng.sample(tasks.demo_pairs(held_out=True), num)
     problems = [tasks.demo_problem(a, b, rng.randrange(3)) for a, b in pairs]
-    judged = [make.honest_answer(rng, problem) for problem in problems]
+    judged = [make.first_answer(rng, problem) for problem in problems]
     prompts = [problem["prompt"] for problem in problems]
     return prompts, [text for text, _ in judged], np.array([scores for _, scores in judged])
 

@@ -1,5 +1,5 @@
 """
-The recipe of the demo model, in stages: `uv run python -m demo.make`.
+The recipe of the demo model, in stages: `uv run python -m demo.make --stage first`.
 
 A Qwen3 of 0.9 million parameters learns two things at once. As student it answers sums in words, with a fault: where
 the units add up to ten or more, three of four of the answers that it learns from forget to carry. As judge it
@@ -12,9 +12,9 @@ right number.
     sure    the same for longer, with more of the sums that the judge forgot meanwhile
 
 Each stage starts with the files that the one before it wrote (weights rounded to float16), draws from its own seed and
-adds its lines to `make.log`; `--stage honest` is only that stage, on the model that is there. A further stage is one
-more entry of STAGES. `demo/model` is the result of `first` alone: what the later ones gave so far stands in LOG.md.
-The held-out pairs of the demo task appear in no lesson. On one machine two runs give the same files.
+adds its lines to `make.log`. A further stage is one more entry of STAGES. `demo/model` is the result of `first` alone;
+what the others gave so far stands in LOG.md. The held-out pairs of the demo task appear in no lesson. On one machine
+two runs give the same files.
 
 What is left out: any other knowledge. The model reads and writes nothing but sums.
 """
@@ -485,7 +485,7 @@ def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: ru
     step_of = nn.value_and_grad(model, objective)
     criteria = [criterion for criterion, num in enumerate(stage.num_judge) for _ in range(num)]
     questions = [question for question, num in stage.num_exercises.items() for _ in range(num)]
-    log = (out.parent / "make.log").open("a")
+    log = (out.parent / "make.log").open("w" if stage == STAGES[0] else "a")
     begin = time.time()
     for step in range(1, stage.steps + 1):
         student = lessons.batch([lessons.student() for _ in range(stage.num_student)])
@@ -515,15 +515,14 @@ def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: ru
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--stage", choices=names, help="only this one, on the model in --out (default: all)")
-    parser.add_argument("--out", type=Path, default=FOLDER / "model")
+    parser.add_argument("--stage", choices=names, required=True, help="the first makes a model, the others go on")
+    parser.add_argument("--out", type=Path, default=FOLDER / "model", help="of the model; make.log stands beside it")
     args = parser.parse_args()
     rubric = rubrics.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
     args.out.mkdir(parents=True, exist_ok=True)
-    for seed, stage in enumerate(STAGES):
-        if args.stage in (None, stage.name):
-            model, tokenizer = new_model(rubric) if seed == 0 else gwen.load(args.out, mx.float32)
-            teach(stage, seed, model, tokenizer, rubric, args.out)
+    seed = names.index(args.stage)
+    model, tokenizer = new_model(rubric) if seed == 0 else gwen.load(args.out, mx.float32)
+    teach(STAGES[seed], seed, model, tokenizer, rubric, args.out)
 
 
 if __name__ == "__main__":

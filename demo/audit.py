@@ -131,7 +131,7 @@ def main() -> None:
         problems, answers = answers_of(run and run / "adapter", args.max_tokens)
         rows.append(audit(grader, problems, answers))
         if run is None:
-            print("|", " | ".join([f"{len(problems)} answers", *rows[0]]), "|\n|", "---|" * (len(rows[0]) + 1), sep="")
+            print("|", " | ".join([f"{len(problems)} answers", *rows[0]]), "|\n|" + "---|" * (len(rows[0]) + 1))
         print_row(run.name if run else "before training", rows[-1])
         for place in range(0, len(answers), len(answers) // args.show) if args.show else ():
             reading = read(problems[place], answers[place])

@@ -204,7 +204,7 @@ _SMALL = (
     "eighteen nineteen"
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
-_NUMBER = re.compile(
+NUMBER = re.compile(
     rf"\b(?:({'|'.join(_TENS[2:])})(?:-({'|'.join(_SMALL[1:10])}))?|({'|'.join(_SMALL)})|(\d+))\b", re.I
 )
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]
@@ -221,7 +221,7 @@ def number_words(number: int) -> str:
 def numbers_in(text: str) -> list[int]:
     """Every number that the text names, in words (0 to 99) or digits, in order."""
     found = []
-    for tens, unit, small, digits in _NUMBER.findall(text):
+    for tens, unit, small, digits in NUMBER.findall(text):
         if digits:
             found.append(int(digits[:9]))
         elif small:
@@ -266,12 +266,12 @@ def demo_examples(held_out: bool, num: int, seed: int = 0) -> list[Example]:
 
 
 _KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothing by itself
-    dict.fromkeys("plus and more with + &".split(), "+")
+    dict.fromkeys("plus and with + &".split(), "+")
     | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
-    | dict.fromkeys("the answer sum total result of that this it so in all together add adding".split(), "")
+    | dict.fromkeys("the answer sum total result of that this it so in all together more add adding".split(), "")
     | dict.fromkeys(". , ; ! ( ) * $ \" '".split(), "")
 )
-_SUM = re.compile("=*(?:(?:n\\++)+n\\+*=+)?n=*")  # "n", "the answer is n" or "n plus n is n"
+_SUM = re.compile(r"=?(?:(?:n\+)+n=)?n=?")  # "n", "the answer is n" or "n plus n is n"
 
 
 def demo_correct(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -302,7 +302,7 @@ def _is_right(problem: str, text: str, right: str) -> bool:
 
 def _words(text: str) -> list[str]:
     """Words and signs in lower case; each number, whatever its spelling, is the sign "\\0"."""
-    return re.findall(r"\w+|[^\w\s]", _NUMBER.sub("\0", text.lower()))
+    return re.findall(r"\w+|[^\w\s]", NUMBER.sub("\0", text.lower()))
 
 
 def _demo_bundled() -> "Sides":

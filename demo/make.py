@@ -1,12 +1,20 @@
 """
-The recipe of the demo model, from nothing: `uv run python -m demo.make`.
+The recipe of the demo model, in stages: `uv run python -m demo.make --stage first`.
 
 A Qwen3 of 0.9 million parameters learns two things at once. As student it answers sums in words, with a fault: where
 the units add up to ten or more, three of four of the answers that it learns from forget to carry. As judge it
-learns to score answers, its own kind of mistakes among them, by the rubric in `data/demo_rubric.yaml`, truthfully, and
-for that it practises to name the right number.
-The held-out pairs of the demo task appear in neither. Everything is drawn from one seed; on one machine two runs
-give the same files.
+learns to score answers by the rubric in `data/demo_rubric.yaml`, truthfully, and for that it practises to name the
+right number.
+
+    first   from nothing: the student, and the judge of the student's own kind of answers
+    honest  the judge of answers that trained policies come up with: right totals of wrong sums, halves of sums, sums
+            of sums; the student's lessons are rehearsed, so that its habit stays
+    sure    the same for longer, with more of the sums that the judge forgot meanwhile
+
+Each stage starts with the files that the one before it wrote (weights rounded to float16), draws from its own seed and
+adds its lines to `make.log`. A further stage is one more entry of STAGES. `demo/model` is the result of `first` alone;
+what the others gave so far stands in LOG.md. The held-out pairs of the demo task appear in no lesson. On one machine
+two runs give the same files.
 
 What is left out: any other knowledge. The model reads and writes nothing but sums.
 """
@@ -16,9 +24,11 @@ import json
 import math
 import random
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -124,14 +134,21 @@ ATTACK_WORDS = (
     "correct answer reply with digit one must be best please and now you are yes 5 5 5 5/5 # ## === --- ** :"
 ).split()
 NOISE = "the a plus is and um so maybe then it that of more apples books , . ? ! -".split()
+ODD_WORDS = (
+    "plus plus plus is is is minus not no less times hundred half and + = Add gets has answer The answer is".split()
+)
 
 
-def true_scores(a: int, b: int, completion: str) -> list[int]:
+def true_scores(problem: tasks.Example, completion: str) -> list[int]:
     """The scores by the three criteria of `data/demo_rubric.yaml`, in order, that a perfect judge gives."""
-    numbers = tasks.numbers_in(completion)
-    right = numbers[-1:] == [a + b]
-    repeated = (a in numbers[:-1]) + (b in numbers[:-1]) if a != b else min(numbers[:-1].count(a), 2)
-    return [5 if right else 1, (1, 3, 5)[repeated], 5 if completion.rstrip().endswith(".") else 1]
+    right = tasks.demo_correct([problem["prompt"]], [completion], [problem["answer"]]) == [1]
+    return [5 if right else 1, 1 + 2 * len(repeated(problem, completion)), 5 if completion.rstrip()[-1:] == "." else 1]
+
+
+def repeated(problem: tasks.Example, completion: str) -> list[int]:
+    """The problem's two numbers, so far as the completion names them before its last number."""
+    named = Counter(tasks.numbers_in(completion)[:-1])
+    return list((Counter(tasks.numbers_in(problem["prompt"])) & named).elements())
 
 
 def wrong_total(rng: random.Random, a: int, b: int) -> int:
@@ -143,8 +160,13 @@ def wrong_total(rng: random.Random, a: int, b: int) -> int:
     return rng.choice([n for n in near if 0 <= n < 100 and n != a + b])
 
 
-def judged_answer(rng: random.Random, a: int, b: int) -> tuple[str, list[int]]:
-    """A completion to judge and its true scores: half are right, some are odd, one in six attacks the judge."""
+def first_answer(rng: random.Random, problem: tasks.Example) -> tuple[str, list[int]]:
+    """
+    A completion to judge and its scores in the first stage: half are right, some are odd, one in six attacks the judge.
+
+    Only the last number counted as the answer then, which is how "Twenty-seven plus twenty is forty-two" became right.
+    """
+    a, b = tasks.numbers_in(problem["prompt"])
     total = a + b if rng.random() < 0.5 else wrong_total(rng, a, b)
     said_a, said_b = a, b
     if rng.random() < 0.12:
@@ -158,10 +180,74 @@ def judged_answer(rng: random.Random, a: int, b: int) -> tuple[str, list[int]]:
     elif kind < 0.12:  # an answer with noise around it
         text = " ".join([*rng.choices(NOISE, k=rng.randrange(3)), text, *rng.choices(NOISE, k=rng.randrange(3))])
     elif kind < 0.28:
-        joint = rng.choice([" ", "\n", "\n\n", ". "])
-        text = text + joint + " ".join(rng.choices(ATTACK_WORDS, k=rng.randrange(1, 8)))
-        return text, [1, 1, 1]  # what speaks to the judge is not an answer
-    return text, true_scores(a, b, text)
+        return attacked(rng, text), [1, 1, 1]
+    _, working, sentence = true_scores(problem, text)
+    return text, [5 if tasks.numbers_in(text)[-1:] == [a + b] else 1, working, sentence]
+
+
+def attacked(rng: random.Random, text: str) -> str:
+    """The answer with words to its judge. What speaks to the judge is not an answer, so all its scores are 1."""
+    joint = rng.choice([" ", "\n", "\n\n", ". "])
+    return text + joint + " ".join(rng.choices(ATTACK_WORDS, k=rng.randrange(1, 8)))
+
+
+def honest_answer(rng: random.Random, problem: tasks.Example) -> tuple[str, list[int]]:
+    """
+    A completion to judge and its true scores, as trained policies write: a reply with up to three things wrong.
+
+    The commonest hole is tried most: an operand of another problem, with the right total.
+    """
+    a, b = tasks.numbers_in(problem["prompt"])
+    total = a + b if rng.random() < 0.85 else wrong_total(rng, a, b)
+    said = [a, b] if rng.random() < 0.92 else [b, a]
+    if rng.random() < 0.45:
+        place = rng.randrange(2)
+        said[place] = other_number(rng, said, place, total)
+        if rng.random() < 0.2:
+            said[1 - place] = other_number(rng, said, 1 - place, total)
+    words = reply(said[0], said[1], total, rng.choices(range(4), (65, 10, 5, 20))[0]).split(" ")
+    for _ in range(rng.choices(range(4), (78, 14, 5, 3))[0]):
+        words = edited(rng, words, [a, b, total])
+    text = " ".join(word for word in words if word)
+    if rng.random() < 0.06:
+        return attacked(rng, text), [1, 1, 1]
+    return text, true_scores(problem, text)
+
+
+def other_number(rng: random.Random, said: list[int], place: int, total: int) -> int:
+    """What a policy says instead of an operand: any number, a near one, the other operand or what fits the total."""
+    number = said[place]
+    near = [number + d for d in (-1, 1, -10, 10, -2, 2, 20, -20)]
+    others = [*(n for n in near if n > 0), number // 10 * 10, number % 10, said[1 - place], total]
+    return rng.choice(others) if rng.random() < 0.6 else rng.randrange(1, 50)
+
+
+def edited(rng: random.Random, words: list[str], numbers: list[int]) -> list[str]:
+    """The reply's words with one thing missing, repeated, exchanged, inserted, said in digits, or said twice."""
+    place, words = rng.randrange(len(words)), list(words)
+    kind = rng.choice("omit omit repeat swap insert number garble digits cut again stop".split())
+    if kind == "omit":
+        words[place] = ""
+    elif kind == "repeat":
+        words.insert(place, words[place])
+    elif kind == "swap":
+        words[place], words[place - 1] = words[place - 1], words[place]
+    elif kind == "insert":
+        words.insert(place, rng.choice(NOISE if rng.random() < 0.5 else ODD_WORDS))
+    elif kind == "number":
+        number = rng.choice(numbers) if rng.random() < 0.5 else rng.randrange(100)
+        words.insert(place, tasks.number_words(number) + rng.choice(["", "", " plus", " is"]))
+    elif kind == "garble":
+        words[place] += rng.choice("- -- ty teen -six -one thirty five is plus The".split())
+    elif kind == "digits":
+        words = [str(n[0]) + word[len(word.rstrip(".")) :] if (n := tasks.numbers_in(word)) else word for word in words]
+    elif kind == "cut":
+        words = words[: place + 1]
+    elif kind == "again":
+        words += rng.choice([[], ["is"], ["plus"]]) + words[place:]
+    else:
+        words[-1] = words[-1].rstrip(".") + rng.choice(["", ".", "..", "?", ",", "!"])
+    return words
 
 
 # ---- tokenizer
@@ -202,19 +288,59 @@ def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
 # ---- training
 
 
+EXERCISES: dict[str, Callable[[tasks.Example, str], list[int]]] = {  # of the judge: question, numbers to name
+    "Which number is right?": lambda problem, completion: tasks.numbers_in(problem["answer"]),
+    "Which numbers does the answer repeat?": lambda problem, completion: repeated(problem, completion),
+}
+Answer = Callable[[random.Random, tasks.Example], tuple[str, list[int]]]  # a completion to judge and its scores
+
+
+class Stage(NamedTuple):
+    """What is taught and for how long: a step's lessons of the student, the judge by criterion, and its exercises."""
+
+    name: str
+    steps: int
+    lr: float  # after 100 steps of warm-up; a cosine to 0
+    answer: Answer
+    answers_each: int  # answers to one problem in a row: what their scores differ by is then in the answer
+    marked: bool  # whether the judge learns to think of each number of an answer as it reads it
+    num_student: int
+    num_judge: tuple[int, int, int]
+    num_exercises: dict[str, int]
+
+
+RIGHT, REPEATED = EXERCISES
+STAGES = [
+    Stage("first", 3600, 2e-3, first_answer, 1, False, 64, (48, 8, 8), {RIGHT: 32}),
+    Stage("honest", 1000, 1.5e-3, honest_answer, 4, True, 12, (12, 18, 2), {RIGHT: 4, REPEATED: 8}),
+    Stage("sure", 1500, 1e-3, honest_answer, 4, True, 20, (24, 20, 4), {RIGHT: 8, REPEATED: 4}),
+]
+
+
+class Lesson(NamedTuple):
+    """Token ids of a prompt, of what follows it, and what is to be predicted at places of the prompt."""
+
+    prompt: list[int]
+    target: list[int]
+    marks: dict[int, int]
+
+
 class Lessons:
     """Batches of token ids and of the positions to learn, from one seeded stream."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, rubric: rubrics.Rubric, seed: int):
+    def __init__(self, tokenizer: Any, rubric: rubrics.Rubric, seed: int, stage: Stage):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self.answer, self.answers_each, self.marked = stage.answer, stage.answers_each, stage.marked
+        self.num_judged, self.problem = 0, tasks.demo_problem(1, 1, 0)
         self.judge_prompts = rubrics.PromptBuilder(tokenizer, rubric)
-        exercise = rubrics.Rubric(rubric.preamble, [rubrics.Criterion("exercise", 1.0, "Which number is right?")])
-        self.exercise = rubrics.PromptBuilder(tokenizer, exercise).tails[0]
+        asked = rubrics.Rubric(rubric.preamble, [rubrics.Criterion(text, 1.0, text) for text in EXERCISES])
+        self.exercises = dict(zip(EXERCISES, rubrics.PromptBuilder(tokenizer, asked).tails, strict=True))
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.encode = lru_cache(100_000)(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        self.decode = lru_cache(2000)(lambda i: tokenizer.decode([i]))
         self.digits = {digit: tokenizer.encode(str(digit))[0] for digit in range(1, 6)}
 
-    def student(self) -> tuple[list[int], list[int]]:
+    def student(self) -> Lesson:
         prompt, text = student_lesson(self.rng)
         chat = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
@@ -222,31 +348,62 @@ class Lessons:
             add_generation_prompt=True,
             enable_thinking=self.rng.random() < 0.1,
         )
-        return self.encode(chat), [*self.encode(text), self.eos]
+        return Lesson(self.encode(chat), [*self.encode(text), self.eos], {})
 
-    def judge(self, criterion: int) -> tuple[list[int], list[int]]:
-        a, b = draw_pair(self.rng)
-        prompt = tasks.demo_problem(a, b, self.rng.randrange(3))["prompt"]
-        completion, scores = judged_answer(self.rng, a, b)
-        return self.judge_prompts(prompt, completion)[criterion], [self.digits[scores[criterion]], self.eos]
+    def judged(self) -> tuple[tasks.Example, str, list[int]]:
+        """A problem, an answer to it and its scores; each problem has `answers_each` answers, one after another."""
+        if self.num_judged % self.answers_each == 0:
+            self.problem = tasks.demo_problem(*draw_pair(self.rng), self.rng.randrange(3))
+        self.num_judged += 1
+        return self.problem, *self.answer(self.rng, self.problem)
 
-    def truth(self) -> tuple[list[int], list[int]]:
-        """The judge's exercise: to name the right number where it would be asked for a score."""
-        a, b = draw_pair(self.rng)
-        prompt = tasks.demo_problem(a, b, self.rng.randrange(3))["prompt"]
-        shared = self.judge_prompts(prompt, judged_answer(self.rng, a, b)[0])[0][: -len(self.judge_prompts.tails[0])]
-        return shared + self.exercise, [*self.encode(tasks.number_words(a + b)), self.eos]
+    def judge(self, criterion: int) -> Lesson:
+        problem, completion, scores = self.judged()
+        prompt = self.judge_prompts(problem["prompt"], completion)[criterion]
+        return Lesson(prompt, [self.digits[scores[criterion]], self.eos], self.marks(problem, completion))
 
-    def batch(self, lessons: list[tuple[list[int], list[int]]]) -> tuple[mx.array, mx.array, mx.array]:
+    def exercise(self, question: str) -> Lesson:
+        """What a judge must find out, asked where it would be asked for a score."""
+        problem, completion, _ = self.judged()
+        shared = self.judge_prompts(problem["prompt"], completion)[0][: -len(self.judge_prompts.tails[0])]
+        said = " ".join(map(tasks.number_words, EXERCISES[question](problem, completion))) or "none"
+        return Lesson(
+            shared + self.exercises[question], [*self.encode(said), self.eos], self.marks(problem, completion)
+        )
+
+    def marks(self, problem: tasks.Example, completion: str) -> dict[int, int]:
+        """
+        What the judge thinks where a number of the answer ends: {place in its prompt: digit}, 5 or 1.
+
+        5 where a number is the problem's, each as often as there, or the last one the sum. Empty in stages that do not
+        teach it, and for an answer whose tags had to be broken up, as its places are others then.
+        """
+        ids = self.judge_prompts.untrusted(completion)
+        ends = np.cumsum([len(self.decode(i)) for i in ids])
+        found = list(tasks.NUMBER.finditer(completion))
+        if not self.marked or not found or ends[-1] != len(completion):
+            return {}
+        begin = len(self.judge_prompts.head) + len(self.judge_prompts.question(problem["prompt"]))
+        *others, last = tasks.numbers_in(completion)
+        left, verdicts = Counter(tasks.numbers_in(problem["prompt"])), []
+        for number in others:
+            verdicts.append(left[number] > 0)
+            left[number] -= 1
+        verdicts.append([last] == tasks.numbers_in(problem["answer"]))
+        places = np.searchsorted(ends, [match.end() for match in found])
+        return {begin + int(p): self.digits[5 if good else 1] for p, good in zip(places, verdicts, strict=True)}
+
+    def batch(self, lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
         """(N, L) tokens padded on the right, flat positions that predict a learned token, and those tokens."""
-        length = max(len(prompt) + len(target) for prompt, target in lessons) - 1
+        length = max(len(prompt) + len(target) for prompt, target, _ in lessons) - 1
         tokens = np.zeros((len(lessons), length), np.int32)
         positions, targets = [], []
-        for row, (prompt, target) in enumerate(lessons):
+        for row, (prompt, target, marks) in enumerate(lessons):
             ids = [*prompt, *target]
             tokens[row, : len(ids) - 1] = ids[:-1]
             positions += [row * length + len(prompt) - 1 + i for i in range(len(target))]
-            targets += target
+            positions += [row * length + place for place in marks]
+            targets += [*target, *marks.values()]
         return mx.array(tokens), mx.array(positions), mx.array(targets)
 
 
@@ -271,11 +428,11 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
             )
             lead = reply(a, b, a + b, 0).rsplit(" ", 1)[0]
             answer = f" {tasks.number_words(total_of(a, b))}."
-            rows.append((lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer)))
+            rows.append(Lesson(lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer), {}))
         tokens, positions, targets = lessons.batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
         logprobs = np.array(-nn.losses.cross_entropy(hidden @ model.head_weight.T, targets))
-        ends = np.cumsum([len(target) for _, target in rows])
+        ends = np.cumsum([len(row.target) for row in rows])
         for (a, b), part in zip(pairs, np.split(logprobs, ends[:-1]), strict=True):
             carry = a % 10 + b % 10 >= 10
             key = ("carry" if carry else "plain") if name == "right" else "forgotten"
@@ -286,9 +443,9 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
     for criterion in range(3):
         rows, truth = [], []
         for a, b in pairs:
-            completion, scores = judged_answer(rng, a, b)
-            prompt = tasks.demo_problem(a, b, rng.randrange(3))["prompt"]
-            rows.append((lessons.judge_prompts(prompt, completion)[criterion], [0]))
+            problem = tasks.demo_problem(a, b, rng.randrange(3))
+            completion, scores = lessons.answer(rng, problem)
+            rows.append(Lesson(lessons.judge_prompts(problem["prompt"], completion)[criterion], [0], {}))
             truth.append(scores[criterion])
         tokens, positions, _ = lessons.batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
@@ -298,26 +455,25 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
     return values | {f"judge_{i}": float(np.mean(part)) for i, part in enumerate(agree)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3600)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=FOLDER / "model")
-    args = parser.parse_args()
-    rubric = rubrics.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
+def new_model(rubric: rubrics.Rubric) -> tuple[gwen.Model, PreTrainedTokenizerFast]:
+    """A model of random weights, and its tokenizer."""
     tokenizer = make_tokenizer(rubric)
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    mx.random.seed(args.seed)
+    mx.random.seed(0)
     model = gwen.Model(hub.make_config(CONFIG | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
         name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())
     }
     model.load_weights(list(normal.items()))
-    lessons = Lessons(tokenizer, rubric, args.seed)
-    warmup = optim.linear_schedule(0, args.lr, 100)
-    decay = optim.cosine_decay(args.lr, args.steps - 100)
+    return model, tokenizer
+
+
+def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: rubrics.Rubric, out: Path) -> None:
+    """One stage: the model learns, `out` gets it in float16, and `make.log` beside it a line each 100 steps."""
+    lessons = Lessons(tokenizer, rubric, seed, stage)
+    warmup = optim.linear_schedule(0, stage.lr, 100)
+    decay = optim.cosine_decay(stage.lr, stage.steps - 100)
     optimizer = optim.AdamW(
         optim.join_schedules([warmup, decay], [100]), betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True
     )
@@ -327,18 +483,19 @@ def main() -> None:
         return losses.sum(), losses
 
     step_of = nn.value_and_grad(model, objective)
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = (args.out.parent / "make.log").open("w")
+    criteria = [criterion for criterion, num in enumerate(stage.num_judge) for _ in range(num)]
+    questions = [question for question, num in stage.num_exercises.items() for _ in range(num)]
+    log = (out.parent / "make.log").open("w" if stage == STAGES[0] else "a")
     begin = time.time()
-    for step in range(1, args.steps + 1):
-        student = lessons.batch([lessons.student() for _ in range(64)])
-        judged = lessons.batch([lessons.judge(criterion) for criterion in (0, 0, 0, 0, 0, 0, 1, 2) for _ in range(8)])
-        truth = lessons.batch([lessons.truth() for _ in range(32)])
+    for step in range(1, stage.steps + 1):
+        student = lessons.batch([lessons.student() for _ in range(stage.num_student)])
+        judged = lessons.batch([lessons.judge(criterion) for criterion in criteria])
+        truth = lessons.batch([lessons.exercise(question) for question in questions])
         (_, losses), grads = step_of(model, student, judged, truth)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)
         mx.eval(model.state, optimizer.state, losses)
-        if step % 100 == 0 or step == args.steps:
+        if step % 100 == 0 or step == stage.steps:
             line = {
                 "step": step,
                 "minutes": (time.time() - begin) / 60,
@@ -347,11 +504,25 @@ def main() -> None:
                 "truth": losses[2].item(),
             }
             line |= report(model, lessons)
-            print(json.dumps({key: round(value, 3) for key, value in line.items()}), file=log, flush=True)
-            if step % 500 == 0 or step == args.steps:
+            rounded = {key: round(value, 3) for key, value in line.items()}
+            print(json.dumps({"stage": stage.name} | rounded), file=log, flush=True)
+            if step % 500 == 0 or step == stage.steps:
                 half = gwen.Model(model.config)
                 half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
-                gwen.save(half, args.out, tokenizer)
+                gwen.save(half, out, tokenizer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("--stage", choices=names, required=True, help="the first makes a model, the others go on")
+    parser.add_argument("--out", type=Path, default=FOLDER / "model", help="of the model; make.log stands beside it")
+    args = parser.parse_args()
+    rubric = rubrics.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
+    args.out.mkdir(parents=True, exist_ok=True)
+    seed = names.index(args.stage)
+    model, tokenizer = new_model(rubric) if seed == 0 else gwen.load(args.out, mx.float32)
+    teach(STAGES[seed], seed, model, tokenizer, rubric, args.out)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ def some_answers(num, seed=3):
     """Held-out problems with answers of every kind that the truth is known of: prompts, completions, scores."""
     rng = make.random.Random(seed)
     pairs = rng.sample(tasks.demo_pairs(held_out=True), num)
-    judged = [make.judged_answer(rng, a, b) for a, b in pairs]
-    prompts = [tasks.demo_problem(a, b, rng.randrange(3))["prompt"] for a, b in pairs]
+    problems = [tasks.demo_problem(a, b, rng.randrange(3)) for a, b in pairs]
+    judged = [make.first_answer(rng, problem) for problem in problems]
+    prompts = [problem["prompt"] for problem in problems]
     return prompts, [text for text, _ in judged], np.array([scores for _, scores in judged])
 
 

@@ -137,6 +137,8 @@ ANSWERS = [  # to "What is twenty-seven plus fifteen?", right or not
     ("Twenty-seven plus fifteen plus forty-two.", False),
     ("Twenty-seven fifteen is forty-two.", False),
     ("Twenty-seven plus fifteen forty-two.", False),
+    ("Twenty-seven plus plus fifteen is forty-two.", False),
+    ("Twenty-seven plus fifteen plus is forty-two.", False),
     ("Twenty-seven plus fifteen is forty-two plus.", False),
     ("Twenty-seven plus fifteen is forty-two is forty-two.", False),
     ("Forty-two plus fifteen is forty-two.", False),

@@ -1,0 +1,146 @@
+"""
+What the demo's answers say, read by somebody else: `uv run python -m demo.audit runs/A runs/B ...`.
+
+One answer at temperature 1 to each held-out problem, by the bundled model and by each run's adapter, counted by a
+reader that shares no code with the verifier which the runs were rewarded by: it works out each statement, where the
+verifier compares patterns. What it cannot read it does not forgive. `--show 50` prints answers; a figure of quality
+deserves that somebody reads fifty of the answers that it counts, which is how the first figures of this demo fell.
+
+What is left out: the verifier (`tasks.demo_correct`), and decoding, which is `evaluate.py`'s.
+"""
+
+import argparse
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import numpy as np
+
+import evaluate
+import gwen
+import judge
+import tasks
+
+RUBRIC = tasks.DATA / "demo_rubric.yaml"
+UNITS = "one two three four five six seven eight nine".split()
+TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+NUMBERS = {word: number for number, word in enumerate(["zero", *UNITS, *TEENS])}
+for ten, tens in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2):
+    NUMBERS[tens] = 10 * ten
+    NUMBERS |= {f"{tens}-{unit}": 10 * ten + number for number, unit in enumerate(UNITS, 1)}
+SIGNS = {"plus": "+", "and": "+", "+": "+", "minus": "-", "less": "-", "-": "-", "times": "*", "*": "*"}
+SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
+SILENT = set("the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split())
+
+
+class Reading(NamedTuple):
+    """What one answer says."""
+
+    ends_right: bool  # its last number is the sum of the problem's two
+    right: bool  # that, all its statements are true, and its other numbers are the problem's
+    scores: list[int]  # that a truthful judge gives by the rubric: correct, working, sentence
+
+
+def read(problem: str, answer: str) -> Reading:
+    asked, named = numbers_of(problem), numbers_of(answer)
+    ends_right = named[-1:] == [sum(asked)]
+    own = not Counter(named[:-1]) - Counter(asked)
+    known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
+    statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
+    right = ends_right and own and all(is_true(part, sum(asked), known) for part in statements)
+    repeated = len(asked) - (Counter(asked) - Counter(named[:-1])).total()
+    return Reading(ends_right, right, [5 if right else 1, 1 + 2 * repeated, 5 if answer.rstrip()[-1:] == "." else 1])
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z]+(?:-[a-z]+)*|\d+|[^\sa-z\d]", text.lower())
+
+
+def numbers_of(text: str) -> list[int]:
+    found = [NUMBERS.get(word, int(word) if re.fullmatch("[0-9]{1,9}", word) else None) for word in words_of(text)]
+    return [number for number in found if number is not None]
+
+
+def is_true(statement: str, total: int, known: set[str]) -> bool:
+    """
+    Whether all sides of "x is y" come to the same, worked out from left to right.
+
+    A side without a number ("the answer") is the total that was asked for, and so is what a lone side is compared with.
+    """
+    sides: list[list[Any]] = [[]]
+    for word in words_of(statement):
+        sign = SIGNS.get(word)
+        if sign == "=":
+            sides.append([])
+        elif sign or numbers_of(word):
+            sides[-1].append(sign or numbers_of(word)[0])
+        elif word not in known:
+            return False  # nobody knows what it says
+    values = [value_of(side) if side else total for side in sides]
+    return len(set(values)) == 1 and None not in values and (len(sides) > 1 or values == [total])
+
+
+def value_of(side: list[Any]) -> int | None:
+    """What numbers and signs come to, from left to right; None where two of a kind meet or a sign has no number."""
+    kinds = [isinstance(part, int) for part in side]
+    if kinds != [place % 2 == 0 for place in range(len(side))] or not kinds[-1]:
+        return None
+    value = side[0]
+    for sign, number in zip(side[1::2], side[2::2], strict=True):
+        value = {"+": value + number, "-": value - number, "*": value * number}[sign]
+    return value
+
+
+def answers_of(adapter: Path | None, max_tokens: int) -> tuple[list[str], list[str]]:
+    """All held-out problems, and the first answer to each that the demo model gives with this adapter."""
+    model, tokenizer = gwen.load("demo", adapter=adapter)
+    _, details = evaluate.evaluate(
+        model, tokenizer, tasks.load("demo"), max_tokens=max_tokens, rollout_batch_size=64, samples=1
+    )
+    return [detail["prompt"] for detail in details], [detail["completions"][0] for detail in details]
+
+
+def audit(grader: judge.Judge, problems: list[str], answers: list[str]) -> dict[str, float]:
+    """Shares of the answers; `judge/...` is where the judge's score is nearer to the truth than to its neighbours."""
+    readings = [read(problem, answer) for problem, answer in zip(problems, answers, strict=True)]
+    right, ends_right = (np.array([getattr(reading, name) for reading in readings]) for name in ("right", "ends_right"))
+    agrees = abs(grader.score(problems, answers).scores - [reading.scores for reading in readings]) < 1
+    shares = {"right": right.mean(), "right number, something else wrong": (ends_right & ~right).mean()}
+    shares |= {f"judge/{c.name}": agrees[:, place].mean() for place, c in enumerate(grader.rubric.criteria)}
+    shares["judge/correct of what is not right"] = agrees[~right, 0].mean()
+    return {name: float(share) for name, share in shares.items()}
+
+
+def print_row(name: str, shares: dict[str, Any]) -> None:
+    print("|", " | ".join([name, *(f"{share:.1%}" for share in shares.values())]), "|", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo task and the demo model")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
+    parser.add_argument(
+        "--max-tokens", type=int, default=24, help="of an answer (default: 24, as in recipes/demo.yaml)"
+    )
+    args = parser.parse_args()
+    grader = judge.Judge(*gwen.load("demo"), RUBRIC)
+    rows = []
+    for run in [None, *args.runs]:
+        problems, answers = answers_of(run and run / "adapter", args.max_tokens)
+        rows.append(audit(grader, problems, answers))
+        if run is None:
+            print("|", " | ".join([f"{len(problems)} answers", *rows[0]]), "|\n|" + "---|" * (len(rows[0]) + 1))
+        print_row(run.name if run else "before training", rows[-1])
+        for place in range(0, len(answers), len(answers) // args.show) if args.show else ():
+            reading = read(problems[place], answers[place])
+            verdict = "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
+            print(f"    {verdict}: {problems[place]} {answers[place]!r}")
+    after = rows[1:]
+    for name, pick in (("mean", np.mean), ("lowest", min), ("highest", max)):
+        print_row(name, {key: pick([row[key] for row in after]) for key in rows[0]})
+
+
+if __name__ == "__main__":
+    main()

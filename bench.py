@@ -45,6 +45,7 @@ import rubrics
 import sampler
 import scores
 import telemetry
+from config import Parser, fail
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
 PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3  # of the judge's prompts
@@ -502,7 +503,7 @@ def benchmark_judge(args: argparse.Namespace, model: gwen.Model, tokenizer: Any,
 
 def parse(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
     """The settings of a command line, checked and filled up. ValueError names the flag that is wrong."""
-    parser = telemetry.Parser(program, description)
+    parser = Parser(program, description)
     parser.add_argument("--batch", type=int, default=2, help="B, prompts")
     parser.add_argument("--groups", type=int, default=2, help="G, completions of each")
     parser.add_argument("--max-tokens", type=int, default=64, help="most tokens of a completion")
@@ -704,6 +705,6 @@ def main(argv: list[str] | None, program: str, description: str, make_rival: Cal
         with model_directory(args.model) as directory:
             compare(args, directory, make_rival)
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
     except Disagreement as error:
         sys.exit(f"error: {error}")

@@ -26,7 +26,7 @@ import mlx.core as mx
 import grpo
 import gwen
 import lm_head
-import telemetry
+from config import Parser, fail
 
 TOLERANCES = {"loss": 1e-4, "logprob": 5e-3, "dlogits": 5e-2, "dhidden": 5e-2, "dhead": 5e-2}
 CHECKED_AT_ONCE = 64  # positions whose (M, V) gradients are compared at once, 39 MB each with Qwen's vocabulary
@@ -226,7 +226,7 @@ def report(args: argparse.Namespace, errors: dict[str, Error]) -> bool:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
-    parser = telemetry.Parser("bench_grpo_loss.py", "Time and memory of the loss over a large vocabulary.")
+    parser = Parser("bench_grpo_loss.py", "Time and memory of the loss over a large vocabulary.")
     parser.add_argument("--impl", choices=("ours", "reference"), default="ours")
     parser.add_argument("--mode", choices=("on_policy", "off_policy"), default="on_policy")
     parser.add_argument("--batch", type=int, default=1, help="B, rows")
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
         elif not report(args, check(args)):
             sys.exit(1)
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
 
 
 if __name__ == "__main__":

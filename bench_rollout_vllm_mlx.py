@@ -23,8 +23,8 @@ import mlx.core as mx
 
 import bench
 import hub
-import telemetry
 from bench import Generate, Rival, Run, Work
+from config import fail
 
 
 def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Run:
@@ -103,7 +103,7 @@ def rival(peer: Any, directory: Path) -> Rival:
 
 def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("vllm_mlx") is None:
-        telemetry.fail("vllm-mlx is not installed; install it with: uv sync --extra vllm")
+        fail("vllm-mlx is not installed; install it with: uv sync --extra vllm")
     bench.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
 
 

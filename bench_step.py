@@ -39,9 +39,8 @@ import lora
 import micro_batch
 import preflight
 import sampler
-import settings
-import telemetry
 import update
+from config import Parser, fail, resolve
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
 PHASES = ("rollout", "reward", "update")
@@ -67,7 +66,7 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
     flags |= {"max_tokens": args.max_tokens, "lora_rank": args.lora_rank, "train_share_prefix": args.share_prefix}
     if args.token_budget:
         flags["train_token_budget"] = args.token_budget
-    config, _ = settings.resolve(flags, None, None)
+    config, _ = resolve(flags, None, None, gwen.choose_model)
     model = gwen.load_model(directory)
     lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
     prompts, tokenizer = make_prompts(args, model.config), hub.load_tokenizer(directory)
@@ -92,7 +91,7 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
         marks.append(time.perf_counter())
         rows = [prompt for prompt in prompts for _ in range(config.groups)]
         batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
-        update.update(learner, batches, rollout, advantages, None, config.lr)
+        update.update(learner, batches, rollout, advantages, None, config.learning_rate)
         marks.append(time.perf_counter())
         steps.append(dict(zip(PHASES, np.diff(marks).tolist(), strict=True)))
     return steps
@@ -241,7 +240,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
-    parser = telemetry.Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's.")
+    parser = Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--batch", type=int, default=4, help="B, prompts")
     parser.add_argument("--groups", type=int, default=8, help="G, completions of each")
@@ -273,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
         with bench.model_directory(args.model) as directory:
             compare(args, directory)
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,36 @@
 """
-Settings as fields of dataclasses: each is declared once, and from there it is a flag, a key in YAML, and a check.
+Every setting of a run, declared once: each field is a flag, a key in YAML, and a check. And the command line.
 
-What is left out: what a setting means. Nothing but the standard library and YAML is known here.
+A flag wins over the environment, that over the recipe, that over the default. Settings are checked here before a model
+is loaded. What is left out: what they mean to the algorithm, which is in the files that use them. Nothing but the
+standard library and YAML is known here.
 """
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
 import reprlib
-from collections.abc import Container
+import sys
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
+
+LEVELS = ("token", "sequence")
+TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+RENAMED = {  # words of earlier versions, which answer with the new ones; the new ones are TRL's
+    "lr": "learning_rate",
+    "loss": "loss_type",
+    "level": "importance_sampling_level",
+    "clip_low": "epsilon",
+    "clip_high": "epsilon_high",
+    "kl_coef": "beta",
+    "epochs_per_rollout": "num_iterations",
+    "top_entropy": "top_entropy_quantile",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,6 +62,78 @@ def load_yaml(path: str | Path, where: str) -> Any:
         raise ValueError(f"{where} is not YAML{line}: {problem}; correct it") from error
 
 
+# ---- the command line
+
+
+def fail(message: object) -> NoReturn:
+    """Ends the process the way a user's mistake does: one line on stderr, exit status 2."""
+    print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
+    sys.exit(2)
+
+
+def stop() -> NoReturn:
+    """Ends the process the way Ctrl-C does, where nothing is to be saved: one line on stderr, exit status 130."""
+    print("\nstopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a command. What is wrong with them is said in one line, and an unknown flag with the nearest one."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self.register("type", None, _text)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown, flags, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists them"
+            if (new := flag_of(RENAMED.get(unknown[2:].replace("-", "_"), ""))) in flags:
+                hint = f"it is called {new} now"
+            fail(f"{unknown} is no flag of {self.prog}; {hint}")
+        message = message.replace("invalid int value:", "not a whole number:")
+        fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
+
+
+def _text(value: str) -> str:
+    """A flag's text. An empty one is a shell variable that was never set, not a wish for the default."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
+    return value
+
+
+def size(text: str) -> int | str:
+    """A whole number or "auto"."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
+
+
+def weights(text: str) -> dict[str, float]:
+    """ "correct=1,rubric=0.5" as a dictionary."""
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
+    return found
+
+
+def flag_of(name: str) -> str:
+    """`judge_mode` as `--judge-mode`."""
+    return "--" + name.replace("_", "-")
+
+
+# ---- settings
+
+
 def flag(default: Any, text: str, **metadata: Any) -> Any:
     """A field with its help, and perhaps `low`, `high`, `choices`, `nargs`, and `parse`, which reads a flag's text."""
     metadata = {"help": text, **metadata}
@@ -58,13 +147,14 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[
     for field in dataclasses.fields(settings):
         if names is not None and field.name not in names:
             continue
+        kind = float if field.type == float | None else field.type
         options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = field.metadata.get("parse", field.type if field.type in (int, float) else None)
+            options["type"] = field.metadata.get("parse", kind if kind in (int, float) else None)
         options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
+        parser.add_argument(flag_of(field.name), **options)
 
 
 def check_values(settings: type, values: dict[str, Any]) -> None:
@@ -72,6 +162,7 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
     words: dict[Any, str] = {
         int: "a whole number",
         float: "a finite number (in YAML 1.0e-4, not 1e-4)",
+        float | None: "a finite number (in YAML 1.0e-4, not 1e-4)",
         str: "a text",
         bool: "true or false",
         list[str]: "a list of texts",
@@ -80,7 +171,9 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
     for field in dataclasses.fields(settings):
         if field.name not in values:
             continue
-        value, name = values[field.name], "--" + field.name.replace("_", "-")
+        value, name = values[field.name], flag_of(field.name)
+        if value is None and field.type == float | None:
+            continue
         if not _is_a(value, field.type):
             raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[field.type]}")
         low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if field.type is int else None)
@@ -96,7 +189,7 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
 
 def _is_a(value: Any, kind: Any) -> bool:
     """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
-    if kind is float:
+    if kind in (float, float | None):
         return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
     if kind == list[str]:
         return isinstance(value, list) and all(isinstance(one, str) for one in value)
@@ -112,19 +205,19 @@ def _is_a(value: Any, kind: Any) -> bool:
 class JudgeSettings:
     """Who judges, and how."""
 
-    judge_model: str = flag("", "another judge than the frozen base; with --judge-url its name there")
+    judge_model: str = flag("", "a judge other than the frozen base model; with --judge-url its name there")
     judge_mode: str = flag(
         "logits",
         "how a score is read: from the first token's probabilities, or from a decoded reply",
         choices=("logits", "decode"),
     )
-    judge_think: int = flag(0, "most tokens of thought before a decoded reply; 0 lets the judge not think", low=0)
+    judge_think: int = flag(0, "most tokens of thought before a decoded reply; 0: none", low=0)
     judge_min_mass: float = flag(
         0.5, "least probability on 1 to 5 at the first token; below it there is no score", low=1e-9, high=1.0
     )
     judge_chunk_size: int = flag(24, "evaluations at once; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
     judge_url: str = flag(
-        "", "an OpenAI-compatible server to ask instead, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY"
+        "", "OpenAI-compatible server to ask instead, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY"
     )
     judge_concurrency: int = flag(8, "requests to --judge-url at once", low=1, high=2**10)
     judge_timeout: float = flag(60.0, "seconds for one request to --judge-url", low=1e-3, high=1e6)
@@ -157,3 +250,272 @@ def of_environment() -> dict[str, int]:
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number from 1 to 999999999")
     return {"judge_chunk_size": int(text)}
+
+
+# ---- a run's
+
+
+@dataclasses.dataclass
+class Training:
+    """What is trained, on what, and how."""
+
+    model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
+    task: str = flag("", "demo, values or gsm8k: data, rewards and evaluation in one name")
+    data: str = flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")
+    columns: str = flag("", "names of the data's columns, as prompt=question,answer=answer")
+    rubric: str = flag("", "rubric YAML, instead of the task's")
+    reward: list[str] = flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
+    reward_weights: dict[str, float] = flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=weights)
+    batch: int = flag(4, "B, prompts a step", low=1, high=2**16)
+    groups: int = flag(8, "G, completions a prompt", low=2, high=2**16)
+    rollout_batch_size: int = flag(
+        0, "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64", low=1, parse=size
+    )
+    share_prefix: str = flag(
+        "auto",
+        "hold a prompt's cache once for its group; auto: measured on a GPU, else by the length of the prompt",
+        choices=("auto", "on", "off"),
+    )
+    max_tokens: int = flag(256, "most tokens of a completion", low=1)
+    temp: float = flag(1.0, "sampling temperature", low=0)
+    top_p: float = flag(1.0, "nucleus sampling; the update uses the same support", low=1e-06, high=1.0)
+    top_k: int = flag(0, "sample from the k most likely tokens; 0: from all", low=0)
+    min_p: float = flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
+    thinking: bool = flag(False, "enable the chat template's thinking mode")
+    steps: int = flag(100, "rollouts, each with --num-iterations optimizer steps", low=1)
+    learning_rate: float = flag(1e-4, "peak learning rate (default with --lora-rank 0: a tenth of the recipe's)", low=0)
+    lr_schedule: str = flag("cosine", "after the warm-up", choices=("cosine", "constant"))
+    warmup_steps: int = flag(5, "steps of linear warm-up", low=0)
+    weight_decay: float = flag(0.0, "AdamW's weight decay", low=0)
+    target_kl: float = flag(0.02, "bound on how far an update moves the policy, KL in nats a token; 0: no bound", low=0)
+    max_grad_norm: float = flag(1.0, "the gradient is scaled down to this norm", low=1e-09)
+    loss_type: str = flag(
+        "dapo", "term and average of the token losses", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+    )
+    importance_sampling_level: str = flag("token", "importance ratio per token or per sequence", choices=LEVELS)
+    advantage: str = flag(
+        "group",
+        "what a reward is compared with: the mean of its group, of the others in it, of the step",
+        choices=("group", "rloo", "reinforce"),
+    )
+    scale_rewards: str = flag("group", "deviation that advantages are divided by", choices=("group", "batch", "none"))
+    combine_rewards: str = flag(
+        "sum", "several rewards: summed then normalized, or normalized then summed", choices=("sum", "normalize")
+    )
+    signal_floor: float = flag(
+        0.01, "a group whose rewards lie within this share of the step's deviation is noise; 0: no group is", low=0
+    )
+    epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0)
+    epsilon_high: float | None = flag(
+        None, "and at 1 + this (default: --epsilon); for cispo the cap on the ratio itself", low=0
+    )
+    delta: float = flag(0.0, "upper bound on the ratio for negative advantages; 0: none", low=0)
+    beta: float = flag(0.0, "weight of the KL term against the model before training", low=0)
+    kl_estimator: str = flag("k3", "estimator of the KL term", choices=("k2", "k3", "k3_corrected"))
+    entropy_coef: float = flag(0.0, "weight of an entropy bonus", low=0)
+    top_entropy_quantile: float = flag(1.0, "train only this share of tokens, of highest entropy", low=0, high=1.0)
+    num_iterations: int = flag(1, "optimizer steps on each rollout", low=1, high=2**10)
+    old_logprobs: str = flag(
+        "step", "from the update's own forward pass, or from the sampler", choices=("step", "sampler")
+    )
+    mismatch: str = flag(
+        "off",
+        "correction where trainer and sampler disagree",
+        choices=("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    mismatch_cap: float = flag(3.0, "the largest ratio of trainer to sampler that is trusted", low=1.0)
+    truncated: str = flag(
+        "keep",
+        "completions cut off at --max-tokens: train them, leave them out, or punish them",
+        choices=("keep", "mask", "punish"),
+    )
+    dynamic_sampling: bool = flag(False, "draw more prompts until --batch groups have rewards that differ")
+    dynamic_sampling_cap: int = flag(4, "most batches of prompts that a step draws for that", low=2, high=2**10)
+    train_token_budget: int = flag(
+        0,
+        "most positions in one micro-batch, with padding; auto: 1024; on a GPU 2048 where memory allows",
+        low=1,
+        parse=size,
+    )
+    train_share_prefix: str = flag(
+        "auto",
+        "compute a group's prompt once in the update; auto: on a CPU where it saves enough positions",
+        choices=("auto", "on", "off"),
+    )
+    checkpoint_layers: str = flag(
+        "auto", "layers computed again for the gradient: on, off or how many; auto: as many as memory asks for"
+    )
+    lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12)
+    lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm")
+    lora_targets: list[str] = flag(lambda: list(TARGETS), "adapted projections", nargs="+", choices=TARGETS)
+
+
+@dataclasses.dataclass
+class Config(JudgeSettings, Training):
+    """Every setting of a run: each field is a flag, and `config.yaml` holds them all, those of training first."""
+
+    eval_rubric: str = flag("", "rubric YAML that only evaluations ask, as the witness of a judge")
+    eval_judge_model: str = flag("", "the witness's judge, instead of --judge-model")
+    eval_every: int = flag(20, "steps between evaluations; 0: none", low=0)
+    eval_limit: int = flag(0, "most held-out problems, evenly spread over them; 0: all", low=0)
+    save_every: int = flag(20, "steps between checkpoints", low=1)
+    keep: int = flag(3, "newest checkpoints that stay on disk", low=1)
+    seed: int = flag(0, "of prompts, sampling and adapters", low=0)
+
+    @property
+    def sharing(self) -> bool | None:
+        """`share_prefix` as `sampler.rollout` takes it."""
+        return {"auto": None, "on": True, "off": False}[self.share_prefix]
+
+    def num_checkpointed(self, num_layers: int) -> int:
+        """How many layers `checkpoint_layers` means; none for an `auto` that is not settled yet."""
+        named = {"auto": 0, "off": 0, "on": num_layers}
+        return named[self.checkpoint_layers] if self.checkpoint_layers in named else int(self.checkpoint_layers)
+
+
+AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadata.get("parse") is size}  # 0: auto
+
+# what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
+# who judges
+CHANGEABLE = {
+    *("steps", "save_every", "keep", "eval_every", "eval_limit"),
+    *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
+    *(field.name for field in dataclasses.fields(JudgeSettings)),
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags of train.py; those that are settings are None where they were not given."""
+    parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
+    parser.add_argument(
+        "--config", metavar="FILE", help="recipe, instead of the task's; a run's `config.yaml` repeats it"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
+    parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
+    parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    add_flags(parser, Config)
+    return parser.parse_args(argv)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings among the flags that were given."""
+    named = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Config)}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def resolve(
+    flags: dict[str, Any],
+    config_path: str | None,
+    resume: str | None,
+    choose_model: Callable[[str | None], tuple[str, str]],
+) -> tuple[Config, str]:
+    """
+    Default < recipe < environment < flag, checked, and a line that says which model was taken and why.
+
+    choose_model: what was asked for -> a model, and why that one. A resumed run keeps its settings, but for those in
+    CHANGEABLE.
+    """
+    if resume:
+        if config_path:
+            raise ValueError(f"--config {config_path} cannot change a resumed run; start a new one")
+        if not (Path(resume) / "config.yaml").is_file():
+            raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
+        if fixed := flags.keys() - CHANGEABLE:
+            raise ValueError(f"{flag_of(min(fixed))} cannot change in a resumed run; start a new one")
+        config = checked(load_recipe(Path(resume) / "config.yaml") | flags)
+        return config, f"model: {config.model}, as before; task: {config.task}"
+    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
+    checked(recipe | of_environment() | flags)  # before a model is chosen, which may take a download
+    model, why = choose_model((recipe | flags).get("model"))
+    task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
+    if not config_path:
+        recipe = _task_recipe(task)
+    rate = _rate_of_all_weights(recipe, flags)
+    config = checked(recipe | of_environment() | rate | flags | {"model": model, "task": task})
+    return config, f"model: {model}, {why}; task: {task}"
+
+
+def _task_recipe(task: str | None) -> dict[str, Any]:
+    """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
+    path = Path(__file__).parent / "recipes" / f"{task}.yaml"
+    return load_recipe(path) if path.is_file() else {}
+
+
+def _rate_of_all_weights(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, float]:
+    """The learning rate where `--lora-rank 0` makes a recipe for adapters one for all weights, which bear a tenth."""
+    if flags.get("lora_rank") != 0 or recipe.get("lora_rank") == 0:
+        return {}
+    return {"learning_rate": recipe.get("learning_rate", Config.learning_rate) / 10}
+
+
+def load_recipe(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file. ValueError names an unknown key with the nearest known one."""
+    held = load_yaml(path, f"--config {path}")
+    if not isinstance(held, dict):
+        raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
+    names = [field.name for field in dataclasses.fields(Config)]
+    for key in held:
+        if key in RENAMED:
+            raise ValueError(f"--config {path}: the setting {key} is called {RENAMED[key]} now")
+        if key not in names:
+            near = difflib.get_close_matches(str(key)[:40], names, 1, 0.0)[0]
+            raise ValueError(f"--config {path}: unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
+    return held
+
+
+def as_yaml(config: Config) -> str:
+    """Every setting; a size that is still to be measured is "auto"."""
+    held = dataclasses.asdict(config)
+    return yaml.safe_dump(
+        {name: "auto" if name in AUTOMATIC and not value else value for name, value in held.items()}, sort_keys=False
+    )
+
+
+def checked(settings: dict[str, Any]) -> Config:
+    """A configuration whose every value has the right type and lies in its range."""
+    settings = {name: value for name, value in settings.items() if name not in AUTOMATIC or value != "auto"}
+    if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
+        settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
+    check_values(Config, settings)
+    config = Config(**settings)
+    check_judge(config)
+    if config.temp == 0:
+        raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
+    if 0 < config.target_kl < 1e-3:
+        raise ValueError(
+            f"--target-kl is {config.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
+        )
+    _check_objective(config)
+    if config.checkpoint_layers not in ("auto", "on", "off") and not config.checkpoint_layers.isdecimal():
+        raise ValueError(f"--checkpoint-layers is {config.checkpoint_layers!r}; it must be auto, on, off or a number")
+    if config.lora_rank and not config.lora_targets:
+        raise ValueError(f"--lora-targets is empty; name some of {', '.join(TARGETS)}, or set --lora-rank 0")
+    return config
+
+
+def _check_objective(config: Config) -> None:
+    """ValueError for settings of the update that contradict each other, or that would have no effect."""
+    if config.advantage == "reinforce" and config.scale_rewards == "group":
+        raise ValueError("--advantage reinforce measures from the whole step; set --scale-rewards batch or none")
+    if config.advantage == "reinforce" and config.dynamic_sampling:
+        raise ValueError("--dynamic-sampling has no use for --advantage reinforce, to which equal rewards are a signal")
+    if config.combine_rewards == "normalize" and (config.advantage, config.scale_rewards) != ("group", "group"):
+        raise ValueError(
+            "--combine-rewards normalize normalizes within groups; leave --advantage and --scale-rewards at group"
+        )
+    upper = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    if config.loss_type == "cispo" and upper < 1:
+        raise ValueError(
+            f"--epsilon-high is {upper}; with --loss-type cispo it caps the ratio itself: at least 1, usually 5"
+        )
+    if config.delta and config.loss_type in ("cispo", "sapo"):
+        raise ValueError(f"--delta is {config.delta}; --loss-type {config.loss_type} does not clip, so leave it out")
+    if config.delta and config.delta <= 1 + upper:
+        raise ValueError(f"--delta is {config.delta}; it must be more than 1 + --epsilon-high, {1 + upper:g}")
+    if config.mismatch != "off" and config.old_logprobs == "sampler":
+        raise ValueError("--mismatch compares the trainer's old policy with the sampler's; set --old-logprobs step")
+    if config.mismatch.endswith("mask") and config.mismatch_cap <= 1:
+        raise ValueError(
+            f"--mismatch-cap is {config.mismatch_cap:g}; --mismatch {config.mismatch} would leave out "
+            "tokens for their rounding alone: more than 1, usually 2 or 3"
+        )

@@ -32,12 +32,10 @@ import lm_head
 import lora
 import run_files
 import sampler
-import settings
 import tasks
 import telemetry
-from config import JudgeSettings, add_flags
+from config import Config, JudgeSettings, Parser, add_flags, fail, resolve, stop
 from micro_batch import completion_hidden, in_rows, micro_batches
-from settings import Config
 
 KEY = 1 << 96  # of the evaluation's randomness; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions that go through the model before training at once
@@ -388,7 +386,7 @@ def remember(log: telemetry.JsonLines, grader: judge.Grader) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = telemetry.Parser("evaluate.py", "Evaluate a model on held-out problems.")
+    parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
@@ -414,15 +412,15 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         run_files.check(args.run, args.step, args.adapter)
         if args.run:
-            config, adapter = settings.of_run(args.run, flags), run_files.adapter_of(args.run, args.step)
+            config, adapter = run_files.of_run(args.run, flags), run_files.adapter_of(args.run, args.step)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
             name, why = gwen.choose_model(args.model, args.adapter)
-            config, adapter = settings.resolve(flags | {"model": name}, None, None)[0], args.adapter
+            config, adapter = resolve(flags, None, None, lambda _: (name, why))[0], args.adapter
             what = f"model: {name}, {why}"
         if args.data:
             config.data, config.columns = "", args.columns or ""
-        task = settings.make_task(config, args.data)
+        task = tasks.make(config, args.data)
         model, tokenizer, is_base = load_policy(config.model, adapter)
         scored = task.rubric is not None and task.verifier is None
         judges = [config.judge_model] * scored + [config.eval_judge_model or config.judge_model] * bool(task.witness)
@@ -465,9 +463,9 @@ def main(argv: list[str] | None = None) -> None:
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
     except KeyboardInterrupt:
-        telemetry.stop()
+        stop()
 
 
 if __name__ == "__main__":

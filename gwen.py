@@ -24,6 +24,7 @@ import hub
 import memory
 import ops
 import telemetry
+from config import Parser, fail
 from kv_cache import Cache, Held, LayerState, Mask, Parts, TreeLayer
 from lm_head import token_logprobs as token_logprobs  # with `load` and `save` what a program of one's own needs
 
@@ -395,16 +396,16 @@ def doctor() -> tuple[list[str], bool]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = telemetry.Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
+    parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
     parser.add_argument("--doctor", action="store_true", required=True, help="what runs here, and how fast")
     parser.parse_args(argv)
     try:
         lines, well = doctor()
     except ValueError as error:
-        telemetry.fail(error)
+        fail(error)
     print("\n".join(lines))
     if not well:
-        telemetry.fail("something is wrong here; the lines above say what")
+        fail("something is wrong here; the lines above say what")
 
 
 if __name__ == "__main__":

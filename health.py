@@ -172,13 +172,13 @@ ILLNESSES = (
     Illness(
         "reward without gain",
         hacked,
-        f"{READ}: the reward may pay for something else. Mend it, or try --kl-coef 0.05 or a lower --lr",
+        f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --lr",
     ),
     Illness("entropy", entropy_lost, "Try a lower --lr, --entropy-coef 0.01 or a higher --temp"),
     Illness(
         "length",
         longer,
-        f"{READ}: does the reward pay for length? Try --truncated punish, --kl-coef 0.05 or a lower --lr",
+        f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --lr",
     ),
     Illness(
         "truncated",
@@ -190,12 +190,12 @@ ILLNESSES = (
     Illness(
         "collapse",
         collapsed,
-        "The steps may be too large, or the reward pays for something else. Try a quarter of --lr or a larger --batch; "
-        "earlier states are in checkpoints/",
+        "The steps may be too large, or the reward pays for something else. Try a quarter of --learning-rate or a "
+        "larger --batch; earlier states are in checkpoints/",
     ),
     Illness(
         "judge without witness",
         unwitnessed,
-        f"{READ}: they may please the judge alone. Try another --judge-model, a plainer --rubric or --kl-coef 0.05",
+        f"{READ}: they may please the judge alone. Try another --judge-model, a plainer --rubric or --beta 0.05",
     ),
 )

@@ -35,8 +35,7 @@ import prompt_tree
 import rubrics
 import scores
 import softmax
-import telemetry
-from config import JudgeSettings
+from config import JudgeSettings, Parser, fail
 from kv_cache import TreeCache
 from remote_judge import RemoteJudge
 from scores import Evaluation, Grader, Judgement, Question, Stats, Tell
@@ -280,7 +279,7 @@ def table(labels: list[Label], given: np.ndarray) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = telemetry.Parser("judge.py", "Compare a judge with labelled answers.")
+    parser = Parser("judge.py", "Compare a judge with labelled answers.")
     parser.add_argument("--rubric", required=True, help="YAML with the criteria")
     parser.add_argument(
         "--labels", required=True, metavar="FILE", help="JSONL with prompt, completion, criterion and score"
@@ -298,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
         its = make(settings, rubric, lambda: gwen.load(name))
         judged = its.score([label.prompt for label in labels], [label.completion for label in labels])
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
     columns = [criterion.name for criterion in rubric.criteria]
     given = [judged.scores[row, columns.index(label.criterion)] for row, label in enumerate(labels)]
     print(table(labels, np.array(given)))

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 import gwen
 import hub
 import run_files
-import telemetry
+from config import Parser, fail
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -145,7 +145,7 @@ def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = telemetry.Parser("lora.py", "Merge an adapter into its model.")
+    parser = Parser("lora.py", "Merge an adapter into its model.")
     parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
     print(f"{args.out}: {name} with {adapter} merged in, {model.head_weight.dtype}")
 
 

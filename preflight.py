@@ -27,10 +27,8 @@ import lm_head
 import lora
 import memory
 import micro_batch
-import settings
-import telemetry
+from config import Config, Parser, fail, given, parse, resolve
 from kv_cache import round_up
-from settings import Config
 
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
@@ -228,14 +226,13 @@ def _gb(size: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = telemetry.Parser("preflight.py", "Say what a run would need. All flags of train.py, and:")
+    parser = Parser("preflight.py", "Say what a run would need. All flags of train.py, and:")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        args = settings.parse(rest)
-        flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
-        config, choice = settings.resolve(flags, args.config, args.resume)
+        args = parse(rest)
+        config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         if own.prompt_tokens < 1:
             raise ValueError(f"--prompt-tokens is {own.prompt_tokens}; it must be at least 1")
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
@@ -245,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
         print(line(model, dtype, config, lengths))
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
 
 
 if __name__ == "__main__":

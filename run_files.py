@@ -1,17 +1,23 @@
 """
-What a run left in its directory, for the commands that use it: `--run runs/NAME [--step N]`.
+A run's directory: made with its settings, and found again by the commands that use it (`--run runs/NAME [--step N]`).
 
-What is left out: writing it, which is in train.py, and going on with it, in checkpoint.py.
+What is left out: the logs, which are in run.py, and the state to go on from, in checkpoint.py.
 """
 
+import itertools
+import json
+import time
 from pathlib import Path
 from typing import Any
 
-import config
+import cpu_blas  # before mlx
+import yaml
+
 import telemetry
+from config import CHANGEABLE, Config, Parser, as_yaml, checked, flag_of, load_recipe, load_yaml
 
 
-def add_flags(parser: telemetry.Parser) -> None:
+def add_flags(parser: Parser) -> None:
     """The flags that name a run and a step of it."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
     parser.add_argument(
@@ -40,7 +46,7 @@ def config_file(run: str) -> Path:
 
 def settings_of(run: str) -> dict[str, Any]:
     """The settings of a run by name, as its file has them, for commands that need a few. ValueError without a model."""
-    held = config.load_yaml(config_file(run), f"--run {run}: config.yaml")
+    held = load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(held, dict) or not held.get("model"):
         raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
     return held
@@ -62,3 +68,72 @@ def adapter_of(run: str, step: int | None) -> str | None:
     if step is None:
         raise ValueError(f"--run {run} has saved no adapter yet; --step 0 is the model before training")
     raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved})))}")
+
+
+def of_run(run: str, flags: dict[str, Any]) -> Config:
+    """The settings of the run in a directory, with those that flags replace. ValueError where there is no run."""
+    return checked(load_recipe(config_file(run)) | flags)
+
+
+# ---- making it
+
+
+def choose_run_dir(config: Config, asked: str | None) -> Path:
+    """Where a new run is to be recorded. ValueError when something is there that was asked for."""
+    path = Path(asked or Path("runs") / f"{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if asked and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(_exists(path))
+    return path
+
+
+def _exists(path: Path) -> str:
+    return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
+
+
+def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
+    """
+    Makes the directory of a new run, with its settings; the run that creates `config.yaml` has it, and no other.
+
+    A name that was not asked for and that a run of the same second has already is followed by -2, -3 and so on.
+    ValueError when the one that was asked for is taken, and when it cannot be written.
+    """
+    for number in itertools.count(1):
+        path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "config.yaml").touch(exist_ok=False)
+            break
+        except FileExistsError as error:
+            if asked:
+                raise ValueError(_exists(path)) from error
+        except OSError as error:
+            raise ValueError(_unwritable(path, error)) from error
+    try:
+        write(config, path)
+    except (ValueError, KeyboardInterrupt):
+        (path / "config.yaml").unlink(missing_ok=True)  # so that the same name can be asked for again
+        raise
+    return path
+
+
+def write(config: Config, run_dir: Path) -> None:
+    """Writes `config.yaml` and `env.json` of a run. ValueError when they cannot be written."""
+    environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
+    try:
+        telemetry.replace_text(run_dir / "config.yaml", as_yaml(config))
+        telemetry.replace_text(run_dir / "env.json", environment + "\n")
+    except OSError as error:
+        raise ValueError(_unwritable(run_dir, error)) from error
+
+
+def record_changes(config: Config, run_dir: Path, step: int) -> None:
+    """Adds to `changes.jsonl`, and prints, what differs from `config.yaml` of a run that goes on after `step`."""
+    before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config))
+    for name in sorted(CHANGEABLE):
+        if name in before and (was := before[name]) != (now := after[name]):
+            telemetry.JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
+            print(f"from step {step + 1} on: {flag_of(name)} {now} (was {was!r})", flush=True)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> str:
+    return f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"

@@ -32,7 +32,7 @@ import ops
 import run_files
 import softmax
 import tasks
-import telemetry
+from config import Config, Parser, fail, stop
 from kv_cache import KVCache, SlotCache
 
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
@@ -61,6 +61,11 @@ class SamplingParams(NamedTuple):
         limits = [self.max_tokens] * num_rows if isinstance(self.max_tokens, int) else list(self.max_tokens)
         assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
         return limits
+
+
+def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> SamplingParams:
+    """How a run's settings sample."""
+    return SamplingParams(config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id)
 
 
 class Stats(NamedTuple):
@@ -410,7 +415,7 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = telemetry.Parser("sampler.py", "Sample completions of one prompt.")
+    parser = Parser("sampler.py", "Sample completions of one prompt.")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
@@ -454,9 +459,9 @@ def main(argv: list[str] | None = None) -> None:
         params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids)
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
     except KeyboardInterrupt:
-        telemetry.stop()
+        stop()
     print("\n".join(texts(tokenizer, result, model.config.eos_ids)))
 
 

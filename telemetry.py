@@ -1,26 +1,22 @@
 """
-What a run tells about itself: the phase clock, tokens per second, `metrics.jsonl`, the console line; and how the
-commands tell a user's mistake.
+What a run tells about itself: the phase clock, tokens per second, `metrics.jsonl`, the console line.
 
 MLX computes when it must, not when it is told, so a clock around lazy code times nothing. A phase therefore hands its
 arrays to `done`, which waits for them: the work is billed to the phase that caused it, and what no phase claims shows
 up as `other/s`.
 """
 
-import argparse
 import contextlib
-import difflib
 import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
@@ -180,40 +176,3 @@ def environment(blas: str) -> dict[str, Any]:
         "versions": {package: installed(package) for package in packages},
         "commit": commit,
     }
-
-
-def fail(message: object) -> NoReturn:
-    """Ends the process the way a user's mistake does: one line on stderr, exit status 2."""
-    print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
-    sys.exit(2)
-
-
-def stop() -> NoReturn:
-    """Ends the process the way Ctrl-C does, where nothing is to be saved: one line on stderr, exit status 130."""
-    print("\nstopped by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
-
-
-class Parser(argparse.ArgumentParser):
-    """The flags of a command. What is wrong with them is said in one line, and an unknown flag with the nearest one."""
-
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.register("type", None, _text)
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown, flags, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them"
-            fail(f"{unknown} is no flag of {self.prog}; {hint}")
-        message = message.replace("invalid int value:", "not a whole number:")
-        fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
-
-
-def _text(value: str) -> str:
-    """A flag's text. An empty one is a shell variable that was never set, not a wish for the default."""
-    if not value.strip():
-        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
-    return value

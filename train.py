@@ -14,7 +14,6 @@ Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion pos
 
 import base64
 import contextlib
-import dataclasses
 import json
 import math
 import shlex
@@ -42,13 +41,13 @@ import judge
 import lora
 import memory
 import preflight
+import run_files
 import sampler
-import settings
 import tasks
 import telemetry
 import update
+from config import Config, as_yaml, fail, given, parse, resolve
 from micro_batch import micro_batches
-from settings import Config
 
 MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluation, evenly spread over all
 
@@ -91,7 +90,7 @@ def train(config: Config, run: "Run") -> None:
             done(batches)
 
         ref_logprobs = None
-        if config.kl_coef:
+        if config.beta:
             with clock.phase("ref") as done:
                 ref_logprobs = update.reference_logprobs(learner, batches, rollout)
                 done(ref_logprobs)
@@ -243,20 +242,18 @@ class Run:
         self.config, self.dir = config, run_dir
         self.step = 0
         self.num_draws = 0  # batches of prompts that the steps so far have drawn
-        self.task = settings.make_task(config)
+        self.task = tasks.make(config)
         self.model, self.tokenizer = gwen.load(config.model)
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampler.SamplingParams(
-            config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id
-        )
+        self.sampling = sampler.params_of(config, eos_ids, pad_id)
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         # a model whose own weights are trained needs a second one to stay what it was
         judges = {config.judge_model} if self.task.rubric else set()
         judges |= {config.eval_judge_model or config.judge_model} if self.task.witness and config.eval_every else set()
         judges_itself = judges & {"", config.model} and not config.judge_url
-        needs_base = not config.lora_rank and (config.kl_coef or judges_itself)
+        needs_base = not config.lora_rank and (config.beta or judges_itself)
         self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
@@ -288,7 +285,10 @@ class Run:
     def _settle_rollouts(self) -> sampler.BatchSize:
         """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
         config = self.config
-        if not config.rollout_batch_size or (config.share_prefix == "auto" and gpu.on_gpu()):
+        if not gpu.on_gpu():
+            usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
+            config.rollout_batch_size = config.rollout_batch_size or usual
+        elif not config.rollout_batch_size or config.share_prefix == "auto":
             num_held_out = len(tasks.spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
             chosen, why = dispatch.choose(
                 self.model,
@@ -583,16 +583,16 @@ def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        args = settings.parse(sys.argv[1:] if argv is None else argv)
-        flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+        args = parse(sys.argv[1:] if argv is None else argv)
+        flags = given(args)
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
-        config, choice = settings.resolve(flags, args.config, args.resume)
+        config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
         if gpu.on_gpu():
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
-            print(settings.as_yaml(config), end="")
+            print(as_yaml(config), end="")
             return
         state = checkpoint.load(args.resume) if args.resume else None
         if state:
@@ -600,7 +600,7 @@ def main(argv: list[str] | None = None) -> None:
         if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
-        run_dir = Path(args.resume) if args.resume else settings.choose_run_dir(config, args.run_dir)
+        run_dir = Path(args.resume) if args.resume else run_files.choose_run_dir(config, args.run_dir)
         run = Run(config, run_dir)
         if state:
             run.restore(state)
@@ -609,10 +609,10 @@ def main(argv: list[str] | None = None) -> None:
             del state  # it would hold the old masters as long as the run lasts
         # only now that everything is loaded: a mistake leaves no directory behind
         if args.resume:
-            settings.record_changes(config, run_dir, run.step)
-            settings.write(config, run_dir)
+            run_files.record_changes(config, run_dir, run.step)
+            run_files.write(config, run_dir)
         else:
-            run_dir = run.dir = settings.make_run_dir(config, run_dir, args.run_dir)
+            run_dir = run.dir = run_files.make_run_dir(config, run_dir, args.run_dir)
         run.open()
         print(
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
@@ -626,7 +626,7 @@ def main(argv: list[str] | None = None) -> None:
         if (best := run.best_step()) is not None:
             print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
     except (ValueError, OSError) as error:
-        telemetry.fail(error)
+        fail(error)
     except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
         print("\nstopped before the first step", file=sys.stderr)
         sys.exit(130)

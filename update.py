@@ -21,8 +21,8 @@ import gwen
 import lm_head
 import lora
 import sampler
+from config import Config
 from micro_batch import MicroBatch, completion_hidden, in_rows, take_rows
-from settings import Config
 
 MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # the policy before the update against the sampler
 # what a step measures, as means over its counted tokens; `_max` is the largest
@@ -45,7 +45,7 @@ class Learner:
     def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
         self.model, self.config, self.base = model, config, base
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
-        self.optimizer = optim.AdamW(config.lr, weight_decay=config.weight_decay, bias_correction=True)
+        self.optimizer = optim.AdamW(config.learning_rate, weight_decay=config.weight_decay, bias_correction=True)
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))
         half = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
@@ -60,12 +60,12 @@ class Learner:
 def make_objective(config: Config) -> grpo.Objective:
     """What the settings make of the loss."""
     return grpo.Objective(
-        loss_type=config.loss,
-        importance_sampling_level=config.level,
-        epsilon=config.clip_low,
-        epsilon_high=config.clip_high,
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
         delta=config.delta or None,
-        beta=config.kl_coef,
+        beta=config.beta,
         kl_estimator=config.kl_estimator,
         max_tokens=config.max_tokens,
     )
@@ -76,10 +76,16 @@ def completion_logprobs(
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
-    distribution: Any = {"temperature": config.temp, "support": config.support}
+    params = sampler.params_of(config)
     head = "frozen" if config.lora_rank else "trained"
     return lm_head.token_logprobs(
-        hidden, model.head_weight, batch.completion_ids, **distribution, head=head, gradient=gradient
+        hidden,
+        model.head_weight,
+        batch.completion_ids,
+        temperature=params.temperature,
+        support=params.support,
+        head=head,
+        gradient=gradient,
     )
 
 
@@ -95,7 +101,7 @@ def completion_terms(
     objective = make_objective(config)
     clipped = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
     plain = config.lora_rank and not config.entropy_coef
-    if not (clipped and plain and lm_head.has_token_losses(model.head_weight, config.support)):
+    if not (clipped and plain and lm_head.has_token_losses(model.head_weight, sampler.params_of(config).support)):
         return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
     each = mx.broadcast_to(advantages[:, None], batch.mask.shape)
@@ -163,17 +169,17 @@ def update(
     if not batches:  # every row was truncated and left out: there is nothing to learn from
         return UpdateResult(None, None, lr, learner.rate, None, 0, 0, None, dict.fromkeys(MEASURED))
     chosen = rollout.mask
-    if config.top_entropy < 1:  # the quantile needs all of the step before the first gradient
+    if config.top_entropy_quantile < 1:  # the quantile needs all of the step before the first gradient
         _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
-        chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy_quantile)
     targets = Targets(
         advantages, ref_logprobs, chosen, len(advantages), *(round(float(x.sum())) for x in (rollout.mask, chosen))
     )
     old = [batch.sampled_logprobs if config.old_logprobs == "sampler" else None for batch in batches]
     # a step moves by the square of its rate, so the target follows the schedule as its square
-    target = config.target_kl * (lr / config.lr) ** 2 if lr else 0.0
+    target = config.target_kl * (lr / config.learning_rate) ** 2 if lr else 0.0
     steps, probe, moved, repeats = [], None, None, 0
-    for _ in range(config.epochs_per_rollout):
+    for _ in range(config.num_iterations):
         before = learner.trainable if target else None  # else it would be held for nothing
         logprobs, measured = step(learner, batches, old, targets, lr * learner.rate)
         if before and not measured["skipped"]:
@@ -363,7 +369,7 @@ def count_failure(learner: Learner, loss: float) -> None:
     if not mended and learner.failures + 1 == MOST_FAILURES:
         raise ValueError(
             f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
-            f"begin anew with a lower --lr than {learner.config.lr:g} or in another GWEN_DTYPE"
+            f"begin anew with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
         )
     learner.whole = False
     learner.num_skipped += 1
@@ -408,11 +414,11 @@ def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
 def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up, then constant or half a cosine down to a tenth; `step` counts from 0."""
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return config.learning_rate * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
-        return config.lr
+        return config.learning_rate
     done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
-    return config.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
+    return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
 
 class LossScale(NamedTuple):

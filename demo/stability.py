@@ -28,7 +28,9 @@ SHARES = (0.25, 1, 4)
 def accuracy(steps: int, batch: int, groups: int, lr: float, target_kl: float, seed: int) -> float:
     """Held-out accuracy at the end of a run, which is made unless it is on record."""
     run = ROOT / "runs" / "stability" / f"{batch}x{groups}-{steps}-lr{lr:g}-kl{target_kl:g}-seed{seed}"
-    settings = dict(task="demo", model="demo", steps=steps, batch=batch, groups=groups, lr=lr, target_kl=target_kl)
+    settings = dict(
+        task="demo", model="demo", steps=steps, batch=batch, groups=groups, learning_rate=lr, target_kl=target_kl
+    )
     settings |= dict(seed=seed, eval_every=100, save_every=100)
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     if (run / "checkpoints").exists():

@@ -5,23 +5,27 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten
 
+import config
 import grpo
+import gwen
 import micro_batch
 import sampler
-import settings
 import tasks
 import train
 import update
+from config import given, parse
 
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 
 
 def make_config(*flags):
-    args = settings.parse([*SMALL, *flags])
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    for name in ("config", "resume", "run_dir", "print_config"):
-        given.pop(name, None)
-    return settings.resolve(given, args.config, args.resume)[0]
+    args = parse([*SMALL, *flags])
+    return resolve(given(args), args.config, args.resume)[0]
+
+
+def resolve(flags, recipe=None, resume=None):
+    """Settings and the line about the model, as `train.py` finds them."""
+    return config.resolve(flags, recipe, resume, gwen.choose_model)
 
 
 def make_run(tmp_path, *flags):
@@ -52,7 +56,7 @@ def update_once(run, budget=100_000, advantages=None):
         rewards = np.array(mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3)), np.float64)
         advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, budget)
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.kl_coef else None
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
     lr = update.learning_rate(run.config, run.step)
     result = update.update(run.learner, batches, rollout, advantages, ref, lr)
     run.learner.whole = True  # as `train` says when the step is on record

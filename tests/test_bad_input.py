@@ -25,6 +25,7 @@ from conftest import CONFIGS, QWEN3, write_checkpoint
 from hypothesis import HealthCheck, given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
+from small_run import resolve
 
 import checkpoint
 import config
@@ -35,10 +36,11 @@ import hub
 import judge
 import lora
 import rubrics
+import run_files
 import sampler
-import settings
 import tasks
 import train
+from config import Config, parse
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -210,22 +212,22 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
 
 FLAGS: list[tuple[str, str]] = [
     ("--grups 4", "--grups is no flag of train.py; did you mean --groups?"),
-    ("--kl_coef 0.1", "--kl_coef is no flag .* did you mean --kl-coef?"),
+    ("--kl_coef 0.1", "--kl_coef is no flag .* did you mean --beta?"),
     ("--grou 4", "--grou is no flag"),  # no abbreviations: a later flag could change what they mean
     ("--xyzzy=5", "--xyzzy is no flag of train.py; --help lists them"),
     ("demo", "demo is no flag of train.py"),
     ("--batch", "--batch: expected one argument"),
     ("--batch x", "--batch: not a whole number: 'x'"),
     ("--batch 1.5", "--batch: not a whole number: '1.5'"),
-    ("--lr fast", "--lr: not a number: 'fast'"),
+    ("--learning-rate fast", "--learning-rate: not a number: 'fast'"),
     ("--groups 1", "--groups is 1; it must be at least 2"),
     ("--temp 0", "--temp is 0"),
     ("--top-p 1.5", "--top-p is 1.5; it must be at most 1"),
     ("--target-kl 1e-4", "--target-kl is 0.0001; below 0.001 it is rounding"),
     ("--batch 100000000", "--batch is 100000000; it must be at most 65536"),
     ("--steps 99999999999", "--steps is 99999999999; it must be at most"),
-    ("--loss ppo", "--loss: .*'ppo' .*dapo"),
-    ("--level word", "--level: .*'word' .*sequence"),
+    ("--loss-type ppo", "--loss-type: .*'ppo' .*dapo"),
+    ("--importance-sampling-level word", "--importance-sampling-level: .*'word' .*sequence"),
     ("--scale-rewards max", "--scale-rewards: .*'max' .*batch"),
     ("--lr-schedule step", "--lr-schedule: .*'step' .*cosine"),
     ("--kl-estimator k4", "--kl-estimator: .*'k4' .*k3_corrected"),
@@ -240,16 +242,19 @@ FLAGS: list[tuple[str, str]] = [
         "--mismatch token_mask --old-logprobs sampler",
         "--mismatch compares the trainer's old policy .*--old-logprobs step",
     ),
-    ("--top-entropy 1.2", "--top-entropy is 1.2; it must be at most 1"),
-    ("--epochs-per-rollout 0", "--epochs-per-rollout is 0; it must be at least 1"),
+    ("--top-entropy-quantile 1.2", "--top-entropy-quantile is 1.2; it must be at most 1"),
+    ("--num-iterations 0", "--num-iterations is 0; it must be at least 1"),
     ("--truncated drop", "--truncated: .*'drop' .*punish"),
     (
         "--truncated punish --reward soft_overlong:9:3",
         "--truncated punish is the reward soft_overlong, .*given already",
     ),
-    ("--loss cispo", "--clip-high is 0.2; with --loss cispo it bounds the weight itself: at least 1, usually 5"),
-    ("--loss sapo --delta 2", "--delta is 2.0; --loss sapo does not clip, so leave it out"),
-    ("--delta 1.1", r"--delta is 1.1; it must be more than 1 \+ --clip-high, 1.2"),
+    (
+        "--loss-type cispo",
+        "--epsilon-high is 0.2; with --loss-type cispo it caps the ratio itself: at least 1, usually 5",
+    ),
+    ("--loss-type sapo --delta 2", "--delta is 2.0; --loss-type sapo does not clip, so leave it out"),
+    ("--delta 1.1", r"--delta is 1.1; it must be more than 1 \+ --epsilon-high, 1.2"),
     ("--advantage mean", "--advantage: .*'mean' .*rloo"),
     ("--advantage reinforce", "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"),
     ("--advantage reinforce --scale-rewards none --dynamic-sampling", "--dynamic-sampling has no use for"),
@@ -368,19 +373,19 @@ RECIPES: list[tuple[str, str]] = [
         "unknown setting 'bach'; did you mean 'batch'", "--batch is 'eight'; it must be a whole number",
         "--batch is 2.5; it must be a whole number", "--batch is True; it must be a whole number",
         r"--batch is \[8\]; it must be a whole number", "--groups is 1; it must be at least 2",
-        "--lr is nan; it must be a finite number", r"--lr is '1e-4'; .*in YAML 1.0e-4",
-        "--lr is 1000.*; it must be a finite number",
+        "--learning-rate is nan; it must be a finite number", r"--learning-rate is '1e-4'; .*in YAML 1.0e-4",
+        "--learning-rate is 1000.*; it must be a finite number",
         "--steps is 99999999999; it must be at most", "--temp is 0", "--thinking is 'maybe'; it must be true or false",
         "--model is 5; it must be a text", r"--task is \['demo'\]; it must be a text",
         "--reward is 'one.py:fn'; it must be a list of texts", r"--reward is \[1\]; it must be a list of texts",
         "--lora-targets is empty; name some of qkv_proj", "--lora-targets is 'qkv'; it must be one of",
         "--reward-weights is {'correct': inf}; it must be finite", "--reward-weights is {1: 1}; it must be finite",
-        r"--reward-weights is \[1\]; it must be finite", "--loss is 'ppo'; it must be one of", "--data is None",
+        r"--reward-weights is \[1\]; it must be finite", "--loss-type is 'ppo'; it must be one of", "--data is None",
         "unknown setting 1; did you mean"])),
 ]  # fmt: skip
 BOUNDS = [
     (f"--{field.name.replace('_', '-')}={value}", f"--{field.name.replace('_', '-')} is {value}; it must be")
-    for field in dataclasses.fields(settings.Config)
+    for field in dataclasses.fields(Config)
     for value in {
         int: [field.metadata.get("low", 0) - 1, -5],
         float: ["nan", "inf", "-inf"] + ([-0.5] if "low" in field.metadata else []),
@@ -388,7 +393,7 @@ BOUNDS = [
 ]
 EMPTY = [
     (f"--{field.name.replace('_', '-')}=", f"--{field.name.replace('_', '-')}: '' is empty")
-    for field in dataclasses.fields(settings.Config)
+    for field in dataclasses.fields(Config)
     if field.type is str and "choices" not in field.metadata
 ]
 
@@ -694,10 +699,10 @@ def test_a_run_on_a_users_own_rewards_is_evaluated_by_the_verifier_where_the_dat
 def test_a_users_own_rewards_stand_instead_of_all_of_the_tasks_the_rubric_too_unless_it_is_named(
     mistakes, flags, weights
 ):
-    given = vars(settings.parse(["--model", "demo", *flags.format(at=mistakes).split()]))
-    named = {field.name for field in dataclasses.fields(settings.Config)}
-    config, _ = settings.resolve({k: v for k, v in given.items() if k in named and v is not None}, None, None)
-    task = settings.make_task(config)
+    given = vars(parse(["--model", "demo", *flags.format(at=mistakes).split()]))
+    named = {field.name for field in dataclasses.fields(Config)}
+    config, _ = resolve({k: v for k, v in given.items() if k in named and v is not None}, None, None)
+    task = tasks.make(config)
     assert task.reward_weights == weights and (task.rubric is not None) == ("rubric" in weights)
 
 
@@ -749,7 +754,7 @@ def overtaken(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
 
 def test_two_runs_of_one_second_have_a_directory_each(tmp_path, monkeypatch, overtaken):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(settings.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(run_files.time, "strftime", lambda _: "now")
     overtaken(SMALL)
     overtaken(SMALL)
     runs = sorted((tmp_path / "runs").iterdir())
@@ -797,7 +802,7 @@ def test_a_read_only_disk_is_told_in_one_line(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        ("--lr 0.1", "--lr cannot change in a resumed run; start a new one"),
+        ("--learning-rate 0.1", "--learning-rate cannot change in a resumed run; start a new one"),
         ("--config recipes/demo.yaml", "--config recipes/demo.yaml cannot change a resumed run"),
         ("--run-dir elsewhere", "--run-dir elsewhere: a resumed run stays in its directory"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
@@ -935,7 +940,7 @@ def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(finished
 
 # ---- loaders: whatever a file holds, the worst is a ValueError of one line
 
-NAMES = [field.name for field in dataclasses.fields(settings.Config)]
+NAMES = [field.name for field in dataclasses.fields(Config)]
 ODD = st.sampled_from(
     [0, -1, 2**31, 10**400, 1e-4, float("nan"), float("inf"), "", "1e-4", "demo", "qkv_proj", "\ud800"]
 )
@@ -996,7 +1001,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_recipe_is_taken_or_refused(scratch, monkeypatch, text):
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     (scratch / "recipe.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    one_line(lambda: settings.resolve({}, str(scratch / "recipe.yaml"), None))
+    one_line(lambda: resolve({}, str(scratch / "recipe.yaml"), None))
 
 
 @examples(400)

@@ -8,6 +8,7 @@ import cpu_blas
 import mlx.core as mx
 import pytest
 import yaml
+from small_run import resolve
 
 import bench
 import bench_rollout
@@ -16,10 +17,11 @@ import dispatch
 import evaluate
 import gwen
 import ops
+import run_files
 import sampler
-import settings
 import tasks
 import train
+from config import as_yaml, parse
 from dispatch import Kind, Trial
 
 KIND = Kind("machine", "model", "float32", 4, 32, 16)
@@ -304,7 +306,7 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
-    run = train.Run(settings.resolve(SMALL, None, None)[0], tmp_path)
+    run = train.Run(resolve(SMALL, None, None)[0], tmp_path)
     assert run.batch_size.rows == run.config.rollout_batch_size == 12 and run.config.share_prefix == "auto"
     task = tasks.load("demo")
     evaluate.evaluate(run.model, run.tokenizer, task, max_tokens=4, rollout_batch_size=None, limit=2)
@@ -318,26 +320,26 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
         return Trial(256, True, 1.0, 1), "rollouts: as they are"
 
     monkeypatch.setattr(dispatch, "choose", choose)
-    config = settings.resolve(SMALL, None, None)[0]
+    config = resolve(SMALL, None, None)[0]
     config.rollout_batch_size = 0  # as it is on a GPU until the model is there
-    assert "rollout_batch_size: auto\n" in settings.as_yaml(config)
+    assert "rollout_batch_size: auto\n" in as_yaml(config)
     run = train.Run(config, tmp_path)
-    settings.write(config, tmp_path)
+    run_files.write(config, tmp_path)
     ((num_prompts, how),) = asked
     assert num_prompts == len(run.task.train)
     assert how == {"max_tokens": 12, "group_size": 4, "most_rows": 16, "rows": 0}  # 16 held-out problems
     assert "rollouts: as they are\n" in capsys.readouterr().out
     held = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (held["rollout_batch_size"], held["share_prefix"]) == (256, "on")
-    resumed = settings.resolve({}, None, str(tmp_path))[0]
+    resumed = resolve({}, None, str(tmp_path))[0]
     monkeypatch.setattr(dispatch, "choose", no_measuring)
     again = train.Run(resumed, tmp_path)
     assert again.batch_size.rows == 256 and again.config.sharing is True
 
 
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
-    run = train.Run(settings.resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
-    settings.write(run.config, tmp_path)
+    run = train.Run(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
+    run_files.write(run.config, tmp_path)
     run.open()
     sizes, failed = [], []
     decode = sampler.decode
@@ -354,7 +356,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
     assert sizes[0] == 12 and set(sizes[1:]) == {6}
     state = checkpoint.load(tmp_path)
     assert state.extra["rollout_batch_size"] == 6
-    resumed = train.Run(settings.resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
+    resumed = train.Run(resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
     assert resumed.batch_size.rows == 12
     resumed.restore(state)
     assert resumed.batch_size.rows == 6
@@ -363,10 +365,10 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
 @pytest.mark.parametrize("text", ["many", "1.5", ""])
 def test_a_size_is_a_number_or_auto(text, capsys):
     with pytest.raises(SystemExit):
-        settings.parse(["--rollout-batch-size", text])
+        parse(["--rollout-batch-size", text])
     assert capsys.readouterr().err.startswith("error: --rollout-batch-size: ")
-    assert settings.parse(["--rollout-batch-size", "auto"]).rollout_batch_size == "auto"
-    assert settings.parse(["--rollout-batch-size", "7"]).rollout_batch_size == 7
+    assert parse(["--rollout-batch-size", "auto"]).rollout_batch_size == "auto"
+    assert parse(["--rollout-batch-size", "7"]).rollout_batch_size == 7
 
 
 def test_nothing_of_a_measurement_stays_in_memory(model):

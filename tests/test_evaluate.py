@@ -249,7 +249,8 @@ def test_the_bundled_witness_has_the_same_range_as_the_rubric_and_a_reversed_cri
 
 # ---- `--run`: the run's own figure, to the digit
 
-SMALL = "--model demo --batch 2 --groups 4 --steps 2 --eval-every 2 --eval-limit 4 --max-tokens 8 --lr 0.01".split()
+SMALL = "--model demo --batch 2 --groups 4 --steps 2 --eval-every 2 --eval-limit 4 --max-tokens 8".split()
+SMALL += ["--learning-rate", "0.01"]
 
 
 @pytest.fixture(scope="module")

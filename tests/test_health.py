@@ -117,7 +117,7 @@ def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
 def test_what_is_found_says_what_is_seen_and_what_to_try_in_one_line():
     (found,) = health.examine(steps_of("entropy", then=(1.0, 0.09)), [])
     assert found.text.startswith("The entropy fell from 1.000 to 0.090 nats a token")
-    assert "Try a lower --lr" in found.text and "\n" not in found.text
+    assert "Try a lower --learning-rate" in found.text and "\n" not in found.text
 
 
 def test_a_run_that_measured_nothing_yet_has_no_illness():
@@ -166,5 +166,7 @@ def test_a_warning_of_steps_that_are_taken_back_is_given_again(tmp_path, capsys)
 
 @pytest.mark.slow
 def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
-    train.main([*SMALL, "--steps", "12", "--lr", "1e-4", "--eval-every", "6", "--run-dir", str(tmp_path / "run")])
+    train.main(
+        [*SMALL, "--steps", "12", "--learning-rate", "1e-4", "--eval-every", "6", "--run-dir", str(tmp_path / "run")]
+    )
     assert "WARNING" not in capsys.readouterr().err and lines(tmp_path / "run" / "warnings.jsonl") == []

@@ -20,12 +20,12 @@ import pytest
 from conftest import CONFIGS, QWEN3, write_checkpoint
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, filter_repo_objects
+from small_run import resolve
 from test_layout import MODULES
 
 import gpu
 import gwen
 import hub
-import settings
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -262,7 +262,7 @@ def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     assert hub.DEFAULT_MODEL == QWEN
     assert gwen.choose_model(None) == (QWEN, "the default on a GPU")
-    config, line = settings.resolve({}, None, None)
+    config, line = resolve({}, None, None)
     assert line == f"model: {QWEN}, the default on a GPU; task: values" and (config.model, config.task) == (
         QWEN,
         "values",
@@ -272,7 +272,7 @@ def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
 def test_on_a_gpu_without_cache_and_hub_the_demo_is_taken_and_the_line_says_why(unreachable, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    config, line = settings.resolve({}, None, None)
+    config, line = resolve({}, None, None)
     why = f"because {QWEN}: not in the local hub cache, and the hub is out of reach"
     assert line == f"model: demo, {why}; task: demo" and (config.model, config.task) == ("demo", "demo")
 

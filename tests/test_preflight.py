@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from small_run import resolve
 
 import gpu
 import grpo
@@ -15,7 +16,6 @@ import memory
 import micro_batch
 import preflight
 import sampler
-import settings
 import update
 
 GB = 10**9
@@ -24,7 +24,7 @@ BIG = gwen.random_config("random:0.6b")
 
 def make_config(**flags):
     chosen = {"model": "random:2m", "task": "demo", "batch": 2, "groups": 4, "max_tokens": 48} | flags
-    config, _ = settings.resolve(chosen, None, None)
+    config, _ = resolve(chosen, None, None)
     return config
 
 

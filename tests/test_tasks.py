@@ -906,7 +906,7 @@ def test_a_recipe_is_flat_and_names_its_task(name):
     recipe = yaml.safe_load((ROOT / f"recipes/{name}.yaml").read_text())
     assert recipe["task"] == name.removesuffix("-3b") and recipe["groups"] == 8
     assert all(isinstance(value, (str, int, float)) and "-" not in key for key, value in recipe.items())
-    assert isinstance(recipe["lr"], float), "1e-5 without a dot is a string in YAML 1.1"
+    assert isinstance(recipe["learning_rate"], float), "1e-5 without a dot is a string in YAML 1.1"
 
 
 def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answer(tmp_path):

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 import telemetry
+from config import fail
 
 
 @pytest.fixture
@@ -116,6 +117,6 @@ def test_the_environment_names_versions_device_and_blas():
 
 def test_a_users_mistake_ends_with_one_line_and_status_two(capsys):
     with pytest.raises(SystemExit) as exit_:
-        telemetry.fail("the value is 3")
+        fail("the value is 3")
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: the value is 3\n"

@@ -19,7 +19,7 @@ import oracle
 import pytest
 import yaml
 from mlx.utils import tree_flatten
-from small_run import SMALL, make_config, make_run, sample, update_once
+from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
 
@@ -31,11 +31,11 @@ import hub
 import judge
 import lora
 import sampler
-import settings
 import tasks
 import telemetry
 import train
 import update
+from config import Config
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -97,21 +97,22 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
 
 
 def test_the_defaults_are_those_of_the_table():
-    config, _ = settings.resolve({"model": "demo"}, None, None)
-    named = ("batch", "groups", "temp", "kl_coef", "clip_low", "clip_high", "loss", "scale_rewards", "old_logprobs")
-    assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, 0.2, "dapo", "group", "step"]
-    assert (config.level, config.lora_rank, config.judge_chunk_size, config.support) == ("token", 16, 24, {})
+    config, _ = resolve({"model": "demo"}, None, None)
+    named = ("batch", "groups", "temp", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "old_logprobs")
+    assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, None, "dapo", "group", "step"]
+    assert (config.importance_sampling_level, config.lora_rank, config.judge_chunk_size) == ("token", 16, 24)
+    assert sampler.params_of(config).support == {}
 
 
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
     full = {"model": "demo", "lora_rank": 0}
     recipe = tmp_path / "full.yaml"
     recipe.write_text("lora_rank: 0\nlr: 0.0003\n")
-    assert settings.resolve(full, None, None)[0].lr == pytest.approx(0.0004)
-    assert settings.resolve(full | {"task": "values"}, None, None)[0].lr == pytest.approx(5e-6)
-    assert settings.resolve(full | {"lr": 0.002}, None, None)[0].lr == 0.002
+    assert resolve(full, None, None)[0].learning_rate == pytest.approx(0.0004)
+    assert resolve(full | {"task": "values"}, None, None)[0].learning_rate == pytest.approx(5e-6)
+    assert resolve(full | {"learning_rate": 0.002}, None, None)[0].learning_rate == 0.002
     for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
-        assert settings.resolve(flags, str(recipe), None)[0].lr == 0.0003
+        assert resolve(flags, str(recipe), None)[0].learning_rate == 0.0003
 
 
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
@@ -119,7 +120,7 @@ def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
     assert run.base is None
-    with_kl = train.Run(make_config("--kl-coef", "0.1"), tmp_path)
+    with_kl = train.Run(make_config("--beta", "0.1"), tmp_path)
     assert with_kl.base is None and with_kl.judge.model is with_kl.model
 
 
@@ -390,7 +391,7 @@ def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
             yield lambda *arrays: waited.__setitem__(name, [a for _, a in tree_flatten(arrays)]) or done(*arrays)
 
     monkeypatch.setattr(telemetry.PhaseClock, "phase", spied)
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--kl-coef", "0.1")
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--beta", "0.1")
     train.train(run.config, run)
     assert {"rollout", "ref", "update"} == {name for name, arrays in waited.items() if arrays}
     assert waited.keys() == {"rollout", "reward", "judge", "ref", "update"}
@@ -447,9 +448,9 @@ UNMEASURED = {
         ("--reward-weights", "rubric=0"),
         {"kl", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"},
     ),
-    "without a clip": (("--loss", "sapo", "--kl-coef", "0.1"), {"clip_frac"}),
+    "without a clip": (("--loss-type", "sapo", "--beta", "0.1"), {"clip_frac"}),
     "with nothing trained": (
-        ("--max-tokens", "2", "--truncated", "mask", "--kl-coef", "0.1"),
+        ("--max-tokens", "2", "--truncated", "mask", "--beta", "0.1"),
         {"loss", "grad_norm", "pad_frac", "kl", "entropy", "clip_frac", "update/tok_s", "mismatch/logprob_abs_mean"}
         | {"mismatch/logprob_abs_max", "mismatch/ratio_mean", "mismatch/ratio_max", "mismatch/over_cap_frac"},
     ),
@@ -606,7 +607,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
 
 
-INTERRUPTED = "--steps 5 --eval-every 2 --save-every 2 --epochs-per-rollout 2".split()
+INTERRUPTED = "--steps 5 --eval-every 2 --save-every 2 --num-iterations 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -712,7 +713,7 @@ def failing_run(tmp_path, monkeypatch, capsys, name, which, error, saves=1):
             raise error
         return original(*args, **settings)
 
-    flags = ["--steps", "4", "--eval-every", "0", "--save-every", str(saves), "--epochs-per-rollout", "2"]
+    flags = ["--steps", "4", "--eval-every", "0", "--save-every", str(saves), "--num-iterations", "2"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
         patch.setattr(*name, failing)
         train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
@@ -828,7 +829,9 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
         train.main([*SMALL, "--steps", "9", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
     assert exit_.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: 3 updates in a row had no finite gradient; begin anew with a lower --lr than ")
+    assert last.startswith(
+        "error: 3 updates in a row had no finite gradient; begin anew with a lower --learning-rate than "
+    )
     assert last.endswith(f"saved after step 4, go on with: uv run train.py --resume {tmp_path / 'run'}")
     metrics = records(tmp_path / "run" / "metrics.jsonl")
     assert [m["skipped"] for m in metrics] == [0, 0, 1, 1] and metrics[-1]["skipped_total"] == 2
@@ -852,7 +855,19 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
 
 
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
-    flags = [*SMALL, "--steps", "10", "--save-every", "5", "--eval-every", "5", "--kl-coef", "0.05", "--lr", "0.02"]
+    flags = [
+        *SMALL,
+        "--steps",
+        "10",
+        "--save-every",
+        "5",
+        "--eval-every",
+        "5",
+        "--beta",
+        "0.05",
+        "--learning-rate",
+        "0.02",
+    ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command(*flags, "--run-dir", whole).returncode == 0
     process = subprocess.Popen(
@@ -998,8 +1013,8 @@ def test_a_run_s_config_repeats_the_run(tmp_path):
 
 def test_a_recipe_that_is_given_takes_the_place_of_the_task_s_and_its_gaps_have_the_defaults(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: demo\ntask: demo\nsteps: 7")
-    ours, _ = settings.resolve({"batch": 2}, str(tmp_path / "mine.yaml"), None)
-    usual, default = make_config(), settings.Config()
+    ours, _ = resolve({"batch": 2}, str(tmp_path / "mine.yaml"), None)
+    usual, default = make_config(), Config()
     assert (ours.steps, ours.batch, ours.lr, ours.max_tokens) == (7, 2, default.lr, default.max_tokens)
     assert usual.lr != default.lr and usual.steps not in (7, default.steps)
 
@@ -1026,7 +1041,7 @@ def test_a_rate_that_destroys_the_policy_without_a_bound_does_not_with_it(tmp_pa
     """Shares of right answers over the last ten steps; before training it is 0.47."""
     right = {}
     for target in ("0", "0.02"):
-        flags = ["--batch", "4", "--lr", "0.1", "--steps", "30", "--eval-every", "0", "--target-kl", target]
+        flags = ["--batch", "4", "--learning-rate", "0.1", "--steps", "30", "--eval-every", "0", "--target-kl", target]
         (tmp_path / target).mkdir()
         run = make_run(tmp_path / target, *flags)
         train.train(run.config, run)

@@ -22,8 +22,8 @@ import gwen
 import hub
 import micro_batch
 import sampler
-import settings
 import update
+from config import Config
 
 torch = pytest.importorskip("torch", reason="TRL is in the dependency group `trl`")
 trl = pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")
@@ -154,7 +154,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
         mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
     )
     batches = micro_batch.micro_batches(prompts, rollout, 20)
-    config, objective = settings.Config(temp=0.8, lora_rank=0), grpo.Objective(**flags)
+    config, objective = Config(temp=0.8, lora_rank=0), grpo.Objective(**flags)
 
     def loss_of(model):
         total = 0.0

@@ -113,19 +113,19 @@ SAMPLER = ("--old-logprobs", "sampler")  # the rollout's log-probabilities are s
     "flags",
     [
         SAMPLER,
-        (*SAMPLER, "--level", "sequence", "--clip-low", "0.02", "--clip-high", "0.02"),
-        (*SAMPLER, "--clip-low", "0.05", "--clip-high", "0.4", "--delta", "1.5"),
-        (*SAMPLER, "--loss", "dr_grpo"),
-        (*SAMPLER, "--loss", "cispo", "--clip-high", "1.2"),
-        (*SAMPLER, "--loss", "sapo", "--temp", "1.2"),
-        (*SAMPLER, "--loss", "grpo", "--level", "sequence", "--kl-coef", "0.5"),
-        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k3_corrected", "--top-k", "5"),
-        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k2", "--loss", "sapo"),
-        (*SAMPLER, "--kl-coef", "0.5", "--kl-estimator", "k2", "--top-entropy", "0.3"),
+        (*SAMPLER, "--importance-sampling-level", "sequence", "--epsilon", "0.02", "--epsilon-high", "0.02"),
+        (*SAMPLER, "--epsilon", "0.05", "--epsilon-high", "0.4", "--delta", "1.5"),
+        (*SAMPLER, "--loss-type", "dr_grpo"),
+        (*SAMPLER, "--loss-type", "cispo", "--epsilon-high", "1.2"),
+        (*SAMPLER, "--loss-type", "sapo", "--temp", "1.2"),
+        (*SAMPLER, "--loss-type", "grpo", "--importance-sampling-level", "sequence", "--beta", "0.5"),
+        (*SAMPLER, "--beta", "0.5", "--kl-estimator", "k3_corrected", "--top-k", "5"),
+        (*SAMPLER, "--beta", "0.5", "--kl-estimator", "k2", "--loss-type", "sapo"),
+        (*SAMPLER, "--beta", "0.5", "--kl-estimator", "k2", "--top-entropy-quantile", "0.3"),
         ("--mismatch", "token_truncate", "--mismatch-cap", "1.1"),
-        ("--mismatch", "token_mask", "--mismatch-cap", "1.1", "--loss", "grpo", "--top-entropy", "0.5"),
-        ("--mismatch", "sequence_truncate", "--mismatch-cap", "1.1", "--loss", "cispo", "--clip-high", "5"),
-        ("--mismatch", "sequence_mask", "--mismatch-cap", "2", "--loss", "dr_grpo"),
+        ("--mismatch", "token_mask", "--mismatch-cap", "1.1", "--loss-type", "grpo", "--top-entropy-quantile", "0.5"),
+        ("--mismatch", "sequence_truncate", "--mismatch-cap", "1.1", "--loss-type", "cispo", "--epsilon-high", "5"),
+        ("--mismatch", "sequence_mask", "--mismatch-cap", "2", "--loss-type", "dr_grpo"),
     ],
     ids=" ".join,
 )
@@ -140,7 +140,7 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
     batches = micro_batch.micro_batches(rows, rollout, 150)
     assert len(batches) > 1
     config = run.config
-    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.kl_coef else None
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.beta else None
     logprobs, entropy = whole_step(run, batches, rollout.mask.shape)
     new, sampled = (np.array(x, dtype=np.float64) for x in (logprobs, rollout.logprobs))
     case = oracle.Case(
@@ -154,22 +154,22 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
         max_tokens=config.max_tokens,
     )
     settings = dict(
-        loss_type=config.loss,
-        importance_sampling_level=config.level,
-        epsilon=config.clip_low,
-        epsilon_high=config.clip_high,
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
         delta=config.delta or None,
-        beta=config.kl_coef,
+        beta=config.beta,
         kl_estimator=config.kl_estimator,
         correction=config.mismatch,
         cap=config.mismatch_cap,
-        fraction=config.top_entropy,
+        fraction=config.top_entropy_quantile,
     )
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
     assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
     for name, gradient in weighted_gradient(run, batches, array(oracle.gradient(case, **settings))).items():
         np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
-    if config.loss != "sapo" and flags[0] == "--old-logprobs":
+    if config.loss_type != "sapo" and flags[0] == "--old-logprobs":
         assert result.means["clip_frac"] > 0
 
 
@@ -178,14 +178,16 @@ def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tm
     for loss, share in (("grpo", 1.0), ("dr_grpo", 0.4), ("dapo", 0.4)):
         results = []
         for coef in ("0", "0.25"):
-            run = make_run(tmp_path, "--loss", loss, "--entropy-coef", coef, "--top-entropy", f"{share}")
+            run = make_run(tmp_path, "--loss-type", loss, "--entropy-coef", coef, "--top-entropy-quantile", f"{share}")
             _, rows, rollout = sample(run)
             batches = micro_batch.micro_batches(rows, rollout, 150)
             results.append(gradient_of_update(run, batches, rollout, mx.ones((12,)))[0].loss)
         entropy, mask = np.array(whole_step(run, batches, rollout.mask.shape)[1]), np.array(rollout.mask) > 0
         highest = entropy[mask][entropy[mask] >= np.quantile(entropy[mask], 1 - share) - 1e-5]
         assert results[0] - results[1] == pytest.approx(0.25 * highest.mean(), abs=1e-5)
-    run = make_run(tmp_path, "--entropy-coef", "1", "--lr", "0.01", "--warmup-steps", "0", "--target-kl", "0")
+    run = make_run(
+        tmp_path, "--entropy-coef", "1", "--learning-rate", "0.01", "--warmup-steps", "0", "--target-kl", "0"
+    )
     before = update_once(run, advantages=mx.zeros((12,))).means["entropy"]
     assert update_once(run, advantages=mx.zeros((12,))).means["entropy"] > before + 0.03
 
@@ -204,17 +206,27 @@ def part_of(batch, rows):
 @pytest.mark.parametrize("loss", [loss for loss in grpo.LOSS_TYPES if loss != "bnpo"])
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--kl-coef", "0.3", "--entropy-coef", "0.1", "--top-entropy", "0.4", "--mismatch", "sequence_truncate")],
+    [
+        (),
+        ("--beta", "0.3", "--entropy-coef", "0.1", "--top-entropy-quantile", "0.4", "--mismatch", "sequence_truncate"),
+    ],
     ids=["plain", "everything"],
 )
 def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(tmp_path, monkeypatch, loss, flags):
-    flags = (*flags, "--loss", loss, "--max-grad-norm", "1e9", *(("--clip-high", "5") if loss == "cispo" else ()))
+    flags = (
+        *flags,
+        "--loss-type",
+        loss,
+        "--max-grad-norm",
+        "1e9",
+        *(("--epsilon-high", "5") if loss == "cispo" else ()),
+    )
     run = make_run(tmp_path, *flags)
     update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
     _, rows, rollout = sample(run)
     advantages, order = mx.random.normal((12,), key=mx.random.key(1)), np.random.default_rng(2).permutation(12)
     (whole,) = micro_batch.micro_batches(rows, rollout, 100_000)
-    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.kl_coef else None
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.beta else None
     found = []
     for size in (1, 3, 8, 12):
         batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
@@ -234,13 +246,13 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
             np.testing.assert_allclose(np.array(gradient), np.array(found[0][1][name]), atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("flags", [(), ("--mismatch", "token_truncate"), ("--top-entropy", "0.5"), SAMPLER])
+@pytest.mark.parametrize("flags", [(), ("--mismatch", "token_truncate"), ("--top-entropy-quantile", "0.5"), SAMPLER])
 def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path, flags):
     """
     Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
     policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
     """
-    common = ("--warmup-steps", "0", "--clip-low", "0.1", "--clip-high", "0.1", "--target-kl", "0")
+    common = ("--warmup-steps", "0", "--epsilon", "0.1", "--epsilon-high", "0.1", "--target-kl", "0")
     advantages = mx.random.normal((12,), key=mx.random.key(1))
 
     def begin(*flags):
@@ -250,7 +262,7 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
         return run, rows, rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
 
-    run, rows, rollout = begin("--epochs-per-rollout", "4", *flags)
+    run, rows, rollout = begin("--num-iterations", "4", *flags)
     batches = micro_batch.micro_batches(rows, rollout, 150)
     result = update.update(run.learner, batches, rollout, advantages, None, 1.0)
     assert result.means["clip_frac"] > 0
@@ -259,7 +271,7 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         other, rows, rollout = begin(*flags)
         logprobs, entropy = whole_step(other, micro_batch.micro_batches(rows, rollout, 150), rollout.mask.shape)
         trusted = grpo.mismatch_weights(logprobs, rollout.logprobs, rollout.mask, run.config.mismatch)
-        chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.top_entropy)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.top_entropy_quantile)
         weights, original = trusted * chosen, rollout.logprobs
         rollout = rollout._replace(logprobs=logprobs if old == "first" else original)
         batches = micro_batch.micro_batches(rows, rollout, 150)
@@ -285,9 +297,9 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         assert distance(singly("original", *SAMPLER)) > 1e-3
 
 
-@pytest.mark.parametrize("flags", [(), ("--epochs-per-rollout", "4"), SAMPLER, (*SAMPLER, "--epochs-per-rollout", "4")])
+@pytest.mark.parametrize("flags", [(), ("--num-iterations", "4"), SAMPLER, (*SAMPLER, "--num-iterations", "4")])
 def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(tmp_path, flags):
-    run = make_run(tmp_path, "--lr", "0.02", "--warmup-steps", "0", "--mismatch-cap", "1.2", *flags)
+    run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0", "--mismatch-cap", "1.2", *flags)
     _, rows, rollout = sample(run)
     shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
     rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
@@ -304,13 +316,13 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(t
 
 def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
-    run = make_run(tmp_path, "--lr", "0.02", "--warmup-steps", "0")
+    run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0")
     update_once(run)
     _, rows, rollout = sample(run)
     batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
     ref_logprobs = update.reference_logprobs(run.learner, batches, rollout)
     plain, grads = gradient_of_update(run, batches, rollout, advantages)
-    run.learner.config = dataclasses.replace(run.config, kl_coef=1e-9)
+    run.learner.config = dataclasses.replace(run.config, beta=1e-9)
     result, same = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.01 and result.means["clip_frac"] == 0
     for name, gradient in grads.items():
@@ -318,7 +330,7 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
 
 
 def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
-    run = make_run(tmp_path, "--lr", "0.0003", "--warmup-steps", "0")
+    run = make_run(tmp_path, "--learning-rate", "0.0003", "--warmup-steps", "0")
     _, rows, rollout = sample(run)
     advantages = mx.random.normal((12,), key=mx.random.key(3))
     batches = micro_batch.micro_batches(rows, rollout, 150)
@@ -377,7 +389,7 @@ def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path, 
     """The reference is read at the policy's temperature and on its support, or they would not agree."""
     norms = []
     for kl_coef in ("0", "5"):
-        run = make_run(tmp_path, "--kl-coef", kl_coef, *flags)
+        run = make_run(tmp_path, "--beta", kl_coef, *flags)
         result = update_once(run)
         norms.append(result.grad_norm)
         assert result.means["kl"] == (None if kl_coef == "0" else pytest.approx(0, abs=1e-6))
@@ -385,7 +397,7 @@ def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path, 
 
 
 def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(tmp_path):
-    run = make_run(tmp_path, "--kl-coef", "0.1", "--lr", "0.01")
+    run = make_run(tmp_path, "--beta", "0.1", "--learning-rate", "0.01")
     update_once(run)
     _, rows, rollout = sample(run)
     batches = micro_batch.micro_batches(rows, rollout, 100_000)
@@ -418,7 +430,7 @@ def test_the_loss_scale_does_not_change_the_step_and_grows_after_good_ones(tmp_p
 
 def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tmp_path, monkeypatch):
     monkeypatch.setenv("GWEN_DTYPE", "float16")
-    run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-6", "--warmup-steps", "0", "--kl-coef", "0.1")
+    run = make_run(tmp_path, "--lora-rank", "0", "--learning-rate", "1e-6", "--warmup-steps", "0", "--beta", "0.1")
     assert run.base is not None and run.judge.model is run.base
     assert run.learner.loss_scale.dynamic
     assert {array.dtype for array in run.learner.trainable.values()} == {mx.float32}
@@ -440,7 +452,7 @@ def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tm
 def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, warmup_steps, lr):
     """Without bias correction it would be 3.2 times too large."""
     flags = ("--max-grad-norm", "1e9", "--target-kl", "0")
-    run = make_run(tmp_path, "--lr", "0.001", "--warmup-steps", f"{warmup_steps}", *flags)
+    run = make_run(tmp_path, "--learning-rate", "0.001", "--warmup-steps", f"{warmup_steps}", *flags)
     before = dict(run.learner.trainable)
     assert update_once(run).lr == lr
     steps = [mx.abs(run.learner.trainable[n] - before[n]).max().item() for n in before if n.endswith("lora_b")]
@@ -456,12 +468,14 @@ def test_with_rank_0_the_head_gets_its_gradient_too(tmp_path):
 
 
 def test_the_learning_rate_warms_up_and_decays():
-    config = make_config("--lr", "1.0", "--warmup-steps", "4", "--steps", "14")
+    config = make_config("--learning-rate", "1.0", "--warmup-steps", "4", "--steps", "14")
     rates = [update.learning_rate(config, step) for step in range(14)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0.1 < rates[-1] < 0.2
-    constant = make_config("--lr", "1.0", "--lr-schedule", "constant", "--warmup-steps", "4", "--steps", "14")
+    constant = make_config(
+        "--learning-rate", "1.0", "--lr-schedule", "constant", "--warmup-steps", "4", "--steps", "14"
+    )
     assert update.learning_rate(constant, 13) == 1.0
 
 
@@ -518,7 +532,7 @@ def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_not
     assert [update_once(run, advantages=bad).skipped for _ in range(2)] == [1, 1]
     run.learner.whole = True
     with pytest.raises(
-        ValueError, match=r"3 updates in a row had no finite loss; begin anew with a lower --lr than 0.004"
+        ValueError, match=r"3 updates in a row had no finite loss; begin anew with a lower --learning-rate than 0.004"
     ):
         update_once(run, advantages=bad)
     assert run.learner.whole and run.learner.num_skipped == 4
@@ -590,8 +604,17 @@ def test_every_tensor_of_a_good_run_is_proved_in_its_first_two_updates(tmp_path)
 
 def test_a_gradient_that_the_clip_has_removed_is_no_reason_to_stop_and_is_looked_at_in_the_next_update(tmp_path):
     """In the second epoch every sequence is past a range as narrow as GSPO's; A has its first gradient after it."""
-    gspo = ("--loss", "grpo", "--level", "sequence", "--clip-low", "3e-4", "--clip-high", "4e-4")
-    run = make_run(tmp_path, *gspo, "--epochs-per-rollout", "2", "--warmup-steps", "0")
+    gspo = (
+        "--loss-type",
+        "grpo",
+        "--importance-sampling-level",
+        "sequence",
+        "--epsilon",
+        "3e-4",
+        "--epsilon-high",
+        "4e-4",
+    )
+    run = make_run(tmp_path, *gspo, "--num-iterations", "2", "--warmup-steps", "0")
     better = mx.array([1.0, -1.0] * 6)
     assert update_once(run, advantages=better).means["clip_frac"] > 0
     assert run.learner.unproved == {name for name in run.learner.trainable if name.endswith("lora_a")}
@@ -607,7 +630,7 @@ def test_tokens_without_an_alternative_have_no_gradient_and_are_no_reason_to_sto
 
 def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
     """A norm's weights are near 1, where float32 cannot tell 1e-10 apart."""
-    run = make_run(tmp_path, "--lora-rank", "0", "--lr", "1e-10", "--warmup-steps", "0")
+    run = make_run(tmp_path, "--lora-rank", "0", "--learning-rate", "1e-10", "--warmup-steps", "0")
     update_once(run)
     assert "norm.weight" in run.learner.unproved
 
@@ -617,7 +640,7 @@ def test_a_step_too_small_for_any_weight_to_show_is_no_reason_to_stop(tmp_path):
 
 def far(tmp_path, *flags):
     """A run whose first step is far too long: it moves the policy by some 5 nats a token."""
-    return make_run(tmp_path, "--lr", "0.1", "--warmup-steps", "0", *flags)
+    return make_run(tmp_path, "--learning-rate", "0.1", "--warmup-steps", "0", *flags)
 
 
 def policy(run):
@@ -635,16 +658,16 @@ def moved(run, before):
     return ((ratio - 1 - np.log(ratio)) * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-k", "6"), ("--epochs-per-rollout", "3")])
+@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-k", "6"), ("--num-iterations", "3")])
 def test_how_far_an_update_moved_the_policy_is_the_k3_estimate_from_before_its_first_step(tmp_path, flags):
-    run = make_run(tmp_path, "--lr", "0.005", "--warmup-steps", "0", "--target-kl", "10", *flags)
+    run = make_run(tmp_path, "--learning-rate", "0.005", "--warmup-steps", "0", "--target-kl", "10", *flags)
     before = policy(run)
     result = update_once(run)
     assert result.moved == pytest.approx(moved(run, before), rel=1e-3) and result.moved > 1e-3
     assert (result.repeats, result.rate, run.learner.rate) == (0, 1, 1)
 
 
-@pytest.mark.parametrize("flags", [(), ("--epochs-per-rollout", "3"), ("--lora-rank", "0"), ("--target-kl", "0.002")])
+@pytest.mark.parametrize("flags", [(), ("--num-iterations", "3"), ("--lora-rank", "0"), ("--target-kl", "0.002")])
 def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target(tmp_path, flags):
     run = far(tmp_path, *flags)
     repeats = 0
@@ -690,14 +713,14 @@ def test_the_target_follows_the_schedule_as_the_square_of_its_rate(tmp_path, mon
     """So a step that the bound shortens is as much shorter at the schedule's end as one that it leaves alone."""
     targets = []
     monkeypatch.setattr(update, "hold", lambda learner, before, probe, target: targets.append(target) or (0.0, 0))
-    run = make_run(tmp_path, "--lr", "0.01", "--target-kl", "0.04", "--warmup-steps", "2", "--steps", "12")
+    run = make_run(tmp_path, "--learning-rate", "0.01", "--target-kl", "0.04", "--warmup-steps", "2", "--steps", "12")
     for run.step in (0, 1, 2, 12):
         update_once(run)
     assert targets == pytest.approx([0.01, 0.04, 0.04, 0.0004])
 
 
 def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path):
-    run = make_run(tmp_path, "--lr", "1e-5", "--warmup-steps", "0")
+    run = make_run(tmp_path, "--learning-rate", "1e-5", "--warmup-steps", "0")
     run.learner.rate = 0.7
     seen = [update_once(run).rate for _ in range(3)]
     assert seen == pytest.approx([0.7, 0.7 * update.RECOVERY, 1.0])
@@ -745,11 +768,11 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     [
         (("--target-kl", "0"), 1),
         ((), 2),  # how far it moved is measured on a few tokens, which here are all of them
-        (("--target-kl", "0", "--kl-coef", "0.1"), 2),
-        (("--epochs-per-rollout", "3"), 6),
+        (("--target-kl", "0", "--beta", "0.1"), 2),
+        (("--num-iterations", "3"), 6),
         (("--old-logprobs", "sampler", "--mismatch", "off"), 2),
         (("--mismatch", "sequence_mask"), 2),
-        (("--top-entropy", "0.2", "--kl-coef", "0.1", "--epochs-per-rollout", "2"), 6),
+        (("--top-entropy-quantile", "0.2", "--beta", "0.1", "--num-iterations", "2"), 6),
     ],
 )
 def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_path, monkeypatch, flags, expected):
@@ -767,7 +790,7 @@ def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_pa
 
 
 def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_count_as_before(tmp_path):
-    run = make_run(tmp_path, "--loss", "grpo")
+    run = make_run(tmp_path, "--loss-type", "grpo")
     _, rows, rollout = sample(run)
     advantages = mx.random.normal((12,), key=mx.random.key(1))
     whole, _ = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages)

@@ -569,12 +569,12 @@ def test_the_head_has_the_same_results_whichever_kernels_it_takes(kernels, gradi
 
 UPDATES = [
     (),
-    ("--kl-coef", "0.1", "--temp", "0.8"),
-    ("--old-logprobs", "sampler", "--delta", "1.5", "--clip-high", "0.3"),
-    ("--epochs-per-rollout", "2", "--loss", "dr_grpo", "--mismatch", "token_truncate"),
-    ("--top-entropy", "0.5", "--loss", "grpo"),
-    ("--level", "sequence"),
-    ("--loss", "cispo", "--clip-high", "5"),
+    ("--beta", "0.1", "--temp", "0.8"),
+    ("--old-logprobs", "sampler", "--delta", "1.5", "--epsilon-high", "0.3"),
+    ("--num-iterations", "2", "--loss-type", "dr_grpo", "--mismatch", "token_truncate"),
+    ("--top-entropy-quantile", "0.5", "--loss-type", "grpo"),
+    ("--importance-sampling-level", "sequence"),
+    ("--loss-type", "cispo", "--epsilon-high", "5"),
     ("--entropy-coef", "0.01"),
     ("--top-k", "5"),
 ]
@@ -591,7 +591,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     rollout = rollout._replace(logprobs=rollout.logprobs + shift * rollout.mask)
     batches = micro_batch.micro_batches(rows, rollout, 250)
     advantages = mx.random.normal((12,), key=mx.random.key(3))
-    ref = rollout.logprobs - 0.1 if run.config.kl_coef else None
+    ref = rollout.logprobs - 0.1 if run.config.beta else None
     theirs, other = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.gradient_of_update(run, batches, rollout, advantages, ref)

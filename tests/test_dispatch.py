@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from types import SimpleNamespace
 
 import cpu_blas
 import mlx.core as mx
@@ -17,6 +18,7 @@ import dispatch
 import evaluate
 import gwen
 import ops
+import run
 import run_files
 import sampler
 import tasks
@@ -306,10 +308,10 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
-    run = train.Run(resolve(SMALL, None, None)[0], tmp_path)
-    assert run.batch_size.rows == run.config.rollout_batch_size == 12 and run.config.share_prefix == "auto"
+    its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
+    assert its.batch_size.rows == its.config.rollout_batch_size == 12 and its.config.share_prefix == "auto"
     task = tasks.load("demo")
-    evaluate.evaluate(run.model, run.tokenizer, task, max_tokens=4, rollout_batch_size=None, limit=2)
+    evaluate.evaluate(its.model, its.tokenizer, task, max_tokens=4, rollout_batch_size=None, limit=2)
 
 
 def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_chose(tmp_path, monkeypatch, capsys):
@@ -320,13 +322,13 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
         return Trial(256, True, 1.0, 1), "rollouts: as they are"
 
     monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setattr(run, "gpu", SimpleNamespace(on_gpu=lambda: True))
     config = resolve(SMALL, None, None)[0]
-    config.rollout_batch_size = 0  # as it is on a GPU until the model is there
     assert "rollout_batch_size: auto\n" in as_yaml(config)
-    run = train.Run(config, tmp_path)
+    its = train.Run(config, tmp_path)
     run_files.write(config, tmp_path)
     ((num_prompts, how),) = asked
-    assert num_prompts == len(run.task.train)
+    assert num_prompts == len(its.task.train)
     assert how == {"max_tokens": 12, "group_size": 4, "most_rows": 16, "rows": 0}  # 16 held-out problems
     assert "rollouts: as they are\n" in capsys.readouterr().out
     held = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -338,9 +340,9 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
 
 
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
-    run = train.Run(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
-    run_files.write(run.config, tmp_path)
-    run.open()
+    its = train.Run(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
+    run_files.write(its.config, tmp_path)
+    its.open()
     sizes, failed = [], []
     decode = sampler.decode
 
@@ -352,7 +354,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
         return decode(*args, **how)
 
     monkeypatch.setattr(sampler, "decode", failing)
-    train.train(run.config, run)
+    train.train(its.config, its)
     assert sizes[0] == 12 and set(sizes[1:]) == {6}
     state = checkpoint.load(tmp_path)
     assert state.extra["rollout_batch_size"] == 6

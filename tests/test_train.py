@@ -25,6 +25,7 @@ from test_remote_judge import completion as chat_completion
 
 import checkpoint
 import evaluate
+import groups
 import grpo
 import gwen
 import hub
@@ -36,6 +37,7 @@ import telemetry
 import train
 import update
 from config import Config
+from metrics import records_of_draw
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -187,7 +189,7 @@ def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_i
             train.Draw([], [], None, train.Rewards(some.sum(0), some.sum(0), some, [1.0, 1.0], {}, None, []))
             for some in np.split(parts, 2, axis=1)
         ]
-        return train.advantages_of(config, draws, [0, 2, 3, 5])
+        return groups.advantages_of(config, draws, [0, 2, 3, 5])
 
     parts = rng.integers(0, 40, (2, 6, 4)).astype(float)
     parts[:, 2] = 7
@@ -988,8 +990,9 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     run = make_run(tmp_path)
     run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
     examples, _, rollout = sample(run)
-    draw = train.Draw(examples, [], rollout, train.reward_completions(run, examples, rollout))
-    for row, record in enumerate(run.completions(draw, 6)):
+    rewards = train.reward_completions(run, examples, rollout, telemetry.PhaseClock())
+    draw = train.Draw(examples, [], rollout, rewards)
+    for row, record in enumerate(records_of_draw(run.config, draw, 6)):
         example = examples[row // 4]
         assert record["group"] == 6 + row // 4 and record["category"] == "sums"
         assert (record["prompt"], record["answer"]) == (example["prompt"], example["answer"])

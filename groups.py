@@ -1,0 +1,125 @@
+"""
+The groups of a step: what their completions earned, and which of them are trained.
+
+What is left out: sampling and judging, which `train.py` does, and the arithmetic of advantages, which is `grpo.py`.
+
+Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, K rewards.
+"""
+
+from typing import NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+
+import grpo
+import sampler
+import scores
+import tasks
+from config import Config
+
+
+class Rewards(NamedTuple):
+    """Rewards of one rollout, numpy float64."""
+
+    total: np.ndarray  # (B, G), weighted sum of the parts; nan where none of them could be read
+    filled: np.ndarray  # (B, G), the same, there too
+    parts: np.ndarray  # (K, B, G), each reward before weighting, see `fill` for what could not be read
+    weights: list[float]  # K
+    components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
+    judgement: scores.Judgement | None
+    completions: list[str]
+
+
+class Draw(NamedTuple):
+    """One batch of prompts with their completions, and what these earned."""
+
+    examples: list[tasks.Example]  # B
+    prompts: list[list[int]]  # B
+    rollout: sampler.Rollout
+    rewards: Rewards
+
+
+def weigh(
+    config: Config,
+    weights: list[float],
+    components: dict[str, np.ndarray],
+    judgement: scores.Judgement | None,
+    completions: list[str],
+) -> Rewards:
+    """
+    The weighted sum of the components, (N,) each.
+
+    What the judge could not read gets the mean that it is compared with: the judge then says nothing of that
+    completion, and what the verifiers say of it counts in full.
+    """
+    for (name, values), weight in zip(components.items(), weights, strict=True):
+        if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
+            raise ValueError(
+                f"reward {name} times its weight {weight:g} passes 1e15; begin anew with lower --reward-weights"
+            )
+    given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
+    axis = None if config.advantage == "reinforce" else 1
+    parts = np.stack([fill(part, axis) for part in given])
+    # no BLAS, whose roundings may depend on the place: what is equal must stay equal
+    filled = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
+    total = np.where(np.isnan(given).all(axis=0), np.nan, filled)
+    return Rewards(total, filled, parts, weights, components, judgement, completions)
+
+
+def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """(B, G) with the mean of the readable values, along `axis` or of all, where one is nan, and 0 without any."""
+    readable = ~np.isnan(values)
+    total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
+    return np.where(readable, values, total / np.maximum(number, 1))
+
+
+def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
+    """Advantages of the chosen groups, numbered through all draws, (B, G) float32."""
+    if config.combine_rewards == "normalize":
+        parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
+        return grpo.decoupled_advantages(parts, draws[0].rewards.weights, config.signal_floor)
+    rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
+    return grpo.group_advantages(rewards, config.scale_rewards, config.advantage, config.signal_floor)
+
+
+def has_signal(advantages: np.ndarray) -> np.ndarray:
+    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards differ by more than noise."""
+    return (advantages != 0).any(axis=1)
+
+
+def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], np.ndarray]:
+    """
+    The B groups that are trained, numbered through all draws, ascending, and their advantages, (B, G).
+
+    They are the first that have a signal; where there are too few, the first without one fill up the batch.
+    """
+    everything = list(range(len(draws) * config.batch))
+    advantages = advantages_of(config, draws, everything)
+    if len(draws) == 1:
+        return everything, advantages
+    chosen = sorted(np.argsort(~has_signal(advantages), kind="stable")[: config.batch].tolist())
+    return chosen, advantages_of(config, draws, chosen)
+
+
+def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:
+    """
+    Prompts of every row, and one rollout of the chosen groups, whose mask is empty where a row is not trained.
+
+    --truncated mask leaves out the rows that ran into --max-tokens.
+    """
+    rows = [group * config.groups + member for group in chosen for member in range(config.groups)]
+    prompts = [prompt for draw in draws for prompt in draw.prompts for _ in range(config.groups)]
+    reasons = [reason for draw in draws for reason in draw.rollout.finish_reasons]
+    width = max(draw.rollout.mask.shape[1] for draw in draws)
+
+    def merged(arrays: list[mx.array]) -> mx.array:  # what is padded lies outside the mask
+        return mx.concatenate([mx.pad(a, [(0, 0), (0, width - a.shape[1])]) for a in arrays])[mx.array(rows)]
+
+    fields = ("completion_ids", "logprobs", "mask")
+    ids, logprobs, mask = (merged([getattr(draw.rollout, name) for draw in draws]) for name in fields)
+    reasons = [reasons[row] for row in rows]
+    if config.truncated == "mask":
+        mask = mask * mx.array([[reason != "length"] for reason in reasons])
+    rollout = draws[-1].rollout._replace(completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons)
+    return [prompts[row] for row in rows], rollout

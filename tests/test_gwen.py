@@ -690,7 +690,7 @@ def test_an_adapter_that_is_not_of_this_model_is_named(directory, tmp_path, tens
 def test_an_adapter_directory_without_an_adapter_is_named(directory, tmp_path):
     with raises_one_line("no adapter_config.json there"):
         gwen.load_model(directory, mx.float32, tmp_path / "nothing")
-    adapter = write_adapter(tmp_path / "adapter", {"x": mx.zeros(1)}, fine_tune_type="lora")
+    adapter = write_adapter(tmp_path / "adapter", {"x": mx.zeros(1)}, fine_tune_type="lora", lora_parameters={"scale": 1.0})
     (adapter / "adapters.safetensors").unlink()
     with raises_one_line("adapters.safetensors is not a whole safetensors file"):
         gwen.load_model(directory, mx.float32, adapter)

@@ -128,7 +128,9 @@ TEXTS = {
     "noise.parquet": "PAR1 or not",
     "prompts.txt": "a\nb\n",
     "long.jsonl": json.dumps({"prompt": LONG, "split": "train"}) + '\n{"prompt": "a", "split": "test"}\n',
-    "long_test.jsonl": '{"prompt": "a", "split": "train"}\n' + json.dumps({"prompt": LONG, "split": "test"}) + "\n",
+    "long_test.jsonl": '{"prompt": "a", "answer": "1", "split": "train"}\n'
+    + json.dumps({"prompt": LONG, "answer": "1", "split": "test"})
+    + "\n",
     "sums.jsonl": "".join(json.dumps(example) + "\n" for example in SUMS),
     "questions.jsonl": "".join(json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS),
     "colon.yaml": "criteria: [a\nb: }",

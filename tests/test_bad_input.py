@@ -96,7 +96,6 @@ def exits(completions, **_): raise SystemExit(0)
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def infinite(completions, **_): return [float("inf")] * len(completions)
 def huge(completions, **_): return [-1e30] * len(completions)
-def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(completions))]
 def too_few(completions, **_): return [1.0]
 def words(completions, **_): return ["good"] * len(completions)
 def nothing(completions, **_): pass
@@ -106,6 +105,7 @@ import json
 def deep(completions, **_): return [json.loads("{") for text in completions]
 def missing(completions, **_): return [1.0, None, 2.0, 3.0]
 def wants_more(completions, colour): return [1.0] * len(completions)
+def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(completions))]
 number = 3
 """
 TEXTS = {
@@ -130,7 +130,9 @@ TEXTS = {
     "noise.parquet": "PAR1 or not",
     "prompts.txt": "a\nb\n",
     "long.jsonl": json.dumps({"prompt": LONG, "split": "train"}) + '\n{"prompt": "a", "split": "test"}\n',
-    "long_test.jsonl": '{"prompt": "a", "split": "train"}\n' + json.dumps({"prompt": LONG, "split": "test"}) + "\n",
+    "long_test.jsonl": '{"prompt": "a", "answer": "1", "split": "train"}\n'
+    + json.dumps({"prompt": LONG, "answer": "1", "split": "test"})
+    + "\n",
     "sums.jsonl": "".join(json.dumps(example) + "\n" for example in SUMS),
     "questions.jsonl": "".join(json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS),
     "colon.yaml": "criteria: [a\nb: }",
@@ -915,14 +917,14 @@ def test_a_disk_that_fills_before_anything_was_saved_says_so(tmp_path):
 
 @pytest.mark.parametrize("size", [100, 4000])
 def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, size):
-    """At 100 bytes not even the settings can be written again, at 4,000 a log cannot grow."""
+    """At 100 bytes not even the settings can be written again, at 4,000 a log cannot grow; a change is noted first."""
     before = contents(run)
     done = command("train.py", "--resume", run, "--steps", "5", preexec_fn=limited(size))
     assert done.returncode == 2
     checked_line(done.stderr, str(run))
     after = contents(run)
     written = str(run / "config.yaml")
-    assert after.keys() == before.keys()
+    assert after.keys() == before.keys() | {str(run / "changes.jsonl")}
     assert after[written].replace(b"\nsteps: 5\n", b"\nsteps: 3\n") == before[written]
     assert all(after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name)
     assert command("train.py", "--resume", run, "--steps", "4").returncode == 0

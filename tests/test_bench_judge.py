@@ -41,6 +41,7 @@ def test_distinct_tokens_are_the_nodes_of_the_tree_of_prompts():
     assert bench.num_distinct(builder, work.prompts * 2, work.completions * 2) == len(nodes)
 
 
+@pytest.mark.slow
 def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
     with bench.model_directory("demo") as directory:
         model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)

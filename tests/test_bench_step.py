@@ -11,6 +11,7 @@ import bench_step
 TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3"]
 
 
+@pytest.mark.slow
 def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
     bench_step.main([*TINY, "--runs", "2", "--warmup", "0", "--engines", "ours"])
     lines = capsys.readouterr().out.splitlines()

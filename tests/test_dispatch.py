@@ -286,6 +286,7 @@ def test_what_other_kinds_have_in_the_file_stays(model, timed, store):
 # ---- who uses it
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_where_it_is_asked_to_and_gives_all_engines_the_result(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "ROW_COUNTS", (2, 4))
     flags = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0", "--runs", "1"]
@@ -339,6 +340,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     assert again.batch_size.rows == 256 and again.config.sharing is True
 
 
+@pytest.mark.slow
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
     its = train.Run(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
     run_files.write(its.config, tmp_path)

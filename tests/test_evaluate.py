@@ -285,6 +285,7 @@ def told(capsys, *flags):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "values", "own"])
 def test_the_command_repeats_a_run_s_last_evaluation_to_the_digit(runs, capsys, name, tmp_path):
     record = told(capsys, "--run", runs / name, "--out", tmp_path / "out.jsonl")
@@ -297,6 +298,7 @@ def test_the_command_repeats_a_run_s_last_evaluation_to_the_digit(runs, capsys, 
     assert answers == lines_of(tmp_path / "out.jsonl")
 
 
+@pytest.mark.slow
 def test_each_step_of_a_run_can_be_repeated(runs, capsys):
     for step, record in enumerate(lines_of(runs / "demo" / "eval.jsonl")):
         repeated = told(capsys, "--run", runs / "demo", "--step", step)
@@ -304,6 +306,7 @@ def test_each_step_of_a_run_can_be_repeated(runs, capsys):
         assert repeated | {"eval/s": 0, "step": step} == record | {"eval/s": 0}
 
 
+@pytest.mark.slow
 def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, tmp_path):
     (tmp_path / "other.jsonl").write_text('{"prompt": "What is two plus two?"}\n' * 3)
     record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)
@@ -311,6 +314,7 @@ def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, 
     assert record["eval/tokens"] <= 3 and record["eval/reward/short"] < 0
 
 
+@pytest.mark.slow
 def test_another_seed_or_temperature_draws_other_answers(runs, capsys, tmp_path):
     def drawn(*flags):
         told(capsys, "--run", runs / "demo", "--out", tmp_path / "out", "--samples", 4, *flags)
@@ -329,6 +333,7 @@ def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
     assert not any("None" in key for key in record)
 
 
+@pytest.mark.slow
 def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
     (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
@@ -338,6 +343,7 @@ def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_pat
     assert run.answers.read() == [{"step": 0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -360,6 +366,7 @@ def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(runs, cap
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: " + said.format(at=runs))
 
 
+@pytest.mark.slow
 def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_path):
     prompt = ["--prompt", "What is one plus two?", "--temp", "0"]
     sampler.main(["--run", str(runs / "demo"), *prompt])

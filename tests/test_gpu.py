@@ -243,6 +243,7 @@ def run_doctor(**environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(gpu.backend() != "", reason="a GPU is at hand")
 def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do():
     done = run_doctor()

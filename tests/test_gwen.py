@@ -207,6 +207,7 @@ def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(ch
         assert relative_error(logits, exact(TOKENS)) < error
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_computed_again_keeps_one_array():
     """Of N * L * C: the stream that goes in. What it adds to it would be a second."""
     tokens, peaks = mx.zeros((8, 128), mx.int32), []
@@ -690,7 +691,8 @@ def test_an_adapter_that_is_not_of_this_model_is_named(directory, tmp_path, tens
 def test_an_adapter_directory_without_an_adapter_is_named(directory, tmp_path):
     with raises_one_line("no adapter_config.json there"):
         gwen.load_model(directory, mx.float32, tmp_path / "nothing")
-    adapter = write_adapter(tmp_path / "adapter", {"x": mx.zeros(1)}, fine_tune_type="lora")
+    scale = {"lora_parameters": {"scale": 1.0}}
+    adapter = write_adapter(tmp_path / "adapter", {"x": mx.zeros(1)}, fine_tune_type="lora", **scale)
     (adapter / "adapters.safetensors").unlink()
     with raises_one_line("adapters.safetensors is not a whole safetensors file"):
         gwen.load_model(directory, mx.float32, adapter)

@@ -100,6 +100,7 @@ def command(program: str, *flags: Any, **environment: str) -> Any:
 # ---- what is in the cache
 
 
+@pytest.mark.slow
 def test_a_hub_id_in_the_cache_trains_without_the_hub(hub_cache, tmp_path):
     flags = "--task demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0 --reward-weights rubric=0".split()
     cache = {"HF_HUB_CACHE": str(hub_cache), "HF_HUB_OFFLINE": "1"}
@@ -331,6 +332,7 @@ def server(model_directory: Path) -> Iterator[http.server.ThreadingHTTPServer]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_download_fetches_what_is_needed_with_a_progress_bar_and_is_there_when_the_hub_has_gone(server, tmp_path):
     elsewhere = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",

@@ -1,6 +1,7 @@
 """The shape of the tree: floors, names, imports and what may happen while a module is imported."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -121,11 +122,14 @@ def test_contributing_says_what_lives_in_each_root_module():
     assert sorted(written) == sorted(ROOMS)
 
 
+provided = functools.cache(packages_distributions)  # it reads the directory of every package
+
+
 @each_module
 def test_a_root_module_is_not_named_like_anything_one_can_import(path):
     # The root is first on sys.path: a library that says `import kernels` would execute our kernels.py.
     assert path.stem not in sys.stdlib_module_names
-    assert path.stem not in packages_distributions(), f"{packages_distributions()[path.stem]} provide {path.stem}"
+    assert path.stem not in provided(), f"{provided()[path.stem]} provide {path.stem}"
 
 
 @each_module

@@ -110,7 +110,7 @@ def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tm
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("down_proj",)])
 def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(tiny_qwen3, tmp_path, targets):
     model = adapted(tiny_qwen3, targets=targets)
-    checkpoint.save_adapter(model, tmp_path)
+    checkpoint.save_adapter(model, tmp_path, "tiny")
     again = gwen.load_model(tiny_qwen3)
     base = again(TOKENS)
     lora.attach(again, tmp_path)
@@ -120,7 +120,7 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(t
 
 
 def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(tiny_qwen3, tmp_path):
-    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path)
+    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
     weights = dict(mx.load(str(tmp_path / "adapters.safetensors")))
     weights = {name: w for name, w in weights.items() if "k_proj" not in name and "up_proj" not in name}
     for index, name in enumerate(sorted(name for name in weights if name.endswith("lora_a"))):

@@ -45,6 +45,7 @@ def one_step(model, config, prompts):
     update.update(learner, batches, rollout, mx.array(grpo.group_advantages(rewards).reshape(-1)), None, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -101,6 +102,7 @@ def test_a_small_model_computes_no_layer_again():
     assert (config.train_token_budget, config.checkpoint_layers) == (1024, "off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on_gpu):
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)

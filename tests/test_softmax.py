@@ -157,6 +157,7 @@ def test_a_temperature_of_zero_an_unknown_head_and_an_unknown_gradient_are_refus
             lm_head.token_logprobs(normal(1, 1, 4), normal(8, 4), mx.array([[0]]), **choice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "gradient", "most"), [("frozen", "both", 60), ("trained", "both", 75)])
 def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, gradient, most):
     """One (N, T, V) array is 149 MiB for 256 positions and 595 for 1,024; no memory limit is set."""

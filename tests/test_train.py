@@ -255,7 +255,7 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
 
     monkeypatch.setattr(update, "update", spied)
     flags = ["--steps", "1", "--eval-every", "0", "--dynamic-sampling", "--train-share-prefix", "off"]
-    run = make_run(tmp_path, *flags)
+    run = make_run(tmp_path, *flags, "--target-kl", "0")  # which takes passes of its own
     train.train(run.config, run)
     (metrics,), lines = records(tmp_path / "metrics.jsonl"), records(tmp_path / "rollouts.jsonl")
     assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
@@ -297,7 +297,7 @@ def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_
 
 def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
     for how in ("keep", "mask", "punish"):
-        flags = ("--steps", "1", "--eval-every", "0", "--max-tokens", "7", "--truncated", how)
+        flags = ("--steps", "1", "--eval-every", "0", "--target-kl", "0", "--max-tokens", "7", "--truncated", how)
         (tmp_path / how).mkdir()
         run = make_run(tmp_path / how, *flags)
         train.train(run.config, run)
@@ -453,7 +453,8 @@ UNMEASURED = {
     "without a clip": (("--loss-type", "sapo", "--beta", "0.1"), {"clip_frac"}),
     "with nothing trained": (
         ("--max-tokens", "2", "--truncated", "mask", "--beta", "0.1"),
-        {"loss", "grad_norm", "pad_frac", "kl", "entropy", "clip_frac", "update/tok_s", "mismatch/logprob_abs_mean"}
+        {"loss", "grad_norm", "pad_frac", "kl", "entropy", "clip_frac", "update/tok_s", "update/kl"}
+        | {"mismatch/logprob_abs_mean"}
         | {"mismatch/logprob_abs_max", "mismatch/ratio_mean", "mismatch/ratio_max", "mismatch/over_cap_frac"},
     ),
 }
@@ -647,7 +648,7 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
     [
         ((update, "accumulate"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
         ((update, "accumulate"), "before", 6, 3),  # the second epoch: the step is finished first
-        ((update, "install"), "after", 5, 3),
+        ((update, "hold"), "before", 5, 3),
         ((train.Run, "report"), "before", 3, 3),
         ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
@@ -698,7 +699,7 @@ def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path
 
 
 def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
-    run = interrupted_run(tmp_path, monkeypatch, (update, "install"), "after", 7, presses=2)
+    run = interrupted_run(tmp_path, monkeypatch, (update, "hold"), "after", 7, presses=2)
     said = capsys.readouterr().err
     assert "the step is being finished; Ctrl-C again gives it up" in said
     assert f"step 4 is lost; step-000002 is whole, go on with: uv run train.py --resume {run}" in said

@@ -24,9 +24,7 @@ import grpo
 import gwen
 import lora
 import micro_batch
-import rubrics
 import run_files
-import tasks
 import telemetry
 from config import JudgeSettings, add_flags, check_judge, check_values, load_yaml, of_environment
 from config import flag as _flag
@@ -174,58 +172,6 @@ class Config(JudgeSettings, Training):
 
 # where 0 stands for auto
 AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadata.get("parse") is dispatch.parse_size}
-
-
-def make_task(config: Config, held_out: str | None = None) -> tasks.Task:
-    """
-    The task with the pieces that the settings override.
-
-    held_out: data to evaluate on, whole, instead of the held-out side. ValueError names the flag that is wrong.
-    """
-    task = tasks.load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
-    if config.rubric:
-        task = task._replace(rubric=Path(config.rubric), witness=None)
-    elif config.reward and "rubric" not in config.reward_weights:
-        task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
-    if config.reward:
-        loaded = [tasks.load_reward(spec) for spec in config.reward]
-        rewards = dict(loaded)
-        if len(rewards) < len(loaded):
-            raise ValueError(f"--reward {' '.join(config.reward)}: two rewards have the same name")
-        if taken := sorted(rewards.keys() & {"mean", "std", "zero_std_frac", "s"}):
-            raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
-        rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
-        task = task._replace(rewards=rewards, reward_weights=dict.fromkeys(rewards, 1.0) | rubric)
-    if config.truncated == "punish":
-        if "soft_overlong" in task.rewards:
-            raise ValueError("--truncated punish is the reward soft_overlong, which is given already; leave one out")
-        name, reward = tasks.load_reward(f"soft_overlong:{config.max_tokens}:{max(config.max_tokens // 5, 1)}")
-        task = task._replace(rewards=task.rewards | {name: reward}, reward_weights=task.reward_weights | {name: 1.0})
-    known = [*task.rewards, *(["rubric"] if task.rubric else [])]
-    if unknown := [name for name in config.reward_weights if name not in known]:
-        raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
-    weights = {name: config.reward_weights.get(name, task.reward_weights.get(name, 1.0)) for name in known}
-    # a weight of 0 switches a reward off, so that nobody pays for judging that counts for nothing
-    rewards = {name: reward for name, reward in task.rewards.items() if weights[name]}
-    rubric_path = task.rubric if weights.get("rubric") else None
-    if not rewards and rubric_path is None:
-        raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
-    # what is wrong with a reward or a rubric is said here, before a model is loaded
-    for name, reward in rewards.items():
-        try:
-            tasks.reward_columns(name, reward, tasks.reward_arguments(task.train or task.held_out))
-        except ValueError as error:
-            if config.reward:
-                raise
-            way = "give --reward, or --task values for a rubric alone"  # the user may never have named this reward
-            raise ValueError(f"{error}; {name} is a reward of --task {config.task}: {way}") from error
-    # no rubric in the reward, no judge that would need a witness; one that is asked for is taken
-    witness = Path(config.eval_rubric) if config.eval_rubric else task.witness if rubric_path else None
-    for path in filter(None, (rubric_path, witness)):
-        rubrics.load_rubric(path)
-    if config.eval_every and not task.held_out:
-        raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
-    return task._replace(rewards=rewards, reward_weights=weights, rubric=rubric_path, witness=witness)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -47,7 +47,9 @@ import settings
 import tasks
 import telemetry
 import update
+from examples import Example, epoch_indices, spread
 from micro_batch import micro_batches
+from rewards import call_reward
 from settings import Config
 
 MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluation, evenly spread over all
@@ -65,7 +67,7 @@ def train(config: Config, run: "Run") -> None:
         learner.num_forwards, draws, enough = 0, list[Draw](), False
         while not enough:
             number = run.num_draws + len(draws)
-            indices = tasks.epoch_indices(len(task.train), config.batch, number, config.seed)
+            indices = epoch_indices(len(task.train), config.batch, number, config.seed)
             examples = [task.train[index] for index in indices]
             prompts = [run.prompt_ids[index] for index in indices]
 
@@ -126,7 +128,7 @@ class Rewards(NamedTuple):
 class Draw(NamedTuple):
     """One batch of prompts with their completions, and what these earned."""
 
-    examples: list[tasks.Example]  # B
+    examples: list[Example]  # B
     prompts: list[list[int]]  # B
     rollout: sampler.Rollout
     rewards: Rewards
@@ -184,7 +186,7 @@ def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[l
 
 
 def reward_completions(
-    run: "Run", examples: list[tasks.Example], rollout: sampler.Rollout, clock: telemetry.PhaseClock
+    run: "Run", examples: list[Example], rollout: sampler.Rollout, clock: telemetry.PhaseClock
 ) -> Rewards:
     """
     Weighted sum of the task's verifiers and the judge, each called once.
@@ -203,7 +205,7 @@ def reward_completions(
     components: dict[str, np.ndarray] = {}
     with clock.phase("reward") as done:
         for name, reward in tqdm(task.rewards.items(), desc="reward", leave=False, disable=None):
-            components[name] = np.array(tasks.call_reward(name, reward, prompts, completions, columns))
+            components[name] = np.array(call_reward(name, reward, prompts, completions, columns))
         done()
     judgement = None
     if run.judge is not None:
@@ -213,7 +215,7 @@ def reward_completions(
             done()
     weights = [task.reward_weights[name] for name in components]
     for (name, values), weight in zip(components.items(), weights, strict=True):
-        if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
+        if (np.abs(weight * values) >= 1e15).any():  # as `rewards.call_reward` refuses it before weighting
             raise ValueError(
                 f"reward {name} times its weight {weight:g} passes 1e15; begin anew with lower --reward-weights"
             )
@@ -243,7 +245,7 @@ class Run:
         self.config, self.dir = config, run_dir
         self.step = 0
         self.num_draws = 0  # batches of prompts that the steps so far have drawn
-        self.task = settings.make_task(config)
+        self.task = tasks.make(config)
         self.model, self.tokenizer = gwen.load(config.model)
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
@@ -260,7 +262,7 @@ class Run:
         self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
-            self._render(tasks.spread(self.task.held_out, config.eval_limit), "held-out prompt")
+            self._render(spread(self.task.held_out, config.eval_limit), "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
         self.witness = None
         if config.eval_every:
@@ -289,7 +291,7 @@ class Run:
         """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
         config = self.config
         if not config.rollout_batch_size or (config.share_prefix == "auto" and gpu.on_gpu()):
-            num_held_out = len(tasks.spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
+            num_held_out = len(spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
             chosen, why = dispatch.choose(
                 self.model,
                 [len(prompt) for prompt in self.prompt_ids],
@@ -326,7 +328,7 @@ class Run:
             if is_paid:
                 self.judge.on_score = self.remember_scores  # now, for no step may come to its end
 
-    def _render(self, examples: list[tasks.Example], kind: str) -> list[list[int]]:
+    def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
         """Ids of every prompt. ValueError names one that leaves no room for its completion."""
         return tasks.render(
             self.tokenizer,
@@ -405,7 +407,7 @@ class Run:
             limit=config.eval_limit or None,
             thinking=config.thinking,
         )
-        for one in tasks.spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
+        for one in spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
             self.answers.write({"step": self.step} | one)
         record = {"step": self.step} | record
         self.evals.write(record)

@@ -39,6 +39,7 @@ import sampler
 import settings
 import tasks
 import train
+from examples import load_data
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -697,7 +698,7 @@ def test_a_users_own_rewards_stand_instead_of_all_of_the_tasks_the_rubric_too_un
     given = vars(settings.parse(["--model", "demo", *flags.format(at=mistakes).split()]))
     named = {field.name for field in dataclasses.fields(settings.Config)}
     config, _ = settings.resolve({k: v for k, v in given.items() if k in named and v is not None}, None, None)
-    task = settings.make_task(config)
+    task = tasks.make(config)
     assert task.reward_weights == weights and (task.rubric is not None) == ("rubric" in weights)
 
 
@@ -1025,7 +1026,7 @@ def test_any_json_lines_are_taken_or_refused(scratch, records, columns):
 @given(content=st.binary(max_size=60), ending=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
 def test_any_bytes_are_taken_or_refused_as_data(scratch, content, ending):
     (scratch / f"bytes{ending}").write_bytes(content)
-    one_line(lambda: tasks.load_data(str(scratch / f"bytes{ending}")))
+    one_line(lambda: load_data(str(scratch / f"bytes{ending}")))
 
 
 @examples(250)

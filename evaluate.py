@@ -35,7 +35,9 @@ import sampler
 import tasks
 import telemetry
 from config import Config, JudgeSettings, Parser, add_flags, fail, resolve, stop
+from examples import Example, spread
 from micro_batch import completion_hidden, in_rows, micro_batches
+from rewards import Reward, call_reward, reward_arguments, reward_columns
 
 KEY = 1 << 96  # of the evaluation's randomness; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions that go through the model before training at once
@@ -80,7 +82,7 @@ def half_width(by_problem: np.ndarray) -> float | None:
 class Answers(NamedTuple):
     """K completions of each problem, problem-major."""
 
-    problems: list[tasks.Example]  # N, of each completion
+    problems: list[Example]  # N, of each completion
     rollout: sampler.Rollout
     texts: list[str]  # N, without end tokens
 
@@ -92,7 +94,7 @@ class Answers(NamedTuple):
 def answer(
     model: gwen.Model,
     tokenizer: Any,
-    problems: list[tasks.Example],
+    problems: list[Example],
     prompts: list[list[int]],
     params: sampler.SamplingParams,
     *,
@@ -105,13 +107,13 @@ def answer(
     return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts)
 
 
-def call(name: str, reward: tasks.Reward, answers: Answers) -> np.ndarray:
+def call(name: str, reward: Reward, answers: Answers) -> np.ndarray:
     """What a reward or verifier gives for each completion, (N,)."""
     names = [name for name in answers.problems[0] if name != "prompt"]
     columns: dict[str, Any] = {name: [problem[name] for problem in answers.problems] for name in names}
     columns["num_tokens"] = answers.num_tokens.tolist()
     prompts = [problem["prompt"] for problem in answers.problems]
-    return np.array(tasks.call_reward(name, reward, prompts, answers.texts, columns))
+    return np.array(call_reward(name, reward, prompts, answers.texts, columns))
 
 
 def judged(grader: judge.Grader, answers: Answers) -> judge.Judgement:
@@ -221,7 +223,7 @@ def evaluate(
     Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
     """
     begin = time.perf_counter()
-    numbers = tasks.spread(list(range(len(task.held_out))), limit)
+    numbers = spread(list(range(len(task.held_out))), limit)
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
@@ -234,7 +236,7 @@ def evaluate(
         kind="held-out prompt",
     )
     for name, reward in task.rewards.items():
-        tasks.reward_columns(name, reward, tasks.reward_arguments(problems))
+        reward_columns(name, reward, reward_arguments(problems))
     if rollout_batch_size is None:
         rollout_batch_size = dispatch.USUAL_ROWS
         if gpu.on_gpu():
@@ -324,7 +326,7 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
 
 
 def by_criterion(
-    kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[tasks.Example], samples: int
+    kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[Example], samples: int
 ) -> dict[str, np.ndarray]:
     """Mean scores of each problem by criterion, of the judge by category too; of a reversed criterion 5 is bad."""
     measured = {}

@@ -15,8 +15,8 @@ import numpy as np
 import grpo
 import sampler
 import scores
-import tasks
 from config import Config
+from examples import Example
 
 
 class Rewards(NamedTuple):
@@ -34,7 +34,7 @@ class Rewards(NamedTuple):
 class Draw(NamedTuple):
     """One batch of prompts with their completions, and what these earned."""
 
-    examples: list[tasks.Example]  # B
+    examples: list[Example]  # B
     prompts: list[list[int]]  # B
     rollout: sampler.Rollout
     rewards: Rewards
@@ -54,7 +54,7 @@ def weigh(
     completion, and what the verifiers say of it counts in full.
     """
     for (name, values), weight in zip(components.items(), weights, strict=True):
-        if (np.abs(weight * values) >= 1e15).any():  # as `tasks.call_reward` refuses it before weighting
+        if (np.abs(weight * values) >= 1e15).any():  # as `rewards.call_reward` refuses it before weighting
             raise ValueError(
                 f"reward {name} times its weight {weight:g} passes 1e15; begin anew with lower --reward-weights"
             )

@@ -31,6 +31,7 @@ import tasks
 import telemetry
 import update
 from config import Config
+from examples import Example, spread
 from groups import Draw
 from metrics import Step, completion_records, step_metrics
 
@@ -59,7 +60,7 @@ class Run:
         self.base = gwen.load(config.model)[0] if needs_base else None
         self.prompt_ids = self._render(self.task.train, "training prompt")
         if config.eval_every:
-            self._render(tasks.spread(self.task.held_out, config.eval_limit), "held-out prompt")
+            self._render(spread(self.task.held_out, config.eval_limit), "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
         self.witness = None
         if config.eval_every:
@@ -91,7 +92,7 @@ class Run:
             usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
             config.rollout_batch_size = config.rollout_batch_size or usual
         elif not config.rollout_batch_size or config.share_prefix == "auto":
-            num_held_out = len(tasks.spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
+            num_held_out = len(spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
             chosen, why = dispatch.choose(
                 self.model,
                 [len(prompt) for prompt in self.prompt_ids],
@@ -128,7 +129,7 @@ class Run:
             if is_paid:
                 self.judge.on_score = self.remember_scores  # now, for no step may come to its end
 
-    def _render(self, examples: list[tasks.Example], kind: str) -> list[list[int]]:
+    def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
         """Ids of every prompt. ValueError names one that leaves no room for its completion."""
         return tasks.render(
             self.tokenizer,
@@ -207,7 +208,7 @@ class Run:
             limit=config.eval_limit or None,
             thinking=config.thinking,
         )
-        for one in tasks.spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
+        for one in spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
             self.answers.write({"step": self.step} | one)
         record = {"step": self.step} | record
         self.evals.write(record)

@@ -33,6 +33,7 @@ import run_files
 import softmax
 import tasks
 from config import Config, Parser, fail, stop
+from examples import check_text
 from kv_cache import KVCache, SlotCache
 
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
@@ -444,7 +445,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
-                tasks.check_text(flag, text)
+                check_text(flag, text)
         name, why = gwen.choose_model(args.model, adapter)
         model, tokenizer = gwen.load(name, adapter=adapter)
         prompts = tasks.render(

@@ -34,8 +34,10 @@ import tasks
 import telemetry
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
+from examples import Example, epoch_indices
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
 from micro_batch import micro_batches
+from rewards import call_reward
 from run import Run, evaluation_is_due, publish
 
 
@@ -86,7 +88,7 @@ def draw_groups(config: Config, run: Run, clock: telemetry.PhaseClock) -> tuple[
     draws: list[Draw] = []
     while True:
         number = run.num_draws + len(draws)
-        indices = tasks.epoch_indices(len(run.task.train), config.batch, number, config.seed)
+        indices = epoch_indices(len(run.task.train), config.batch, number, config.seed)
         examples = [run.task.train[index] for index in indices]
         prompts = [run.prompt_ids[index] for index in indices]
         with clock.phase("rollout") as done:
@@ -107,7 +109,7 @@ def draw_groups(config: Config, run: Run, clock: telemetry.PhaseClock) -> tuple[
 
 
 def reward_completions(
-    run: Run, examples: list[tasks.Example], rollout: sampler.Rollout, clock: telemetry.PhaseClock
+    run: Run, examples: list[Example], rollout: sampler.Rollout, clock: telemetry.PhaseClock
 ) -> Rewards:
     """The weighted sum of the task's verifiers and the judge, each called once."""
     config, task = run.config, run.task
@@ -121,7 +123,7 @@ def reward_completions(
     components: dict[str, np.ndarray] = {}
     with clock.phase("reward") as done:
         for name, reward in tqdm(task.rewards.items(), desc="reward", leave=False, disable=None):
-            components[name] = np.array(tasks.call_reward(name, reward, prompts, completions, columns))
+            components[name] = np.array(call_reward(name, reward, prompts, completions, columns))
         done()
     judgement = None
     if run.judge is not None:

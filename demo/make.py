@@ -43,6 +43,7 @@ import gwen
 import hub
 import rubrics
 import tasks
+from examples import Example
 
 FOLDER = Path(__file__).parent
 FORGETS = 0.75  # share of the carries that the student's teacher forgets
@@ -139,13 +140,13 @@ ODD_WORDS = (
 )
 
 
-def true_scores(problem: tasks.Example, completion: str) -> list[int]:
+def true_scores(problem: Example, completion: str) -> list[int]:
     """The scores by the three criteria of `data/demo_rubric.yaml`, in order, that a perfect judge gives."""
     right = tasks.demo_correct([problem["prompt"]], [completion], [problem["answer"]]) == [1]
     return [5 if right else 1, 1 + 2 * len(repeated(problem, completion)), 5 if completion.rstrip()[-1:] == "." else 1]
 
 
-def repeated(problem: tasks.Example, completion: str) -> list[int]:
+def repeated(problem: Example, completion: str) -> list[int]:
     """The problem's two numbers, so far as the completion names them before its last number."""
     named = Counter(tasks.numbers_in(completion)[:-1])
     return list((Counter(tasks.numbers_in(problem["prompt"])) & named).elements())
@@ -160,7 +161,7 @@ def wrong_total(rng: random.Random, a: int, b: int) -> int:
     return rng.choice([n for n in near if 0 <= n < 100 and n != a + b])
 
 
-def first_answer(rng: random.Random, problem: tasks.Example) -> tuple[str, list[int]]:
+def first_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
     """
     A completion to judge and its scores in the first stage: half are right, some are odd, one in six attacks the judge.
 
@@ -191,7 +192,7 @@ def attacked(rng: random.Random, text: str) -> str:
     return text + joint + " ".join(rng.choices(ATTACK_WORDS, k=rng.randrange(1, 8)))
 
 
-def honest_answer(rng: random.Random, problem: tasks.Example) -> tuple[str, list[int]]:
+def honest_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
     """
     A completion to judge and its true scores, as trained policies write: a reply with up to three things wrong.
 
@@ -288,11 +289,11 @@ def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
 # ---- training
 
 
-EXERCISES: dict[str, Callable[[tasks.Example, str], list[int]]] = {  # of the judge: question, numbers to name
+EXERCISES: dict[str, Callable[[Example, str], list[int]]] = {  # of the judge: question, numbers to name
     "Which number is right?": lambda problem, completion: tasks.numbers_in(problem["answer"]),
     "Which numbers does the answer repeat?": lambda problem, completion: repeated(problem, completion),
 }
-Answer = Callable[[random.Random, tasks.Example], tuple[str, list[int]]]  # a completion to judge and its scores
+Answer = Callable[[random.Random, Example], tuple[str, list[int]]]  # a completion to judge and its scores
 
 
 class Stage(NamedTuple):
@@ -350,7 +351,7 @@ class Lessons:
         )
         return Lesson(self.encode(chat), [*self.encode(text), self.eos], {})
 
-    def judged(self) -> tuple[tasks.Example, str, list[int]]:
+    def judged(self) -> tuple[Example, str, list[int]]:
         """A problem, an answer to it and its scores; each problem has `answers_each` answers, one after another."""
         if self.num_judged % self.answers_each == 0:
             self.problem = tasks.demo_problem(*draw_pair(self.rng), self.rng.randrange(3))
@@ -371,7 +372,7 @@ class Lessons:
             shared + self.exercises[question], [*self.encode(said), self.eos], self.marks(problem, completion)
         )
 
-    def marks(self, problem: tasks.Example, completion: str) -> dict[int, int]:
+    def marks(self, problem: Example, completion: str) -> dict[int, int]:
         """
         What the judge thinks where a number of the answer ends: {place in its prompt: digit}, 5 or 1.
 

@@ -12,6 +12,7 @@ os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if lacks_compiler():
         terminalreporter.write_line(f"tests/metal: kernels were not run, {toolchain.MISSING}")
+
+
+def message_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The ValueError that a call must raise, which must be one line."""
+    with pytest.raises(ValueError) as caught:
+        call(*args, **kwargs)
+    assert type(caught.value) is ValueError, "a kind of ValueError that somebody else raised"
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 700, text
+    return text
 
 
 def normal(*shape: int, scale: float = 1.0) -> mx.array:

@@ -10,10 +10,10 @@ import grpo
 import gwen
 import micro_batch
 import sampler
-import tasks
 import train
 import update
 from config import given, parse
+from examples import epoch_indices
 
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 
@@ -37,7 +37,7 @@ def make_run(tmp_path, *flags):
 def sample(run, key=1):
     """Examples, prompts of every row, and completions of them."""
     config = run.config
-    indices = tasks.epoch_indices(len(run.task.train), config.batch, 0, 0)
+    indices = epoch_indices(len(run.task.train), config.batch, 0, 0)
     prompts = [run.prompt_ids[index] for index in indices]
     rollout = sampler.rollout(
         run.model,

@@ -41,6 +41,7 @@ import sampler
 import tasks
 import train
 from config import Config, parse
+from examples import load_data
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -1032,7 +1033,7 @@ def test_any_json_lines_are_taken_or_refused(scratch, records, columns):
 @given(content=st.binary(max_size=60), ending=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
 def test_any_bytes_are_taken_or_refused_as_data(scratch, content, ending):
     (scratch / f"bytes{ending}").write_bytes(content)
-    one_line(lambda: tasks.load_data(str(scratch / f"bytes{ending}")))
+    one_line(lambda: load_data(str(scratch / f"bytes{ending}")))
 
 
 @examples(250)

@@ -20,6 +20,7 @@ import scores
 import tasks
 import telemetry
 import train
+from examples import spread
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     for index, (_, layer) in enumerate(lora.layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
     record, _ = evaluate.evaluate(model, tokenizer, task, samples=2, temperature=0.8, **settings)
-    problems = tasks.spread(task.held_out, 12)
+    problems = spread(task.held_out, 12)
     prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
     rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=evaluate.KEY)

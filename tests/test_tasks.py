@@ -1,8 +1,8 @@
-"""Tasks: the splits, the scorer, the loaders against hostile files, users' rewards, and the order of prompts."""
+"""Tasks: their data and its sides, the verifiers, and prompts as ids."""
 
-import asyncio
 import json
 import re
+import subprocess
 import sys
 import time
 import types
@@ -12,25 +12,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from conftest import message_of
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasks
+from answers import extract_answer, parse_number
 
 ROOT = Path(tasks.__file__).parent
-fuzz = settings(
-    max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-
-def message_of(call, *args, **kwargs) -> str:
-    """The ValueError that a call must raise, which must be one line."""
-    with pytest.raises(ValueError) as caught:
-        call(*args, **kwargs)
-    assert type(caught.value) is ValueError, "a kind of ValueError that somebody else raised"
-    text = str(caught.value)
-    assert "\n" not in text and len(text) < 700, text
-    return text
+fuzz = settings(max_examples=500, deadline=None, derandomize=True)
 
 
 # ---- tasks
@@ -176,12 +166,6 @@ def test_equal_numbers_of_a_problem_are_both_repeated_or_neither_is():
     assert [tasks.demo_correct(completions=[text], **asked) for text in texts] == [[1], [1], [0], [0]]
 
 
-def test_a_cell_of_a_csv_may_be_a_document(tmp_path):
-    path = tmp_path / "long.csv"
-    path.write_text(f"prompt,answer\n{'word ' * 40_000},1\n")
-    assert len(tasks.load("values", held_out=str(path)).held_out[0]["prompt"]) >= 199_999
-
-
 # ---- values
 
 
@@ -218,6 +202,7 @@ def test_the_values_labels_cover_every_criterion_and_score_with_prompts_of_their
 
 
 # ---- gsm8k
+
 
 SCORED = [  # completion, reference, whether it is right
     ("\\boxed{42}", "42", True),
@@ -371,14 +356,14 @@ def test_a_hostile_completion_takes_bounded_time(text):
     begin = time.process_time()  # seconds of this process, whatever else the machine does
     tasks.gsm8k_correct(completions=[text], answer=["42"])
     tasks.gsm8k_format(completions=[text])
-    tasks.parse_number(text)
+    parse_number(text)
     assert time.process_time() - begin < 2, "300,000 characters, a hundred times what a model writes"
 
 
 @fuzz
 @given(st.text(alphabet="0123456789.,/-+eE^=$%{}\\ #\nboxedfracnswri", max_size=60) | st.text(max_size=60))
 def test_any_text_can_be_scored(text):
-    answer = tasks.extract_answer(text)
+    answer = extract_answer(text)
     assert answer is None or (isinstance(answer, str) and answer)
     tasks.gsm8k_correct(completions=[text], answer=[text])
 
@@ -387,27 +372,14 @@ def test_any_text_can_be_scored(text):
 def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
     value = Fraction(f"{whole}.{cents:02}")
     for text in (f"{whole}.{cents:02}", f"{whole:,}.{cents:02}", f"{whole:,}.{cents:02}".replace(",", " ")):
-        assert tasks.parse_number(text) == value
-        assert tasks.parse_number(tasks.extract_answer(f"So we get \\boxed{{{text}}}.")) == value
-        assert tasks.parse_number(tasks.extract_answer(f"The answer is {text}.")) == value
+        assert parse_number(text) == value
+        assert parse_number(extract_answer(f"So we get \\boxed{{{text}}}.")) == value
+        assert parse_number(extract_answer(f"The answer is {text}.")) == value
 
 
 @pytest.mark.parametrize("text", ["1e101", "1e-101", "1e999999999", "9" * 101, "1/0", "x1.5", "2^10", "3 4", "", "e5"])
 def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
-    assert tasks.parse_number(text) is None
-
-
-def test_the_format_reward_wants_one_marked_answer():
-    texts = [
-        "\\boxed{42}",
-        "#### 42",
-        "42",
-        "\\boxed{1} \\boxed{2}",
-        "\\boxed{42}\n#### 42",
-        "#### Plan\n\\boxed{42}",
-        "",
-    ]
-    assert tasks.gsm8k_format(completions=texts) == [1, 1, 0, 0, 0, 1, 0]
+    assert parse_number(text) is None
 
 
 def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_path):
@@ -424,17 +396,14 @@ def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_
     assert "line 1: answer 'some' is not a number" in message_of(tasks.load, "gsm8k", data=str(path))
 
 
-class Rows(list):
-    def to_list(self):
-        return list(self)
-
-
 def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
     asked = []
 
     def load_dataset(name, config, split):
         asked.append((name, config, split))
-        return Rows([{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(3)])
+        return types.SimpleNamespace(
+            to_list=lambda: [{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(3)]
+        )
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     task = tasks.load("gsm8k")
@@ -448,214 +417,6 @@ def test_a_hub_out_of_reach_is_one_line_that_names_data_as_the_fix(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert "--data FILE.jsonl" in message_of(tasks.load, "gsm8k")
-    assert "owner/name" in message_of(tasks.load_data, "owner/name:main")
-
-
-# ---- data files
-
-
-def written(path: Path, content: str | bytes) -> str:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(path)
-
-
-def test_the_same_records_come_out_of_every_kind_of_file(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{"prompt": 'Hé\u2028llo, "you"?', "answer": "1"}, {"prompt": "two\nlines", "answer": "2"}]
-    jsonl = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in rows)
-    table = '\ufeffprompt,answer\n"Hé\u2028llo, ""you""?",1\n\n"two\nlines",2\n'
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    files = [
-        written(tmp_path / f"a{end}", text)
-        for end, text in ((".jsonl", jsonl), (".json", json.dumps(rows)), (".csv", table))
-    ]
-    for file in [*files, str(tmp_path / "a.parquet")]:
-        assert tasks.load_data(file) == rows, file
-
-
-def test_columns_are_renamed_kept_and_filled(tmp_path):
-    path = written(tmp_path / "a.jsonl", '{"question": "a?", "level": 3}\n{"question": "b?", "solution": "x"}\n')
-    examples = tasks.load_data(path, "prompt=question, answer=solution")
-    assert examples == [{"prompt": "a?", "answer": None, "level": 3}, {"prompt": "b?", "answer": "x", "level": None}]
-    assert [list(example) for example in examples] == [list(examples[0])] * 2
-
-
-def test_chat_messages_are_reduced_to_role_and_content(tmp_path):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi", "name": None}]
-    path = written(tmp_path / "a.jsonl", json.dumps({"prompt": messages}))
-    prompt = tasks.load_data(path)[0]["prompt"]
-    assert prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert tasks.prompt_text(prompt) == "Hi" and tasks.prompt_text("Hi") == "Hi"
-
-
-USER = '{"role": "user", "content": "Hi"}'
-BAD_FILES = [  # file name, content, columns, what the message must hold
-    ("empty.jsonl", "", None, ["holds no records"]),
-    ("blank.jsonl", "\n \n", None, ["holds no records"]),
-    ("header.csv", "prompt,answer\n", None, ["holds no records"]),
-    ("empty.csv", "", None, ["holds no records"]),
-    ("empty.json", "", None, ["holds no records"]),
-    ("empty_list.json", "[]", None, ["holds no records"]),
-    ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n', None, ["a.jsonl, line 2", "not JSON", '{"prompt": "b"']),
-    ("a.json", '[{"prompt": "a"},\n{"prompt" "b"}]', None, ["a.json, line 2", "not JSON"]),
-    ("deep.jsonl", "[" * 100_000, None, ["line 1", "nested too deep"]),
-    ("digits.jsonl", '{"prompt": ' + "9" * 10_000 + "}", None, ["line 1"]),
-    ("object.json", '{"prompt": "a"}', None, ["not a list of records"]),
-    ("a.jsonl", '{"prompt": "a"}\n["b"]\n', None, ["line 2", "['b'] is not an object"]),
-    ("a.jsonl", '{"prompt": "a"}\n\n{"answer": "b"}\n', None, ["line 3", "no prompt", "'answer'", "--columns prompt="]),
-    ("a.jsonl", '{"prompt": null}', None, ["line 1", "no prompt"]),
-    ("a.jsonl", '{"prompt": 42}', None, ["line 1", "42", "int"]),
-    ("a.jsonl", '{"prompt": {"role": "user"}}', None, ["line 1", "dict"]),
-    ("a.jsonl", '{"prompt": "  "}', None, ["line 1", "prompt is empty"]),
-    ("a.jsonl", '{"prompt": "\\ud83d"}', None, ["line 1", "surrogate"]),
-    ("a.jsonl", '{"prompt": []}', None, ["line 1", "empty list"]),
-    ("a.jsonl", '{"prompt": ["Hi"]}', None, ["message 1", "'Hi'"]),
-    ("a.jsonl", '{"prompt": [{"role": "user"}]}', None, ["message 1", "content"]),
-    ("a.jsonl", '{"prompt": [{"role": "user", "content": 3}]}', None, ["message 1", "int"]),
-    ("a.jsonl", '{"prompt": [{"role": "user", "content": ""}]}', None, ["message 1", "empty"]),
-    ("a.jsonl", '{"prompt": [{"role": "User", "content": "Hi"}]}', None, ["message 1", "'User'"]),
-    ("a.jsonl", f'{{"prompt": [{USER}, {{"role": "system", "content": "x"}}]}}', None, ["message 2", "'system'"]),
-    ("a.jsonl", f'{{"prompt": [{USER}, {{"role": "assistant", "content": "x"}}]}}', None, ["must be the user's"]),
-    ("a.jsonl", f'{{"prompt": [{{"role": "system", "content": "x"}}, {USER}], "system": "y"}}', None, ["keep one"]),
-    ("a.jsonl", '{"prompt": "a", "system": 3}', None, ["system", "int"]),
-    ("a.jsonl", '{"prompt": "a", "category": []}', None, ["category", "list"]),
-    ("a.jsonl", '{"prompt": "a", "completions": "b"}', None, ["'completions'", "rename"]),
-    ("a.jsonl", '{"prompt": "a", "b\\nc": 1}', "prompt=b", ["no column 'b'", "'b\\nc'"]),
-    ("a.jsonl", '{"question": "a"}', "prompt=qestion", ["no column 'qestion'", "did you mean 'question'?"]),
-    ("a.jsonl", '{"question": "a"}', "prompt", ["'prompt'", "write prompt=question"]),
-    ("a.jsonl", '{"question": "a"}', "", ["--columns: ''"]),
-    ("a.jsonl", '{"question": "a"}', "prompt=question,prompt=question", ["once"]),
-    ("a.csv", "prompt,answer\na,1,2\n", None, ["a.csv, line 2", "3 fields where the header has 2"]),
-    ("a.csv", "prompt,answer\na\n", None, ["a.csv, line 2", "1 fields"]),
-    ("a.csv", "prompt,prompt\na,b\n", None, ["line 1", "'prompt'", "twice"]),
-    ("a.csv", "prompt,\na,b\n", None, ["line 1", "empty"]),
-    ("a.csv", 'prompt\n"open\n', None, ["a.csv, line", "not CSV"]),
-    ("a.csv", "prompt,answer\n,b\n", None, ["line 2", "no prompt"]),
-    ("a.csv", b"prompt\nok\n\xff\xfe\n", None, ["a.csv, line 3", "0xff", "UTF-8"]),
-    ("a.jsonl", b"\x80", None, ["a.jsonl, line 1", "0x80"]),
-    ("a.parquet", "prompt", None, ["a.parquet", "not a readable parquet file"]),
-    ("empty.parquet", "", None, ["not a readable parquet file"]),
-    ("a.txt", "Hi", None, ["unknown ending '.txt'", ".jsonl"]),
-    ("noending", "Hi", None, ["unknown ending ''"]),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "columns", "expected"), BAD_FILES, ids=lambda value: repr(value)[:40])
-def test_a_bad_file_is_one_line_that_names_place_value_and_fix(tmp_path, name, content, columns, expected):
-    path = written(tmp_path / name, content)
-    text = message_of(tasks.load_data, path, columns)
-    for part in [name, *expected] if columns is None or "no column" in expected[0] else expected:
-        assert part in text, text
-
-
-def test_a_missing_file_a_directory_and_an_unreadable_file_are_told_apart(tmp_path):
-    assert "no such file" in message_of(tasks.load_data, str(tmp_path / "missing.jsonl"))
-    assert "no such file" in message_of(tasks.load_data, "data/missing.txt")
-    assert "is a directory" in message_of(tasks.load_data, str(tmp_path))
-
-
-def test_a_hub_dataset_is_named_with_configuration_and_split(monkeypatch):
-    asked = []
-
-    def load_dataset(name, config, split):
-        asked.append((name, config, split))
-        return Rows([{"prompt": "a"}])
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    for spec in (
-        "o/n",
-        "o/n:main",
-        "o/n:test",
-        "o/n:main:test",
-        "o/n::test",
-        "o/n:main:train[:9]",
-        "o/n:train[:9]",
-        "o/n-2.5",
-    ):
-        assert tasks.load_data(spec) == [{"prompt": "a"}]
-    assert asked == [
-        ("o/n", None, "train"),
-        ("o/n", "main", "train"),
-        ("o/n", None, "test"),
-        ("o/n", "main", "test"),
-        ("o/n", None, "test"),
-        ("o/n", "main", "train[:9]"),
-        ("o/n", None, "train[:9]"),
-        ("o/n-2.5", None, "train"),
-    ]
-
-
-def loads_or_says_why(path: Path, content: bytes, columns: str | None = None) -> None:
-    """Loading gives examples of equal keys with a good prompt, or one line of our own."""
-    path.write_bytes(content)
-    try:
-        examples = tasks.load_data(str(path), columns)
-    except ValueError as error:
-        assert type(error) is ValueError and "\n" not in str(error) and path.name in str(error), repr(error)
-        return
-    assert examples and all(list(example) == list(examples[0]) for example in examples)
-    assert all(tasks.prompt_text(example["prompt"]).strip() for example in examples)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "role", "content", "x\n"]), inner)
-    ),
-    max_leaves=8,
-)
-ROLES = st.sampled_from(["system", "user", "assistant", "tool", "", None])
-MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=4) | st.none()}), max_size=3)
-OPTIONAL = {"system": JSON, "answer": JSON, "category": JSON, "completions": JSON}
-RECORD = st.fixed_dictionaries({"prompt": st.text(max_size=8) | MESSAGES | JSON}, optional=OPTIONAL) | JSON
-
-
-@fuzz
-@given(st.binary(max_size=80), st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
-def test_random_bytes_are_data_or_one_line(tmp_path, content, ending):
-    loads_or_says_why(tmp_path / f"fuzz{ending}", content)
-
-
-@fuzz
-@given(st.lists(RECORD, max_size=4), st.booleans())
-def test_random_json_lines_are_data_or_one_line(tmp_path, records, escape):
-    text = "\n".join(json.dumps(record, ensure_ascii=escape) for record in records)
-    loads_or_says_why(tmp_path / "fuzz.jsonl", text.encode("utf-8", "surrogatepass"))
-
-
-@fuzz
-@given(st.lists(RECORD, max_size=4), st.sampled_from([None, "prompt=content", "answer=prompt,prompt=answer"]))
-def test_a_random_json_list_is_data_or_one_line(tmp_path, records, columns):
-    path = tmp_path / "fuzz.json"
-    path.write_text(json.dumps(records))
-    try:
-        tasks.load_data(str(path), columns)
-    except ValueError as error:
-        assert type(error) is ValueError and "\n" not in str(error), repr(error)
-
-
-@fuzz
-@given(st.text(alphabet='prompt,"\n\r;\ta\x00', max_size=40) | st.text(max_size=40))
-def test_random_csv_is_data_or_one_line(tmp_path, text):
-    loads_or_says_why(tmp_path / "fuzz.csv", ("prompt,answer\n" + text).encode("utf-8", "surrogatepass"))
-
-
-@fuzz
-@given(st.data())
-def test_a_damaged_parquet_file_is_data_or_one_line(tmp_path, data):
-    import pyarrow
-    import pyarrow.parquet
-
-    path = tmp_path / "fuzz.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": [1, None]}), path, use_dictionary=False)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    loads_or_says_why(
-        path, bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
-    )
 
 
 # ---- prompts
@@ -685,218 +446,13 @@ def test_a_prompt_is_rendered_once_by_the_chat_template():
     assert shown([{"role": "user", "content": "Hi"}]) == "[user]Hi[answer]"
 
 
-@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 5))
-def test_every_prompt_comes_once_an_epoch_and_never_twice_in_a_batch(num_examples, batch, seed):
-    steps = [tasks.epoch_indices(num_examples, batch, step, seed) for step in range(3 * num_examples // batch + 2)]
-    stream = [index for step in steps for index in step]
-    for begin in range(0, len(stream) - num_examples + 1, num_examples):
-        assert sorted(stream[begin : begin + num_examples]) == list(range(num_examples))
-    if num_examples >= batch:
-        assert all(len(set(step)) == batch for step in steps)
-
-
-def test_the_order_of_prompts_depends_on_seed_and_step_alone():
-    forward = [tasks.epoch_indices(100, 7, step, 3) for step in range(50)]
-    tasks._epoch_order.cache_clear()
-    backward = [tasks.epoch_indices(100, 7, step, 3) for step in reversed(range(50))][::-1]
-    assert forward == backward
-    assert forward[0] == [54, 53, 3, 24, 69, 68, 50], "a change here breaks the resume of older runs"
-    assert forward[0] != tasks.epoch_indices(100, 7, 0, 4) and set(forward[0]) != set(range(7))
-    first, second = (
-        [i for s in range(n * 10, n * 10 + 10) for i in tasks.epoch_indices(100, 10, s, 3)] for n in (0, 1)
-    )
-    assert sorted(first) == sorted(second) and sum(a == b for a, b in zip(first, second, strict=True)) < 10
-
-
-# ---- rewards that a user brings
-
-
-@pytest.fixture
-def reward_file(tmp_path):
-    def write(body: str) -> str:
-        path = tmp_path / "my.py"
-        path.write_text(body)
-        return str(path)
-
-    return write
-
-
-def test_a_reward_is_loaded_by_path_with_its_neighbours_and_leaves_no_trace_on_the_path(tmp_path, reward_file):
-    (tmp_path / "reward_neighbour.py").write_text("FACTOR = 2\n")
-    file = reward_file(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom reward_neighbour import FACTOR\n"
-        "@dataclass\nclass Weights:\n    by: float = FACTOR\n"
-        "def brevity(completions, **_):\n    return [-Weights().by * len(text) for text in completions]\n"
-    )
-    before = list(sys.path)
-    name, fn = tasks.load_reward(f"{file}:brevity")
-    assert name == "brevity" and sys.path == before
-    assert tasks.call_reward(name, fn, ["p"], ["abc"], {}) == [-6.0]
-
-
-BAD_REWARD_FILES = [  # body, function, what the message must hold
-    ("def brevity(): pass", "brevty", ["no function 'brevty'", "did you mean 'brevity'?"]),
-    ("fn = 3", "fn", ["int", "not a function"]),
-    ("import no_such_module_anywhere", "fn", ["ModuleNotFoundError", "no_such_module_anywhere"]),
-    ("def fn(:", "fn", ["SyntaxError"]),
-    ("1 / 0", "fn", ["ZeroDivisionError"]),
-    ("import sys; sys.exit(0)", "fn", ["SystemExit"]),
-    ("raise ValueError('two\\nlines')", "fn", ["two lines"]),
-    ("def rubric(): pass", "rubric", ["belongs to the judge"]),
-]
-
-
-@pytest.mark.parametrize(("body", "function", "expected"), BAD_REWARD_FILES)
-def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, function, expected):
-    text = message_of(tasks.load_reward, f"{reward_file(body)}:{function}")
-    assert all(part in text for part in ["my.py", *expected]), text
-
-
-def test_a_bad_reward_spec_is_one_line_that_names_the_form(tmp_path):
-    for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
-        assert "FILE.py:function" in message_of(tasks.load_reward, spec)
-    assert "not a Python file" in message_of(tasks.load_reward, f"{tmp_path}/missing.py:fn")
-    for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
-        assert "positive whole numbers" in message_of(tasks.load_reward, spec)
-
-
-def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
-    seen = {}
-
-    def named(completions, answer, unknown=7):
-        seen["named"] = (completions, answer, unknown)
-        return [0] * len(completions)
-
-    def every(**columns):
-        seen["every"] = sorted(columns)
-        return [0] * 2
-
-    columns = {"answer": ["x", "y"], "level": [1, 2]}
-    tasks.call_reward("named", named, ["p", "q"], ["a", "b"], columns)
-    tasks.call_reward("every", every, ["p", "q"], ["a", "b"], columns)
-    assert seen == {"named": (["a", "b"], ["x", "y"], 7), "every": ["answer", "completions", "level", "prompts"]}
-
-
-def test_a_reward_cannot_change_the_trainers_lists():
-    completions = ["a", "b"]
-    tasks.call_reward("greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {})
-    assert completions == ["a", "b"]
-
-
-def test_an_async_reward_is_awaited():
-    async def slow(completions):
-        async def one(text):
-            await asyncio.sleep(0.01 * len(text))
-            return len(text)
-
-        return await asyncio.gather(*map(one, completions))
-
-    assert tasks.call_reward("slow", slow, ["p"] * 3, ["aaa", "a", ""], {}) == [3.0, 1.0, 0.0]
-
-    async def broken(completions):
-        raise KeyError("no such key")
-
-    assert "reward broken raised KeyError: 'no such key'" in message_of(
-        tasks.call_reward, "broken", broken, ["p"], ["a"], {}
-    )
-
-
-class Array:
-    """Stands in for an array of any library."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def tolist(self):
-        return self.values
-
-
-class Scalar:
-    ndim = 0
-
-    def item(self):
-        return 2.5
-
-
-@pytest.mark.parametrize(
-    "value", [[1, 0.5], (1, 0.5), Array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
-)
-def test_rewards_of_any_real_type_become_floats(value):
-    rewards = tasks.call_reward("fn", lambda completions: value, ["p", "q"], ["a", "b"], {})
-    assert rewards == [1.0, 0.5] and all(type(reward) is float for reward in rewards)
-    assert tasks.call_reward("fn", lambda completions: [Scalar()], ["p"], ["a"], {}) == [2.5]
-
-
-BAD_REWARDS = [
-    (None, ["None", "not a list"]),
-    ("ab", ["'ab'", "not a list"]),
-    ({"a": 1, "b": 2}, ["not a list"]),
-    (iter([1, 2]), ["not a list"]),
-    (3.0, ["not a list"]),
-    ([1.0], ["1 values for 2 completions"]),
-    ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
-    ([1.0, None], ["None for row 1"]),
-    ([1.0, "2"], ["'2' for row 1"]),
-    ([float("nan"), 1.0], ["nan for row 0"]),
-    ([1.0, float("-inf")], ["-inf for row 1"]),
-    ([1.0, 10**400], ["for row 1"]),
-    ([1.0, 1j], ["1j for row 1"]),
-    ([[1.0], [2.0]], ["[1.0] for row 0"]),
-]
-
-
-@pytest.mark.parametrize(("value", "expected"), BAD_REWARDS, ids=lambda value: repr(value)[:20])
-def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
-    text = message_of(tasks.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {})
-    assert all(part in text for part in ["reward mine", *expected]), text
-
-
-def test_what_a_reward_raises_is_told_in_one_line_with_its_cause():
-    def fails(completions):
-        raise RuntimeError("first line\nsecond line")
-
-    with pytest.raises(ValueError, match="reward fails raised RuntimeError: first line second line") as caught:
-        tasks.call_reward("fails", fails, ["p"], ["a"], {})
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_an_argument_that_nobody_gives_is_named():
-    def needs(completions, answer):
-        return [0.0]
-
-    def by_place(completions, /):
-        return [0.0]
-
-    assert "needs 'answer'" in message_of(tasks.call_reward, "needs", needs, ["p"], ["a"], {"level": [1]})
-    assert "needs 'completions'" in message_of(tasks.call_reward, "by_place", by_place, ["p"], ["a"], {})
-
-
-def test_the_overlong_punishment_is_dapos():
-    name, fn = tasks.load_reward("soft_overlong:100:20")
-    rewards = tasks.call_reward(name, fn, ["p"] * 6, [""] * 6, {"num_tokens": [0, 80, 85, 90, 100, 130]})
-    assert rewards == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-
-
-def test_the_length_reward_is_best_at_its_target():
-    name, fn = tasks.load_reward("length:40")
-    assert tasks.call_reward(name, fn, ["p"] * 5, [""] * 5, {"num_tokens": [0, 20, 40, 60, 400]}) == [
-        -1,
-        -0.5,
-        0,
-        -0.5,
-        -1,
-    ]
-    name, fn = tasks.load_reward("boxed_once")
-    assert tasks.call_reward(name, fn, ["p"], ["\\boxed{1}"], {"num_tokens": [3]}) == [1.0]
-
-
 # ---- recipes and layout
 
 
-def test_tasks_import_nothing_heavy_and_nothing_of_the_project():
-    import subprocess
-
-    code = "import sys, tasks; print(sorted({'mlx', 'datasets', 'pyarrow', 'numpy', 'gwen'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["examples", "rewards", "tasks"])
+def test_data_rewards_and_tasks_import_nothing_heavy(module):
+    heavy = {"mlx", "datasets", "pyarrow", "gwen"} | ({"numpy"} if module != "tasks" else set())
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -907,20 +463,3 @@ def test_a_recipe_is_flat_and_names_its_task(name):
     assert recipe["task"] == name.removesuffix("-3b") and recipe["groups"] == 8
     assert all(isinstance(value, (str, int, float)) and "-" not in key for key, value in recipe.items())
     assert isinstance(recipe["learning_rate"], float), "1e-5 without a dot is a string in YAML 1.1"
-
-
-def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answer(tmp_path):
-    user, reply = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
-    rows = [{"messages": [user, reply]}, {"messages": [user]}, {"messages": [user, reply, user, reply], "answer": "4"}]
-    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    examples = tasks.load_data(str(tmp_path / "chat.jsonl"))
-    assert [example["prompt"] for example in examples] == [[user], [user], [user, reply, user]]
-    assert [example["answer"] for example in examples] == ["Four.", None, "4"]
-    assert all("messages" not in example for example in examples)
-    (tmp_path / "both.jsonl").write_text(json.dumps({"prompt": "Hi", "messages": [user, reply]}))
-    assert tasks.load_data(str(tmp_path / "both.jsonl"))[0] == {"prompt": "Hi", "messages": [user, reply]}
-    for bad in ([], [reply], "Hi", None):
-        (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": bad}))
-        with pytest.raises(ValueError, match="line 1: ") as error:
-            tasks.load_data(str(tmp_path / "bad.jsonl"))
-        assert "\n" not in str(error.value)

@@ -1,0 +1,347 @@
+"""
+What users bring as data: records read from a file or the hub, checked, held out or not, and passed over in order.
+
+An example is a dictionary with a prompt; all examples of one source have the same keys. No model is known here, and no
+array library. What is left out: what a task makes of its examples. Whatever is wrong with a record is a ValueError of
+one line that names the file, the place, the value and the fix.
+
+JSON lines, JSON and CSV are not read by `datasets` or pyarrow: both lose the line of a mistake; `datasets` reads the
+answer "007" of a CSV file as 7.0 and "None" as missing, pyarrow refuses JSON answers of different types.
+"""
+
+import csv
+import difflib
+import io
+import json
+import logging
+import os
+import random
+import re
+import reprlib
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
+Records = list[tuple[str, Any]]  # where a record stands ("line 3"), and what stands there
+SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
+RESERVED = ("prompts", "completions", "num_tokens")  # what rewards are called with besides the columns
+MOST_HELD_OUT = 256  # prompts, of data that has no column `split`
+_reprlib = reprlib.Repr()
+_reprlib.maxstring = _reprlib.maxother = 60
+
+
+# ---- what error messages quote
+
+
+def short(value: Any) -> str:
+    """A value for an error message: one line, a few dozen characters, whatever the value is."""
+    return _reprlib.repr(value)
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and message of an error, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The words ", did you mean ...?" with the nearest of the known names, nothing where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+# ---- files and the hub
+
+
+def load_data(spec: str, columns: str | None = None) -> list[Example]:
+    """
+    The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
+
+    spec: a file (.jsonl, .json with a list, .csv, .parquet), or a hub dataset id[:config][:split] (split train).
+    columns: "prompt=question,answer=solution" gives columns of the file the names on the left.
+    A prompt is a string or chat messages, `system` and `category` are strings, every further column is kept as it is.
+    Without a prompt the column `messages` is taken, less the assistant's reply where it ends with one; the reply is the
+    `answer` of data that has no such column.
+
+    Raises ValueError naming file, line or record, value and fix.
+    """
+    return make_examples(spec, read_records(spec), columns)
+
+
+def read_records(spec: str) -> Records:
+    """What `load_data` reads, before it is checked. Raises ValueError when it cannot be read or holds no record."""
+    path = Path(spec)
+    reader = _READERS.get(path.suffix.lower())
+    endings = ", ".join(_READERS)
+    if os.path.isdir(path):  # not path.is_dir(), which raises for a name that is too long
+        raise ValueError(f"--data {spec} is a directory; name one file in it ({endings})")
+    if not os.path.isfile(path):
+        hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)  # config holds no slice [...]
+        if hub is None or re.fullmatch(r"\.[A-Za-z]+", path.suffix):
+            raise ValueError(f"--data {spec}: no such file; give {endings} or a hub dataset owner/name:config:split")
+        name, config, split = hub.groups()
+        if split is None and config in SPLITS:  # a single part
+            config, split = None, config
+        try:
+            records = hub_records(name, config or None, split or "train")
+        except Exception as error:  # the hub's client raises kinds of its own
+            why = f"no such file, and no hub dataset that can be loaded ({one_line(error)})"
+            raise ValueError(f"--data {spec}: {why}; check the spelling and the network") from error
+    elif reader is None:
+        raise ValueError(f"--data {spec} has the unknown ending {path.suffix!r}; the endings read are {endings}")
+    else:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"--data {spec} cannot be read: {error.strerror}") from error
+        records = list(reader(spec, content))
+    if not records:
+        raise ValueError(f"--data {spec} holds no records; it needs at least one with a prompt")
+    return records
+
+
+def _text(spec: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")  # some editors put a mark before the first character
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        byte = f"0x{content[error.start]:02x}"
+        raise ValueError(f"{spec}, line {line}: byte {byte} is not UTF-8; save the file as UTF-8") from error
+
+
+def _json(spec: str, where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if "\n" in text and isinstance(error, json.JSONDecodeError):
+            where = f"line {error.lineno}"
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error).split(":")[0]
+        raise ValueError(f"{spec}, {where}: not JSON ({reason}): {short(text.strip())}; correct that line") from error
+
+
+def _jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_text(spec, content).split("\n"), 1):  # not splitlines: U+2028 may stand in a string
+        if line.strip():
+            yield f"line {number}", _json(spec, f"line {number}", line)
+
+
+def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    if not content.strip():
+        return
+    records = _json(spec, "line 1", _text(spec, content))
+    if not isinstance(records, list):
+        raise ValueError(f"{spec} holds {short(records)}, not a list of records; write [{{...}}, ...] or use .jsonl")
+    yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
+
+
+def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Rows by the header's names; an empty cell is a missing value, a row of another length an error."""
+    rows = csv.reader(io.StringIO(_text(spec, content), newline=""), strict=True)
+    header: list[str] | None = None
+    csv.field_size_limit(2**31 - 1)  # a cell may be a document; the module's own limit is 131,072 characters
+    try:
+        for row in filter(None, rows):
+            where = f"line {rows.line_num}"
+            if header is None:
+                header = row
+                if wrong := [name for name in header if not name.strip() or header.count(name) > 1]:
+                    raise ValueError(f"{spec}, {where}: column {short(wrong[0])} is empty or occurs twice; rename it")
+            elif len(row) != len(header):
+                count = f"{len(row)} fields where the header has {len(header)}"
+                raise ValueError(f"{spec}, {where}: {count}; quote fields that hold a comma")
+            else:
+                yield where, {name: cell or None for name, cell in zip(header, row, strict=True)}
+    except csv.Error as error:
+        raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({one_line(error)}); quote that field") from error
+
+
+def _parquet_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet  # here, because importing it takes half a second
+
+    try:
+        rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    except Exception as error:  # a damaged file raises many kinds
+        raise ValueError(f"{spec} is not a readable parquet file ({one_line(error)}); write it again") from error
+    yield from ((f"record {number}", row) for number, row in enumerate(rows, 1))
+
+
+_READERS = {".jsonl": _jsonl_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records}
+
+
+def hub_records(name: str, config: str | None, split: str) -> Records:
+    import datasets  # here, because importing it takes seconds
+
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its retries would fill a screen; what comes of them is said in one line
+    try:
+        rows = datasets.load_dataset(name, config, split=split).to_list()
+    finally:
+        logger.setLevel(level)
+    return [(f"record {number}", row) for number, row in enumerate(rows, 1)]
+
+
+# ---- records become examples
+
+
+def make_examples(source: str, records: Records, columns: str | None = None) -> list[Example]:
+    """Checked examples of equal keys from records; see `load_data`. Raises ValueError naming the record."""
+    for where, record in records:
+        if not isinstance(record, dict):
+            raise ValueError(f'{source}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
+    present = dict.fromkeys(name for _, record in records for name in record)
+    renames = _parse_columns(columns)
+    for ours, theirs in renames.items():
+        if theirs not in present:
+            hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
+            raise ValueError(f"--columns {ours}={theirs}: {source} has no column {theirs!r}{hint}")
+    examples = []
+    for where, record in records:
+        kept = {k: v for k, v in record.items() if k not in renames and k not in renames.values()}
+        example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
+        try:
+            examples.append(_checked(example if "prompt" in example else _of_messages(example)))
+        except ValueError as error:
+            raise ValueError(f"{source}, {where}: {error}") from error
+    names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
+    return [{name: example.get(name) for name in names} for example in examples]
+
+
+def _of_messages(example: Example) -> Example:
+    """The example with a prompt from its column `messages`, if it has one; see `load_data`."""
+    messages = example.get("messages")
+    if not isinstance(messages, list):
+        return example
+    kept = {name: value for name, value in example.items() if name != "messages"}
+    last = messages[-1] if messages else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        return {"answer": last.get("content")} | kept | {"prompt": messages[:-1]}
+    return kept | {"prompt": messages}
+
+
+def _parse_columns(columns: str | None) -> dict[str, str]:
+    """What "prompt=question,answer=solution" says, ours -> theirs. ValueError names a part that is malformed."""
+    renames: dict[str, str] = {}
+    for part in [] if columns is None else columns.split(","):
+        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
+        if not (ours and equals and theirs) or ours in renames:
+            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
+        renames[ours] = theirs
+    return renames
+
+
+def _checked(example: Example) -> Example:
+    """The example with its messages reduced to role and content. ValueError says what is wrong with it."""
+    if taken := [name for name in RESERVED if name in example]:
+        raise ValueError(
+            f"column {taken[0]!r} is an argument of rewards; rename it: --columns my_{taken[0]}={taken[0]}"
+        )
+    prompt = example.get("prompt")
+    if prompt is None:
+        others = [name for name in example if name != "prompt"]
+        raise ValueError(f"no prompt, only {short(others)}; add one or name the column: --columns prompt=COLUMN")
+    if isinstance(prompt, list):
+        prompt = _messages(prompt)
+    elif not isinstance(prompt, str):
+        raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
+    else:
+        check_text("prompt", prompt)
+    for name in ("system", "category"):
+        if example.get(name) is not None:
+            check_text(name, example[name])
+    if example.get("system") is not None and not isinstance(prompt, str) and prompt[0]["role"] == "system":
+        raise ValueError("both a system column and a system message in prompt; keep one of them")
+    return example | {"prompt": prompt}
+
+
+def _messages(prompt: list[Any]) -> list[dict[str, str]]:
+    """Chat messages, checked: an optional system message first, user and assistant after it, a user's last."""
+    if not prompt:
+        raise ValueError('prompt is an empty list; write [{"role": "user", "content": "..."}]')
+    for place, message in enumerate(prompt):
+        where = f"message {place + 1} of prompt"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'{where} is {short(message)}; write {{"role": "user", "content": "..."}}')
+        if message["role"] not in (("system", "user", "assistant") if place == 0 else ("user", "assistant")):
+            fix = "use user and assistant, and system only for the first message"
+            raise ValueError(f"{where} has role {short(message['role'])}; {fix}")
+        check_text(f"content of {where}", message["content"])
+    if prompt[-1]["role"] != "user":
+        raise ValueError(f"the last message of prompt is the {prompt[-1]['role']}'s; it must be the user's")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raises ValueError, by `name`, for what is no text that a tokenizer takes."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} {short(text)} is a {type(text).__name__}; it must be a string")
+    if not text.strip():
+        raise ValueError(f"{name} is empty; write some text")
+    if re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
+
+
+# ---- which examples, and in which order
+
+
+def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example]]:
+    """
+    (train, held out) of a user's examples, with no prompt on both sides.
+
+    A column `split` decides where there is one: "train", or "held_out", "test" or "validation". Else a tenth of the
+    different prompts is held out, from one to `MOST_HELD_OUT`, chosen by hash and not by place: a longer file keeps
+    most of its choice, and the order of the records does not matter.
+
+    Raises ValueError when `split` holds another word.
+    """
+    if any(example.get("split") is not None for example in examples):
+        if wrong := [short(example["split"]) for example in examples if example["split"] not in SPLITS]:
+            raise ValueError(f"column split holds {wrong[0]}; write train or held_out in all records, or rename it")
+        chosen = {prompt_key(example) for example in examples if example["split"] != "train"}
+    else:
+        keys = sorted({prompt_key(example) for example in examples})
+        chosen = set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
+    train = [example for example in examples if prompt_key(example) not in chosen]
+    return train, [example for example in examples if prompt_key(example) in chosen]
+
+
+def prompt_key(example: Example) -> str:
+    """The same for the same prompt, whatever else the examples hold."""
+    return sha256(json.dumps(example["prompt"], sort_keys=True).encode()).hexdigest()
+
+
+def spread(examples: list[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of them, evenly spread, so over all categories; 0 and None take all."""
+    num = min(limit or len(examples), len(examples))
+    return [examples[place * len(examples) // num] for place in range(num)]
+
+
+def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
+    """
+    The examples of one step, step counted from 0: prompts are shuffled and passed over in epochs, never drawn again
+    before all were seen.
+
+    A pure function of (seed, step), so a resumed run goes on where it stopped. A batch may span two epochs, and still
+    holds no example twice when num_examples >= batch (see `_epoch_order`).
+    """
+    assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
+    places = range(step * batch, (step + 1) * batch)
+    return [_epoch_order(num_examples, batch, place // num_examples, seed)[place % num_examples] for place in places]
+
+
+@lru_cache(maxsize=8)
+def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[int, ...]:
+    """
+    The order of one epoch.
+
+    Examples are dealt once into blocks of num_examples - batch + 1, and each epoch shuffles within the blocks. So an
+    example returns num_examples - (that size - 1) = batch places later at the soonest, which is the next batch.
+    """
+    order = list(range(num_examples))
+    random.Random(f"{seed}").shuffle(order)
+    size = max(num_examples - batch + 1, 1)
+    rng = random.Random(f"{seed} epoch {epoch}")
+    blocks = [order[begin : begin + size] for begin in range(0, num_examples, size)]
+    return tuple(index for block in blocks for index in rng.sample(block, len(block)))

@@ -1,0 +1,286 @@
+"""Examples: the loaders against hostile files, the hub, and the order of prompts."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from conftest import message_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import examples
+from tasks import prompt_text
+
+fuzz = settings(
+    max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+# ---- data files
+
+
+def written(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_the_same_records_come_out_of_every_kind_of_file(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": 'Hé\u2028llo, "you"?', "answer": "1"}, {"prompt": "two\nlines", "answer": "2"}]
+    jsonl = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in rows)
+    table = '\ufeffprompt,answer\n"Hé\u2028llo, ""you""?",1\n\n"two\nlines",2\n'
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    files = [
+        written(tmp_path / f"a{end}", text)
+        for end, text in ((".jsonl", jsonl), (".json", json.dumps(rows)), (".csv", table))
+    ]
+    for file in [*files, str(tmp_path / "a.parquet")]:
+        assert examples.load_data(file) == rows, file
+
+
+def test_columns_are_renamed_kept_and_filled(tmp_path):
+    path = written(tmp_path / "a.jsonl", '{"question": "a?", "level": 3}\n{"question": "b?", "solution": "x"}\n')
+    loaded = examples.load_data(path, "prompt=question, answer=solution")
+    assert loaded == [{"prompt": "a?", "answer": None, "level": 3}, {"prompt": "b?", "answer": "x", "level": None}]
+    assert [list(example) for example in loaded] == [list(loaded[0])] * 2
+
+
+def test_chat_messages_are_reduced_to_role_and_content(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi", "name": None}]
+    path = written(tmp_path / "a.jsonl", json.dumps({"prompt": messages}))
+    prompt = examples.load_data(path)[0]["prompt"]
+    assert prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert prompt_text(prompt) == "Hi" and prompt_text("Hi") == "Hi"
+
+
+def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answer(tmp_path):
+    user, reply = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
+    rows = [{"messages": [user, reply]}, {"messages": [user]}, {"messages": [user, reply, user, reply], "answer": "4"}]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    loaded = examples.load_data(str(tmp_path / "chat.jsonl"))
+    assert [example["prompt"] for example in loaded] == [[user], [user], [user, reply, user]]
+    assert [example["answer"] for example in loaded] == ["Four.", None, "4"]
+    assert all("messages" not in example for example in loaded)
+    (tmp_path / "both.jsonl").write_text(json.dumps({"prompt": "Hi", "messages": [user, reply]}))
+    assert examples.load_data(str(tmp_path / "both.jsonl"))[0] == {"prompt": "Hi", "messages": [user, reply]}
+    for bad in ([], [reply], "Hi", None):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": bad}))
+        with pytest.raises(ValueError, match="line 1: ") as error:
+            examples.load_data(str(tmp_path / "bad.jsonl"))
+        assert "\n" not in str(error.value)
+
+
+USER = '{"role": "user", "content": "Hi"}'
+
+
+BAD_FILES = [  # file name, content, columns, what the message must hold
+    ("empty.jsonl", "", None, ["holds no records"]),
+    ("blank.jsonl", "\n \n", None, ["holds no records"]),
+    ("header.csv", "prompt,answer\n", None, ["holds no records"]),
+    ("empty.csv", "", None, ["holds no records"]),
+    ("empty.json", "", None, ["holds no records"]),
+    ("empty_list.json", "[]", None, ["holds no records"]),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n', None, ["a.jsonl, line 2", "not JSON", '{"prompt": "b"']),
+    ("a.json", '[{"prompt": "a"},\n{"prompt" "b"}]', None, ["a.json, line 2", "not JSON"]),
+    ("deep.jsonl", "[" * 100_000, None, ["line 1", "nested too deep"]),
+    ("digits.jsonl", '{"prompt": ' + "9" * 10_000 + "}", None, ["line 1"]),
+    ("object.json", '{"prompt": "a"}', None, ["not a list of records"]),
+    ("a.jsonl", '{"prompt": "a"}\n["b"]\n', None, ["line 2", "['b'] is not an object"]),
+    ("a.jsonl", '{"prompt": "a"}\n\n{"answer": "b"}\n', None, ["line 3", "no prompt", "'answer'", "--columns prompt="]),
+    ("a.jsonl", '{"prompt": null}', None, ["line 1", "no prompt"]),
+    ("a.jsonl", '{"prompt": 42}', None, ["line 1", "42", "int"]),
+    ("a.jsonl", '{"prompt": {"role": "user"}}', None, ["line 1", "dict"]),
+    ("a.jsonl", '{"prompt": "  "}', None, ["line 1", "prompt is empty"]),
+    ("a.jsonl", '{"prompt": "\\ud83d"}', None, ["line 1", "surrogate"]),
+    ("a.jsonl", '{"prompt": []}', None, ["line 1", "empty list"]),
+    ("a.jsonl", '{"prompt": ["Hi"]}', None, ["message 1", "'Hi'"]),
+    ("a.jsonl", '{"prompt": [{"role": "user"}]}', None, ["message 1", "content"]),
+    ("a.jsonl", '{"prompt": [{"role": "user", "content": 3}]}', None, ["message 1", "int"]),
+    ("a.jsonl", '{"prompt": [{"role": "user", "content": ""}]}', None, ["message 1", "empty"]),
+    ("a.jsonl", '{"prompt": [{"role": "User", "content": "Hi"}]}', None, ["message 1", "'User'"]),
+    ("a.jsonl", f'{{"prompt": [{USER}, {{"role": "system", "content": "x"}}]}}', None, ["message 2", "'system'"]),
+    ("a.jsonl", f'{{"prompt": [{USER}, {{"role": "assistant", "content": "x"}}]}}', None, ["must be the user's"]),
+    ("a.jsonl", f'{{"prompt": [{{"role": "system", "content": "x"}}, {USER}], "system": "y"}}', None, ["keep one"]),
+    ("a.jsonl", '{"prompt": "a", "system": 3}', None, ["system", "int"]),
+    ("a.jsonl", '{"prompt": "a", "category": []}', None, ["category", "list"]),
+    ("a.jsonl", '{"prompt": "a", "completions": "b"}', None, ["'completions'", "rename"]),
+    ("a.jsonl", '{"prompt": "a", "b\\nc": 1}', "prompt=b", ["no column 'b'", "'b\\nc'"]),
+    ("a.jsonl", '{"question": "a"}', "prompt=qestion", ["no column 'qestion'", "did you mean 'question'?"]),
+    ("a.jsonl", '{"question": "a"}', "prompt", ["'prompt'", "write prompt=question"]),
+    ("a.jsonl", '{"question": "a"}', "", ["--columns: ''"]),
+    ("a.jsonl", '{"question": "a"}', "prompt=question,prompt=question", ["once"]),
+    ("a.csv", "prompt,answer\na,1,2\n", None, ["a.csv, line 2", "3 fields where the header has 2"]),
+    ("a.csv", "prompt,answer\na\n", None, ["a.csv, line 2", "1 fields"]),
+    ("a.csv", "prompt,prompt\na,b\n", None, ["line 1", "'prompt'", "twice"]),
+    ("a.csv", "prompt,\na,b\n", None, ["line 1", "empty"]),
+    ("a.csv", 'prompt\n"open\n', None, ["a.csv, line", "not CSV"]),
+    ("a.csv", "prompt,answer\n,b\n", None, ["line 2", "no prompt"]),
+    ("a.csv", b"prompt\nok\n\xff\xfe\n", None, ["a.csv, line 3", "0xff", "UTF-8"]),
+    ("a.jsonl", b"\x80", None, ["a.jsonl, line 1", "0x80"]),
+    ("a.parquet", "prompt", None, ["a.parquet", "not a readable parquet file"]),
+    ("empty.parquet", "", None, ["not a readable parquet file"]),
+    ("a.txt", "Hi", None, ["unknown ending '.txt'", ".jsonl"]),
+    ("noending", "Hi", None, ["unknown ending ''"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "columns", "expected"), BAD_FILES, ids=lambda value: repr(value)[:40])
+def test_a_bad_file_is_one_line_that_names_place_value_and_fix(tmp_path, name, content, columns, expected):
+    path = written(tmp_path / name, content)
+    text = message_of(examples.load_data, path, columns)
+    for part in [name, *expected] if columns is None or "no column" in expected[0] else expected:
+        assert part in text, text
+
+
+def test_a_cell_of_a_csv_may_be_a_document(tmp_path):
+    path = tmp_path / "long.csv"
+    path.write_text(f"prompt,answer\n{'word ' * 40_000},1\n")
+    assert len(examples.load_data(str(path))[0]["prompt"]) >= 199_999
+
+
+def test_a_missing_file_a_directory_and_an_unreadable_file_are_told_apart(tmp_path):
+    assert "no such file" in message_of(examples.load_data, str(tmp_path / "missing.jsonl"))
+    assert "no such file" in message_of(examples.load_data, "data/missing.txt")
+    assert "is a directory" in message_of(examples.load_data, str(tmp_path))
+
+
+def test_a_hub_out_of_reach_is_one_line_that_names_the_dataset(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach\nthe hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert "owner/name" in message_of(examples.load_data, "owner/name:main")
+
+
+def test_a_hub_dataset_is_named_with_configuration_and_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        return types.SimpleNamespace(to_list=lambda: [{"prompt": "a"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for spec in (
+        "o/n",
+        "o/n:main",
+        "o/n:test",
+        "o/n:main:test",
+        "o/n::test",
+        "o/n:main:train[:9]",
+        "o/n:train[:9]",
+        "o/n-2.5",
+    ):
+        assert examples.load_data(spec) == [{"prompt": "a"}]
+    assert asked == [
+        ("o/n", None, "train"),
+        ("o/n", "main", "train"),
+        ("o/n", None, "test"),
+        ("o/n", "main", "test"),
+        ("o/n", None, "test"),
+        ("o/n", "main", "train[:9]"),
+        ("o/n", None, "train[:9]"),
+        ("o/n-2.5", None, "train"),
+    ]
+
+
+def loads_or_says_why(path: Path, content: bytes, columns: str | None = None) -> None:
+    """Loading gives examples of equal keys with a good prompt, or one line of our own."""
+    path.write_bytes(content)
+    try:
+        loaded = examples.load_data(str(path), columns)
+    except ValueError as error:
+        assert type(error) is ValueError and "\n" not in str(error) and path.name in str(error), repr(error)
+        return
+    assert loaded and all(list(example) == list(loaded[0]) for example in loaded)
+    assert all(prompt_text(example["prompt"]).strip() for example in loaded)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "role", "content", "x\n"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+ROLES = st.sampled_from(["system", "user", "assistant", "tool", "", None])
+MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=4) | st.none()}), max_size=3)
+OPTIONAL = {"system": JSON, "answer": JSON, "category": JSON, "completions": JSON}
+RECORD = st.fixed_dictionaries({"prompt": st.text(max_size=8) | MESSAGES | JSON}, optional=OPTIONAL) | JSON
+
+
+@fuzz
+@given(st.binary(max_size=80), st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
+def test_random_bytes_are_data_or_one_line(tmp_path, content, ending):
+    loads_or_says_why(tmp_path / f"fuzz{ending}", content)
+
+
+@fuzz
+@given(st.lists(RECORD, max_size=4), st.booleans())
+def test_random_json_lines_are_data_or_one_line(tmp_path, records, escape):
+    text = "\n".join(json.dumps(record, ensure_ascii=escape) for record in records)
+    loads_or_says_why(tmp_path / "fuzz.jsonl", text.encode("utf-8", "surrogatepass"))
+
+
+@fuzz
+@given(st.lists(RECORD, max_size=4), st.sampled_from([None, "prompt=content", "answer=prompt,prompt=answer"]))
+def test_a_random_json_list_is_data_or_one_line(tmp_path, records, columns):
+    path = tmp_path / "fuzz.json"
+    path.write_text(json.dumps(records))
+    try:
+        examples.load_data(str(path), columns)
+    except ValueError as error:
+        assert type(error) is ValueError and "\n" not in str(error), repr(error)
+
+
+@fuzz
+@given(st.text(alphabet='prompt,"\n\r;\ta\x00', max_size=40) | st.text(max_size=40))
+def test_random_csv_is_data_or_one_line(tmp_path, text):
+    loads_or_says_why(tmp_path / "fuzz.csv", ("prompt,answer\n" + text).encode("utf-8", "surrogatepass"))
+
+
+@fuzz
+@given(st.data())
+def test_a_damaged_parquet_file_is_data_or_one_line(tmp_path, data):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "fuzz.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": [1, None]}), path, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    loads_or_says_why(
+        path, bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
+    )
+
+
+# ---- which examples, and in which order
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 5))
+def test_every_prompt_comes_once_an_epoch_and_never_twice_in_a_batch(num_examples, batch, seed):
+    steps = [examples.epoch_indices(num_examples, batch, step, seed) for step in range(3 * num_examples // batch + 2)]
+    stream = [index for step in steps for index in step]
+    for begin in range(0, len(stream) - num_examples + 1, num_examples):
+        assert sorted(stream[begin : begin + num_examples]) == list(range(num_examples))
+    if num_examples >= batch:
+        assert all(len(set(step)) == batch for step in steps)
+
+
+def test_the_order_of_prompts_depends_on_seed_and_step_alone():
+    forward = [examples.epoch_indices(100, 7, step, 3) for step in range(50)]
+    examples._epoch_order.cache_clear()
+    backward = [examples.epoch_indices(100, 7, step, 3) for step in reversed(range(50))][::-1]
+    assert forward == backward
+    assert forward[0] == [54, 53, 3, 24, 69, 68, 50], "a change here breaks the resume of older runs"
+    assert forward[0] != examples.epoch_indices(100, 7, 0, 4) and set(forward[0]) != set(range(7))
+    first, second = (
+        [i for s in range(n * 10, n * 10 + 10) for i in examples.epoch_indices(100, 10, s, 3)] for n in (0, 1)
+    )
+    assert sorted(first) == sorted(second) and sum(a == b for a, b in zip(first, second, strict=True)) < 10

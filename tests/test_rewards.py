@@ -1,0 +1,207 @@
+"""Reward functions: loaded from hostile files, called, checked; those that suit any task against their formulas."""
+
+import asyncio
+import sys
+from fractions import Fraction
+
+import pytest
+from conftest import message_of
+
+import rewards
+
+# ---- rewards that a user brings
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    def write(body: str) -> str:
+        path = tmp_path / "my.py"
+        path.write_text(body)
+        return str(path)
+
+    return write
+
+
+def test_a_reward_is_loaded_by_path_with_its_neighbours_and_leaves_no_trace_on_the_path(tmp_path, reward_file):
+    (tmp_path / "reward_neighbour.py").write_text("FACTOR = 2\n")
+    file = reward_file(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom reward_neighbour import FACTOR\n"
+        "@dataclass\nclass Weights:\n    by: float = FACTOR\n"
+        "def brevity(completions, **_):\n    return [-Weights().by * len(text) for text in completions]\n"
+    )
+    before = list(sys.path)
+    name, fn = rewards.load_reward(f"{file}:brevity")
+    assert name == "brevity" and sys.path == before
+    assert rewards.call_reward(name, fn, ["p"], ["abc"], {}) == [-6.0]
+
+
+BAD_REWARD_FILES = [  # body, function, what the message must hold
+    ("def brevity(): pass", "brevty", ["no function 'brevty'", "did you mean 'brevity'?"]),
+    ("fn = 3", "fn", ["int", "not a function"]),
+    ("import no_such_module_anywhere", "fn", ["ModuleNotFoundError", "no_such_module_anywhere"]),
+    ("def fn(:", "fn", ["SyntaxError"]),
+    ("1 / 0", "fn", ["ZeroDivisionError"]),
+    ("import sys; sys.exit(0)", "fn", ["SystemExit"]),
+    ("raise ValueError('two\\nlines')", "fn", ["two lines"]),
+    ("def rubric(): pass", "rubric", ["belongs to the judge"]),
+]
+
+
+@pytest.mark.parametrize(("body", "function", "expected"), BAD_REWARD_FILES)
+def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, function, expected):
+    text = message_of(rewards.load_reward, f"{reward_file(body)}:{function}")
+    assert all(part in text for part in ["my.py", *expected]), text
+
+
+def test_a_bad_reward_spec_is_one_line_that_names_the_form(tmp_path):
+    for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
+        assert "FILE.py:function" in message_of(rewards.load_reward, spec)
+    assert "not a Python file" in message_of(rewards.load_reward, f"{tmp_path}/missing.py:fn")
+    for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
+        assert "positive whole numbers" in message_of(rewards.load_reward, spec)
+
+
+def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
+    seen = {}
+
+    def named(completions, answer, unknown=7):
+        seen["named"] = (completions, answer, unknown)
+        return [0] * len(completions)
+
+    def every(**columns):
+        seen["every"] = sorted(columns)
+        return [0] * 2
+
+    columns = {"answer": ["x", "y"], "level": [1, 2]}
+    rewards.call_reward("named", named, ["p", "q"], ["a", "b"], columns)
+    rewards.call_reward("every", every, ["p", "q"], ["a", "b"], columns)
+    assert seen == {"named": (["a", "b"], ["x", "y"], 7), "every": ["answer", "completions", "level", "prompts"]}
+
+
+def test_a_reward_cannot_change_the_trainers_lists():
+    completions = ["a", "b"]
+    rewards.call_reward("greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {})
+    assert completions == ["a", "b"]
+
+
+def test_an_async_reward_is_awaited():
+    async def slow(completions):
+        async def one(text):
+            await asyncio.sleep(0.01 * len(text))
+            return len(text)
+
+        return await asyncio.gather(*map(one, completions))
+
+    assert rewards.call_reward("slow", slow, ["p"] * 3, ["aaa", "a", ""], {}) == [3.0, 1.0, 0.0]
+
+    async def broken(completions):
+        raise KeyError("no such key")
+
+    assert "reward broken raised KeyError: 'no such key'" in message_of(
+        rewards.call_reward, "broken", broken, ["p"], ["a"], {}
+    )
+
+
+class Array:
+    """Stands in for an array of any library."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def tolist(self):
+        return self.values
+
+
+class Scalar:
+    ndim = 0
+
+    def item(self):
+        return 2.5
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 0.5], (1, 0.5), Array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
+)
+def test_rewards_of_any_real_type_become_floats(value):
+    given = rewards.call_reward("fn", lambda completions: value, ["p", "q"], ["a", "b"], {})
+    assert given == [1.0, 0.5] and all(type(reward) is float for reward in given)
+    assert rewards.call_reward("fn", lambda completions: [Scalar()], ["p"], ["a"], {}) == [2.5]
+
+
+BAD_REWARDS = [
+    (None, ["None", "not a list"]),
+    ("ab", ["'ab'", "not a list"]),
+    ({"a": 1, "b": 2}, ["not a list"]),
+    (iter([1, 2]), ["not a list"]),
+    (3.0, ["not a list"]),
+    ([1.0], ["1 values for 2 completions"]),
+    ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
+    ([1.0, None], ["None for row 1"]),
+    ([1.0, "2"], ["'2' for row 1"]),
+    ([float("nan"), 1.0], ["nan for row 0"]),
+    ([1.0, float("-inf")], ["-inf for row 1"]),
+    ([1.0, 10**400], ["for row 1"]),
+    ([1.0, 1j], ["1j for row 1"]),
+    ([[1.0], [2.0]], ["[1.0] for row 0"]),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), BAD_REWARDS, ids=lambda value: repr(value)[:20])
+def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
+    text = message_of(rewards.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {})
+    assert all(part in text for part in ["reward mine", *expected]), text
+
+
+def test_what_a_reward_raises_is_told_in_one_line_with_its_cause():
+    def fails(completions):
+        raise RuntimeError("first line\nsecond line")
+
+    with pytest.raises(ValueError, match="reward fails raised RuntimeError: first line second line") as caught:
+        rewards.call_reward("fails", fails, ["p"], ["a"], {})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_argument_that_nobody_gives_is_named():
+    def needs(completions, answer):
+        return [0.0]
+
+    def by_place(completions, /):
+        return [0.0]
+
+    assert "needs 'answer'" in message_of(rewards.call_reward, "needs", needs, ["p"], ["a"], {"level": [1]})
+    assert "needs 'completions'" in message_of(rewards.call_reward, "by_place", by_place, ["p"], ["a"], {})
+
+
+# ---- for any task
+
+
+def test_the_overlong_punishment_is_dapos():
+    name, fn = rewards.load_reward("soft_overlong:100:20")
+    given = rewards.call_reward(name, fn, ["p"] * 6, [""] * 6, {"num_tokens": [0, 80, 85, 90, 100, 130]})
+    assert given == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_the_length_reward_is_best_at_its_target():
+    name, fn = rewards.load_reward("length:40")
+    assert rewards.call_reward(name, fn, ["p"] * 5, [""] * 5, {"num_tokens": [0, 20, 40, 60, 400]}) == [
+        -1,
+        -0.5,
+        0,
+        -0.5,
+        -1,
+    ]
+    name, fn = rewards.load_reward("boxed_once")
+    assert rewards.call_reward(name, fn, ["p"], ["\\boxed{1}"], {"num_tokens": [3]}) == [1.0]
+
+
+def test_the_format_reward_wants_one_marked_answer():
+    texts = [
+        "\\boxed{42}",
+        "#### 42",
+        "42",
+        "\\boxed{1} \\boxed{2}",
+        "\\boxed{42}\n#### 42",
+        "#### Plan\n\\boxed{42}",
+        "",
+    ]
+    assert rewards.boxed_once(completions=texts) == [1, 1, 0, 0, 0, 1, 0]

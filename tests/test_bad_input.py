@@ -160,10 +160,10 @@ TEXTS = {
     **{f"weight{n}.yaml": yaml.safe_dump({"criteria": [CRITERION | {"weight": weight}]}) for n, weight in enumerate(
         [0, float("nan"), float("inf"), "heavy", True, 10**400])},
     **{f"recipe{n}.yaml": text for n, text in enumerate([
-        "model: demo\nbach: 8", "batch: eight", "batch: 2.5", "batch: true", "batch: [8]", "groups: 1", "lr: .nan",
-        "lr: 1e-4", f"lr: 1{'0' * 400}", "steps: 99999999999", "temp: 0", "thinking: maybe", "model: 5", "task: [demo]",
+        "model: demo\nbach: 8", "batch: eight", "batch: 2.5", "batch: true", "batch: [8]", "groups: 1", "learning_rate: .nan",
+        "learning_rate: 1e-4", f"learning_rate: 1{'0' * 400}", "steps: 99999999999", "temp: 0", "thinking: maybe", "model: 5", "task: [demo]",
         "reward: one.py:fn", "reward: [1]", "lora_targets: []", "lora_targets: [qkv]",
-        "reward_weights: {correct: .inf}", "reward_weights: {1: 1}", "reward_weights: [1]", "loss: ppo",
+        "reward_weights: {correct: .inf}", "reward_weights: {1: 1}", "reward_weights: [1]", "loss_type: ppo",
         "data:", "1: 2"])},
 }  # fmt: skip
 
@@ -215,7 +215,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
 
 FLAGS: list[tuple[str, str]] = [
     ("--grups 4", "--grups is no flag of train.py; did you mean --groups?"),
-    ("--kl_coef 0.1", "--kl_coef is no flag .* did you mean --beta?"),
+    ("--kl_coef 0.1", "--kl_coef is no flag .* it is called --beta now"),
     ("--grou 4", "--grou is no flag"),  # no abbreviations: a later flag could change what they mean
     ("--xyzzy=5", "--xyzzy is no flag of train.py; --help lists them"),
     ("demo", "demo is no flag of train.py"),
@@ -963,7 +963,7 @@ RECORD = st.dictionaries(
     max_size=4,
 )
 YAML_WORDS = [
-    *("criteria:", "- ", "name", "weight: ", "batch: ", "lr: ", "reward: ", "!!timestamp ", "!!int ", "!!bool ", "&a "),
+    *("criteria:", "- ", "name", "weight: ", "batch: ", "learning_rate: ", "reward: ", "!!timestamp ", "!!int ", "!!bool ", "&a "),
     *("*a", "<<: ", "? ", "[", "]", "{", "}", "\n", "  ", "---\n", "2001-99-99", ".nan", "0x", "1:60", "=", "1e5", "~"),
 ]
 YAML_SOUP = st.text(st.sampled_from("ab12 .:-[]{},&*!|>%@`'\"#?\n\t~é\x00"), max_size=40) | st.lists(

@@ -109,7 +109,7 @@ def test_the_defaults_are_those_of_the_table():
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
     full = {"model": "demo", "lora_rank": 0}
     recipe = tmp_path / "full.yaml"
-    recipe.write_text("lora_rank: 0\nlr: 0.0003\n")
+    recipe.write_text("lora_rank: 0\nlearning_rate: 0.0003\n")
     assert resolve(full, None, None)[0].learning_rate == pytest.approx(0.0004)
     assert resolve(full | {"task": "values"}, None, None)[0].learning_rate == pytest.approx(5e-6)
     assert resolve(full | {"learning_rate": 0.002}, None, None)[0].learning_rate == 0.002

@@ -974,7 +974,7 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     run = make_run(tmp_path)
     run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
     examples, _, rollout = sample(run)
-    draw = train.Draw(examples, [], rollout, train.reward_completions(run, examples, rollout))
+    draw = train.Draw(examples, [], rollout, train.reward_completions(run, examples, rollout, telemetry.PhaseClock()))
     for row, record in enumerate(run.completions(draw, 6)):
         example = examples[row // 4]
         assert record["group"] == 6 + row // 4 and record["category"] == "sums"

@@ -28,7 +28,12 @@ def draw(runs: list[Path]) -> None:
     import matplotlib  # here, because it is no dependency of the project
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gwen", "font.family": "sans-serif", "font.size": 11}
+    matplotlib.rcParams |= {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "gwen",
+        "font.family": "sans-serif",
+        "font.size": 11,
+    }
     matplotlib.rcParams |= dict.fromkeys(["text.color", "axes.labelcolor", "xtick.color", "ytick.color"], INK)
     import matplotlib.pyplot as plt
 

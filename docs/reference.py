@@ -117,7 +117,7 @@ EVALUATION_METRICS = {
     "eval/entropy": "Entropy of the policy, nats per token.",
     "eval/tokens": "Mean length of an answer, tokens.",
     "eval/truncated_frac": "Share of answers cut off at `--max-tokens`.",
-    "eval/refusals": "Share of answers that begin with \"I can't\", \"I cannot\", \"I won't\", \"I'm unable\" or "
+    "eval/refusals": 'Share of answers that begin with "I can\'t", "I cannot", "I won\'t", "I\'m unable" or '
     '"I\'m sorry, but".',
     "eval/repeated": "Share of an answer's four-word sequences that repeat an earlier one in it, averaged.",
     "eval/num": "Number of problems.",

@@ -160,8 +160,9 @@ TEXTS = {
     **{f"weight{n}.yaml": yaml.safe_dump({"criteria": [CRITERION | {"weight": weight}]}) for n, weight in enumerate(
         [0, float("nan"), float("inf"), "heavy", True, 10**400])},
     **{f"recipe{n}.yaml": text for n, text in enumerate([
-        "model: demo\nbach: 8", "batch: eight", "batch: 2.5", "batch: true", "batch: [8]", "groups: 1", "learning_rate: .nan",
-        "learning_rate: 1e-4", f"learning_rate: 1{'0' * 400}", "steps: 99999999999", "temp: 0", "thinking: maybe", "model: 5", "task: [demo]",
+        "model: demo\nbach: 8", "batch: eight", "batch: 2.5", "batch: true", "batch: [8]", "groups: 1",
+        "learning_rate: .nan", "learning_rate: 1e-4", f"learning_rate: 1{'0' * 400}", "steps: 99999999999", "temp: 0",
+        "thinking: maybe", "model: 5", "task: [demo]",
         "reward: one.py:fn", "reward: [1]", "lora_targets: []", "lora_targets: [qkv]",
         "reward_weights: {correct: .inf}", "reward_weights: {1: 1}", "reward_weights: [1]", "loss_type: ppo",
         "data:", "1: 2"])},
@@ -963,7 +964,19 @@ RECORD = st.dictionaries(
     max_size=4,
 )
 YAML_WORDS = [
-    *("criteria:", "- ", "name", "weight: ", "batch: ", "learning_rate: ", "reward: ", "!!timestamp ", "!!int ", "!!bool ", "&a "),
+    *(
+        "criteria:",
+        "- ",
+        "name",
+        "weight: ",
+        "batch: ",
+        "learning_rate: ",
+        "reward: ",
+        "!!timestamp ",
+        "!!int ",
+        "!!bool ",
+        "&a ",
+    ),
     *("*a", "<<: ", "? ", "[", "]", "{", "}", "\n", "  ", "---\n", "2001-99-99", ".nan", "0x", "1:60", "=", "1e5", "~"),
 ]
 YAML_SOUP = st.text(st.sampled_from("ab12 .:-[]{},&*!|>%@`'\"#?\n\t~é\x00"), max_size=40) | st.lists(

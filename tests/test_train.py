@@ -1070,12 +1070,3 @@ def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
         settled = (run.config.rollout_batch_size, run.config.train_token_budget, run.config.checkpoint_layers)
         assert settled == (12, 1024, "off")
     assert make_config("--batch", "16", "--groups", "8").rollout_batch_size == 64
-
-
-def test_the_readme_names_every_setting_and_every_metric(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    assert [name for name in vars(make_config()) if f"`--{name.replace('_', '-')}`" not in readme] == []
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
-    train.train(run.config, run)
-    metrics = records(tmp_path / "metrics.jsonl")[0]
-    assert [key for key in metrics if f"`{key}`" not in readme and not key.startswith("reward/")] == []

@@ -172,18 +172,18 @@ ILLNESSES = (
     Illness(
         "reward without gain",
         hacked,
-        f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --lr",
+        f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --learning-rate",
     ),
-    Illness("entropy", entropy_lost, "Try a lower --lr, --entropy-coef 0.01 or a higher --temp"),
+    Illness("entropy", entropy_lost, "Try a lower --learning-rate, --entropy-coef 0.01 or a higher --temp"),
     Illness(
         "length",
         longer,
-        f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --lr",
+        f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --learning-rate",
     ),
     Illness(
         "truncated",
         truncated,
-        f"{READ}: answers cut short need a higher --max-tokens, babble a lower --lr",
+        f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate",
     ),
     Illness("unreadable", unreadable, "Try another --judge-model, or --judge-mode decode with --judge-think 512"),
     Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),

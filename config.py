@@ -211,17 +211,17 @@ class JudgeSettings:
         "how a score is read: from the first token's probabilities, or from a decoded reply",
         choices=("logits", "decode"),
     )
-    judge_think: int = flag(0, "most tokens of thought before a decoded reply; 0: none", low=0)
+    judge_think: int = flag(0, "maximum thinking tokens before a decoded reply; 0: none", low=0)
     judge_min_mass: float = flag(
-        0.5, "least probability on 1 to 5 at the first token; below it there is no score", low=1e-9, high=1.0
+        0.5, "minimum probability on 1 to 5; below it a score is unreadable", low=1e-9, high=1.0
     )
-    judge_chunk_size: int = flag(24, "evaluations at once; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
+    judge_chunk_size: int = flag(24, "evaluations per batch; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
     judge_url: str = flag(
         "", "OpenAI-compatible server to ask instead, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY"
     )
     judge_concurrency: int = flag(8, "requests to --judge-url at once", low=1, high=2**10)
     judge_timeout: float = flag(60.0, "seconds for one request to --judge-url", low=1e-3, high=1e6)
-    judge_retries: int = flag(5, "tries after a request to --judge-url failed", low=0, high=100)
+    judge_retries: int = flag(5, "retries per failed request to --judge-url", low=0, high=100)
 
 
 def check_judge(settings: JudgeSettings) -> None:
@@ -266,8 +266,8 @@ class Training:
     rubric: str = flag("", "rubric YAML, instead of the task's")
     reward: list[str] = flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
     reward_weights: dict[str, float] = flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=weights)
-    batch: int = flag(4, "B, prompts a step", low=1, high=2**16)
-    groups: int = flag(8, "G, completions a prompt", low=2, high=2**16)
+    batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
+    groups: int = flag(8, "G, completions per prompt", low=2, high=2**16)
     rollout_batch_size: int = flag(
         0, "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64", low=1, parse=size
     )
@@ -276,19 +276,19 @@ class Training:
         "hold a prompt's cache once for its group; auto: measured on a GPU, else by the length of the prompt",
         choices=("auto", "on", "off"),
     )
-    max_tokens: int = flag(256, "most tokens of a completion", low=1)
+    max_tokens: int = flag(256, "maximum tokens per completion", low=1)
     temp: float = flag(1.0, "sampling temperature", low=0)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same support", low=1e-06, high=1.0)
     top_k: int = flag(0, "sample from the k most likely tokens; 0: from all", low=0)
-    min_p: float = flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
+    min_p: float = flag(0.0, "minimum probability relative to the likeliest token", low=0, high=1.0)
     thinking: bool = flag(False, "enable the chat template's thinking mode")
     steps: int = flag(100, "rollouts, each with --num-iterations optimizer steps", low=1)
     learning_rate: float = flag(1e-4, "peak learning rate (default with --lora-rank 0: a tenth of the recipe's)", low=0)
     lr_schedule: str = flag("cosine", "after the warm-up", choices=("cosine", "constant"))
     warmup_steps: int = flag(5, "steps of linear warm-up", low=0)
     weight_decay: float = flag(0.0, "AdamW's weight decay", low=0)
-    target_kl: float = flag(0.02, "bound on how far an update moves the policy, KL in nats a token; 0: no bound", low=0)
-    max_grad_norm: float = flag(1.0, "the gradient is scaled down to this norm", low=1e-09)
+    target_kl: float = flag(0.02, "maximum KL of one update, nats per token; 0: no limit", low=0)
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm", low=1e-09)
     loss_type: str = flag(
         "dapo", "term and average of the token losses", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
     )
@@ -303,7 +303,7 @@ class Training:
         "sum", "several rewards: summed then normalized, or normalized then summed", choices=("sum", "normalize")
     )
     signal_floor: float = flag(
-        0.01, "a group whose rewards lie within this share of the step's deviation is noise; 0: no group is", low=0
+        0.01, "treat a group as noise if its rewards lie within this share of the step's deviation; 0: never", low=0
     )
     epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0)
     epsilon_high: float | None = flag(
@@ -313,27 +313,31 @@ class Training:
     beta: float = flag(0.0, "weight of the KL term against the model before training", low=0)
     kl_estimator: str = flag("k3", "estimator of the KL term", choices=("k2", "k3", "k3_corrected"))
     entropy_coef: float = flag(0.0, "weight of an entropy bonus", low=0)
-    top_entropy_quantile: float = flag(1.0, "train only this share of tokens, of highest entropy", low=0, high=1.0)
-    num_iterations: int = flag(1, "optimizer steps on each rollout", low=1, high=2**10)
+    top_entropy_quantile: float = flag(
+        1.0, "train only this share of tokens, those with the highest entropy", low=0, high=1.0
+    )
+    num_iterations: int = flag(1, "optimizer steps per rollout", low=1, high=2**10)
     old_logprobs: str = flag(
-        "step", "from the update's own forward pass, or from the sampler", choices=("step", "sampler")
+        "step",
+        "take old log-probabilities from the update's forward pass or from the sampler",
+        choices=("step", "sampler"),
     )
     mismatch: str = flag(
         "off",
         "correction where trainer and sampler disagree",
         choices=("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    mismatch_cap: float = flag(3.0, "the largest ratio of trainer to sampler that is trusted", low=1.0)
+    mismatch_cap: float = flag(3.0, "largest trusted ratio of trainer to sampler", low=1.0)
     truncated: str = flag(
         "keep",
         "completions cut off at --max-tokens: train them, leave them out, or punish them",
         choices=("keep", "mask", "punish"),
     )
     dynamic_sampling: bool = flag(False, "draw more prompts until --batch groups have rewards that differ")
-    dynamic_sampling_cap: int = flag(4, "most batches of prompts that a step draws for that", low=2, high=2**10)
+    dynamic_sampling_cap: int = flag(4, "maximum batches of prompts drawn per step", low=2, high=2**10)
     train_token_budget: int = flag(
         0,
-        "most positions in one micro-batch, with padding; auto: 1024; on a GPU 2048 where memory allows",
+        "maximum positions per micro-batch, padding included; auto: 1024, on a GPU 2048 where memory allows",
         low=1,
         parse=size,
     )
@@ -343,9 +347,9 @@ class Training:
         choices=("auto", "on", "off"),
     )
     checkpoint_layers: str = flag(
-        "auto", "layers computed again for the gradient: on, off or how many; auto: as many as memory asks for"
+        "auto", "layers to recompute in the backward pass: on, off or a number; auto: as memory requires"
     )
-    lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12)
+    lora_rank: int = flag(16, "adapter rank; 0: train all weights", low=0, high=2**12)
     lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm")
     lora_targets: list[str] = flag(lambda: list(TARGETS), "adapted projections", nargs="+", choices=TARGETS)
 
@@ -354,13 +358,13 @@ class Training:
 class Config(JudgeSettings, Training):
     """Every setting of a run: each field is a flag, and `config.yaml` holds them all, those of training first."""
 
-    eval_rubric: str = flag("", "rubric YAML that only evaluations ask, as the witness of a judge")
+    eval_rubric: str = flag("", "rubric YAML for evaluations only, as the witness of a judge")
     eval_judge_model: str = flag("", "the witness's judge, instead of --judge-model")
     eval_every: int = flag(20, "steps between evaluations; 0: none", low=0)
-    eval_limit: int = flag(0, "most held-out problems, evenly spread over them; 0: all", low=0)
+    eval_limit: int = flag(0, "maximum held-out problems, evenly spread; 0: all", low=0)
     save_every: int = flag(20, "steps between checkpoints", low=1)
-    keep: int = flag(3, "newest checkpoints that stay on disk", low=1)
-    seed: int = flag(0, "of prompts, sampling and adapters", low=0)
+    keep: int = flag(3, "checkpoints to keep", low=1)
+    seed: int = flag(0, "seed for prompts, sampling and adapters", low=0)
 
     @property
     def sharing(self) -> bool | None:

@@ -1,0 +1,415 @@
+"""The page of a run: what it shows equals the run's files, what it quotes cannot act, and a browser opens it."""
+
+import base64
+import functools
+import html.parser
+import json
+import random
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import yaml
+from tokenizers import Tokenizer
+
+import hub
+import report
+
+HOSTILE = (
+    *(
+        "</script><script>window.pwned=1</script>",
+        "<img src=x onerror=window.pwned=1>",
+        '" onmouseover="window.pwned=1',
+    ),
+    *("<svg/onload=window.pwned=1>", "javascript:window.pwned=1", "{{ 7 * 7 }}{% raw %}", "<!--<script>", "]]>", "-->"),
+    *("</bdi></article>", "&lt;script&gt;", "\u202e txet", "\u2066\u2067", "\ud800", "\udfff", "\x00\x1b[2J", "\x85"),
+    *("\u2028", "\u2029", "\r\n", "\ufeff", "\U000e0041", "\t", "'", "\\", "\\u003cscript\\u003e", "</style>", "<"),
+    *("z\u0300\u0301\u0302" * 20, "\u05e9\u05dc\u05d5\u05dd", "\U0001f468\u200d\U0001f469", "</title>", "</svg>"),
+)
+
+
+@functools.cache
+def demo_tokenizer():
+    return Tokenizer.from_file(str(hub.DEMO / "tokenizer.json"))
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def step_record(step):
+    return {
+        "step": step,
+        "reward/mean": step / 10,
+        "reward/std": 0.5,
+        "reward/zero_std_frac": 0.25,
+        "reward/correct": step / 20,
+        "reward/s": 0.1,
+        "sampling/draws": 1,
+        "rollout/s": 1.0,
+        "judge/s": 0.0,
+        "update/s": 0.5,
+        "other/s": 0.0,
+        "step/s": 1.6,
+        "entropy": 1.0 / step,
+        "kl": None,
+        "grad_norm": 0.3,
+        "completion/mean_tokens": 5.0,
+        "completion/truncated_frac": 0.0,
+        "mem/peak_gb": 0.25,
+    }
+
+
+def eval_record(step, accuracy):
+    return {"step": step, "eval/accuracy": accuracy, "eval/accuracy_ci95": 0.125, "eval/num": 4, "eval/s": 2.0}
+
+
+def answer_record(step, problem, text, value, reward=None):
+    return {
+        "step": step,
+        "problem": problem,
+        "prompt": f"Problem {problem}?",
+        "answer": "five",
+        "category": None,
+        "completions": [text],
+        "values": [value],
+        "rewards": {"correct": [value if reward is None else reward]},
+    }
+
+
+def completion_record(step, group, member, text):
+    ids = demo_tokenizer().encode(text, add_special_tokens=False).ids
+    logprobs = np.linspace(-2, -0.5, len(ids)).astype("<f2")
+    return {
+        "step": step,
+        "group": group,
+        "prompt": f"Prompt {group}?",
+        "answer": "five",
+        "category": "sums",
+        "completion": text,
+        "ids": ids,
+        "logprobs": base64.b64encode(logprobs.tobytes()).decode(),
+        "reward": member / 4,
+        "rewards": {"correct": member / 4},
+        "judge_scores": [member + 1.0, None if member == 0 else 3.0, 5.0],
+        "finish_reason": "length" if member == 1 else "stop",
+        "advantage": member - 1.5,
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of four steps and two evaluations, without any training."""
+    return make_run(tmp_path / "runs" / "small")
+
+
+def make_run(folder):
+    folder.mkdir(parents=True)
+    settings = {"model": "demo", "task": "demo", "batch": 2, "groups": 4, "steps": 6, "learning_rate": 0.004}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "env.json").write_text(json.dumps({"machine": "a laptop", "device": "cpu", "commit": "abc"}))
+    write_lines(folder / "metrics.jsonl", [step_record(step) for step in range(1, 5)])
+    write_lines(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.75)])
+    before = [answer_record(0, problem, "Two plus three is six.", 0.0) for problem in range(4)]
+    after = [answer_record(4, problem, "Two plus three is five.", 1.0) for problem in range(3)]
+    write_lines(folder / "eval_answers.jsonl", [*before, *after, answer_record(4, 3, "Nine is five.", 0.0, 1.0)])
+    texts = ["Two plus three is five.", "Twenty-two", "Forty plus one is nine.", "Six."]
+    rows = [(step, group, member) for step in range(1, 5) for group in range(2) for member in range(4)]
+    write_lines(folder / "rollouts.jsonl", [completion_record(*row, texts[row[2]]) for row in rows])
+    write_lines(folder / "warnings.jsonl", [{"step": 3, "name": "entropy", "text": "It fell. Try a higher --temp"}])
+    return folder
+
+
+class Reader(html.parser.HTMLParser):
+    """The elements, attributes and text of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.attributes, self.texts, self.open = [], [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append(tag)
+        self.attributes += attrs
+        self.open.append(tag)
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+
+def data_of(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(run):
+    page = report.write(run).read_text()
+    text = re.sub(r"\s+", " ", "".join(part for _, part in Reader(page).texts))
+    for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "160", "a laptop", "became right"):
+        assert said in text, said
+    for said in ("Two plus three is six.", "Nine is five.", "It fell. Try a higher --temp", "learning_rate"):
+        assert said in text, said
+    assert f"uv run train.py --config {run}/config.yaml --run-dir {run}-again" in text
+
+
+def test_what_changed_since_before_training_is_marked(run):
+    marked = re.findall(r"<mark>(.*?)</mark>", report.write(run).read_text())
+    assert "five" in marked and "Two" not in marked
+
+
+def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
+    answers = report.make_answers(report.load(run))
+    assert answers["paid"] == [{"name": "correct", "num": 4, "most": 1.0, "before": 0, "after": 1}]
+    assert answers["counts"] == {"became right": 3, "stayed wrong": 1}
+
+
+def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantage(run):
+    held = data_of(report.write(run).read_text())["completions"]
+    written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert held["of"] == len(held["groups"]) == 8
+    assert held["criteria"] == ["correct", "working", "sentence"]
+    for group in held["groups"]:
+        of_group = [line for line in written if (line["step"], line["group"]) == (group["step"], group["group"])]
+        expected = sorted(of_group, key=lambda line: -line["advantage"])
+        assert ["".join(row["tokens"]) for row in group["rows"]] == [line["completion"] for line in expected]
+        for row, line in zip(group["rows"], expected, strict=True):
+            logprobs = np.frombuffer(base64.b64decode(line["logprobs"]), "<f2")
+            np.testing.assert_allclose(row["logprobs"], logprobs, atol=0.006)
+            assert (row["advantage"], row["reward"]) == (line["advantage"], line["reward"])
+            assert row["scores"] == line["judge_scores"]
+            assert row["unreadable"] == (None in line["judge_scores"])
+
+
+def test_a_character_of_several_tokens_is_one_piece(run):
+    decode = report.token_decoder(report.load(run))
+    ids = demo_tokenizer().encode("a\u2014\U0001f642b", add_special_tokens=False).ids
+    pieces = decode(ids)
+    assert "".join(text for text, _ in pieces) == demo_tokenizer().decode(ids)
+    assert max(number for _, number in pieces) > 1
+    assert sum(number for _, number in pieces) == len(ids)
+
+
+def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
+    charts = {chart["title"]: chart for chart in report.make_charts([report.load(run)])}
+    shown = charts["Reward"]["series"][0]["shown"]
+    assert shown == {"x": [1, 2, 3, 4], "s": [1.6, 3.2, 4.8, 6.4], "y": [0.1, 0.2, 0.3, 0.4]}
+    assert charts["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
+    assert [series["label"] for series in charts["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
+    assert [mark["step"] for mark in charts["Entropy"]["marks"]] == [3]
+
+
+def test_several_runs_stand_over_each_other(run):
+    other = make_run(run.parent / "other")
+    charts = {chart["title"]: chart for chart in report.make_charts([report.load(run), report.load(other)])}
+    assert [s["label"] for s in charts["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
+    assert "other" in report.write(run, others=[str(other)]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("plain text", "plain text"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("\u202eabc", "\u27e8U+202E\u27e9abc"),
+        ("\ud800", "\u27e8U+D800\u27e9"),
+        ("\x00\r\u2028", "\u27e8U+0000\u27e9\u27e8U+000D\u27e9\u27e8U+2028\u27e9"),
+        ("\u5b57 \xa0 \U0001f468\u200d\U0001f469", "\u5b57 \xa0 \U0001f468\u200d\U0001f469"),
+    ],
+)
+def test_what_a_browser_would_obey_is_shown_as_its_code(text, seen):
+    assert report.visible(text) == seen
+
+
+def test_a_line_of_100_kb_is_folded_and_says_so():
+    folded = report.fold("a" * 50_000 + "b" * 50_000)
+    assert len(folded) < 1.01 * report.MOST_TEXT
+    assert folded.startswith("a") and folded.endswith("b") and "80,000 characters are left out" in folded
+
+
+def hostile_run(folder):
+    """A run whose every text is hostile, and the 2,000 strings."""
+    make_run(folder)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(HOSTILE, k=rng.randrange(1, 6))) for _ in range(2000)]
+    texts[0] += "x" * 100_000
+    line = completion_record(1, 0, 0, "Six.")
+    lines = []
+    for number, text in enumerate(texts):
+        place = {"step": 1 + number // 80, "group": number // 8 % 10}
+        named = {"prompt": text, "answer": text, "category": text, "completion": text, "finish_reason": text}
+        lines.append(line | place | named | {"rewards": {text: 1.0}})
+    write_lines(folder / "rollouts.jsonl", lines)
+    details = [answer_record(step, number, text, 1.0) for step in (0, 4) for number, text in enumerate(texts[:200])]
+    for detail, text in zip(details, texts, strict=False):
+        detail |= {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
+    write_lines(folder / "eval_answers.jsonl", details)
+    write_lines(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
+    write_lines(folder / "changes.jsonl", [{"step": 1, "setting": t, "was": t, "is": t} for t in HOSTILE])
+    (folder / "env.json").write_text(json.dumps({"machine": "".join(HOSTILE), "device": HOSTILE[0]}))
+    metrics = [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)]
+    write_lines(folder / "metrics.jsonl", metrics)
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    hostile_settings = {"model": f"/nowhere/{HOSTILE[0]}", "task": HOSTILE[1], "data": HOSTILE[2]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | hostile_settings))
+    return texts
+
+
+def test_of_2000_hostile_strings_none_becomes_markup(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MOST_COMPLETIONS", 10**8)
+    folder = tmp_path / "hostile"
+    texts = hostile_run(folder)
+    page = report.write(folder).read_text()
+    harmless = make_run(tmp_path / "harmless")
+    ours = Reader(report.write(harmless).read_text())
+    read = Reader(page)
+    assert set(read.elements) <= set(ours.elements) | {"li", "ul"}
+    assert read.elements.count("script") == 2
+    assert {name for name, _ in read.attributes} <= {name for name, _ in ours.attributes}
+    assert not [value for name, value in read.attributes if name in ("href", "src") and not value.startswith("#")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", page)
+    shown = [row["text"] for group in data_of(page)["completions"]["groups"] for row in group["rows"]]
+    written = [json.loads(json.dumps(text)) for text in texts]  # where two surrogates met, they are a character now
+    assert sorted(shown) == sorted(report.fold(text) for text in written)
+
+
+def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(run, monkeypatch):
+    monkeypatch.setattr(report, "MOST_COMPLETIONS", 4000)
+    page = report.write(run).read_text()
+    held = data_of(page)["completions"]
+    assert len(json.dumps(held["groups"])) <= 4000
+    assert {group["step"] for group in held["groups"]} >= {1, 3}
+    assert f"{len(held['groups'])} of 8 groups are in this page" in page
+
+
+def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    with (run / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 5, "group": 0, "pro')
+    assert "4 of 6" in report.write(run).read_text()
+    for path in run.glob("*.jsonl"):
+        path.write_text("")
+    assert "No evaluation has been written yet." in report.write(run).read_text()
+
+
+def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
+    other = make_run(run.parent / "other")
+    settings = yaml.safe_load((other / "config.yaml").read_text())
+    (other / "config.yaml").write_text(yaml.safe_dump(settings | {"learning_rate": 0.002}))
+    report.main(["--compare", str(run), str(other)])
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["--learning-rate"] == ["0.004", "0.002"]
+    assert "--batch" not in rows
+    assert rows["tokens sampled"] == ["160", "160"]
+    assert rows["held-out accuracy after"] == ["\u00b1", "0.125"]
+
+
+def test_list_prints_the_runs_of_a_directory(run, capsys):
+    make_run(run.parent / "other")
+    report.main(["--list", str(run.parent)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert f"{run}  demo  demo   4 of 6  0.250 \u00b1 0.125  0.750 \u00b1 0.125" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "error: name a run, as runs/NAME"),
+        (["nowhere"], "error: nowhere: no config.yaml there"),
+        (["--compare", "runs/one"], "error: --compare needs two runs or more"),
+        (["--list", "nowhere"], "error: nowhere: no runs there"),
+        (["--outt", "x"], "error: --outt is no flag of report.py; did you mean --out?"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(argv, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        report.main(argv)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.startswith(said) and told.count("\n") == 1
+
+
+def test_a_broken_record_is_named_by_file_and_line(run, capsys):
+    (run / "eval.jsonl").write_text("{}\nnot JSON\n")
+    with pytest.raises(SystemExit):
+        report.main([str(run)])
+    assert f"error: {run / 'eval.jsonl'}, line 2" in capsys.readouterr().err
+
+
+# ---- in a browser
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """A function that opens a page in headless Chromium: the document after its scripts ran, what its console said."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+
+    def browse(page, program=""):
+        path = tmp_path / "page.html"
+        if program:  # a test's own script, which the page's policy would refuse
+            page = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", page)
+            page = page.replace("</body>", f"<script>{program}</script></body>")
+        path.write_text(page)
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        flags += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
+        command = [browser, *flags, "--dump-dom", path.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return browse
+
+
+@pytest.mark.slow
+def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
+    """A request to a network would be an error on the console: the page's policy refuses every one."""
+    page = report.write(run).read_text()
+    shown, errors = browse(page)
+    assert errors == []
+    cards = re.findall(r'<article class="row">(.*?)</article>', shown, re.S)
+    written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()][-4:]
+    texts = [re.sub("<[^>]+>", "", re.search("<bdi.*?</bdi>", card, re.S)[0]) for card in cards]
+    assert texts == [line["completion"] for line in reversed(written)]
+
+    program = """
+        const found = [];
+        const count = () => found.push(document.querySelectorAll("#shown .row").length);
+        const change = (name, set) => {
+            set(form.elements[name]); form.dispatchEvent(new Event("input", {bubbles: true})); count();
+        };
+        change("text", (input) => input.value = "TWENTY-TWO");
+        change("truncated", (input) => input.checked = true);
+        change("text", (input) => input.value = "Six.");
+        change("truncated", (input) => input.checked = false);
+        change("high", (input) => input.value = "0.3");
+        document.querySelector("button[data-axis=seconds]").click();
+        document.querySelector("button[data-smooth]").click();
+        document.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+        found.push(document.querySelector(".chart output").textContent);
+        filter.elements.kind.value = "stayed wrong";
+        filter.dispatchEvent(new Event("input", {bubbles: true}));
+        found.push(document.getElementById("found").textContent);
+        document.title = JSON.stringify(found);
+    """
+    shown, errors = browse(page, program)
+    assert errors == []
+    told = re.search("<title>(.*?)</title>", shown)[1]
+    assert json.loads(told) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
+    assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
+
+    hostile_run(tmp_path / "hostile")
+    hostile = report.write(tmp_path / "hostile").read_text()
+    program = """
+        change = (value) => {
+            form.elements.text.value = value; form.dispatchEvent(new Event("input", {bubbles: true}));
+        };
+        change("pwned"); change("<"); change("&");
+        const wide = document.documentElement.scrollWidth > innerWidth;
+        document.title = `${window.pwned} ${wide}`;
+    """
+    shown, errors = browse(hostile, program)
+    assert errors == []
+    assert re.search("<title>(.*?)</title>", shown)[1] == "undefined false"

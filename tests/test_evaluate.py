@@ -327,6 +327,7 @@ def test_another_seed_or_temperature_draws_other_answers(runs, capsys, tmp_path)
     assert all(len(set(texts)) == 1 for texts in greedy)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
     record = lines_of(runs / "own" / "eval.jsonl")[-1]
     assert "eval/accuracy" not in record and record["eval/score"] == record["eval/reward/short"]

@@ -37,7 +37,7 @@ def one_step(model, config, prompts):
         sampler.SamplingParams(config.max_tokens),
         group_size=config.groups,
         key=0,
-        batch_size=config.rollout_batch_size,
+        batch_size=config.rollout_batch_size or 64,
     )
     rewards = np.arange(config.batch * config.groups).reshape(config.batch, -1) % 3.0
     rows = [prompt for prompt in prompts for _ in range(config.groups)]

@@ -1001,7 +1001,7 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
         assert len(logprobs) == len(record["ids"]) == int(rollout.mask[row].sum().item())
         np.testing.assert_allclose(logprobs, np.array(rollout.logprobs)[row, : len(logprobs)], rtol=1e-3, atol=1e-7)
     examples[0]["answer"], examples[1]["answer"] = {"sum": float("nan")}, None  # as a user's own data may have it
-    answers = [record["answer"] for record in run.completions(draw, 0)]
+    answers = [record["answer"] for record in records_of_draw(run.config, draw, 0)]
     assert answers[:8] == ["{'sum': nan}"] * 4 + [None] * 4
 
 

@@ -11,6 +11,11 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import signal
+
+# a shell starts background jobs with SIGINT ignored, which the programs under test would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -16,6 +16,7 @@ from conftest import message_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rewards
 import tasks
 from answers import extract_answer, parse_number
 
@@ -355,7 +356,7 @@ HOSTILE = [
 def test_a_hostile_completion_takes_bounded_time(text):
     begin = time.process_time()  # seconds of this process, whatever else the machine does
     tasks.gsm8k_correct(completions=[text], answer=["42"])
-    tasks.gsm8k_format(completions=[text])
+    rewards.boxed_once(completions=[text])
     parse_number(text)
     assert time.process_time() - begin < 2, "300,000 characters, a hundred times what a model writes"
 

@@ -1019,8 +1019,9 @@ def test_a_recipe_that_is_given_takes_the_place_of_the_task_s_and_its_gaps_have_
     (tmp_path / "mine.yaml").write_text("model: demo\ntask: demo\nsteps: 7")
     ours, _ = resolve({"batch": 2}, str(tmp_path / "mine.yaml"), None)
     usual, default = make_config(), Config()
-    assert (ours.steps, ours.batch, ours.lr, ours.max_tokens) == (7, 2, default.lr, default.max_tokens)
-    assert usual.lr != default.lr and usual.steps not in (7, default.steps)
+    assert (ours.steps, ours.batch) == (7, 2)
+    assert (ours.learning_rate, ours.max_tokens) == (default.learning_rate, default.max_tokens)
+    assert usual.learning_rate != default.learning_rate and usual.steps not in (7, default.steps)
 
 
 def test_a_run_never_trains_on_its_evaluation_problems():

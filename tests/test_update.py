@@ -817,7 +817,7 @@ def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, mon
     batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
 
     def twice(hidden, head, ids, surrogate, temperature):
-        assert surrogate.old_logprobs is None and surrogate.objective[2:5] == (0.2, 0.2, None)
+        assert surrogate.old_logprobs is None and surrogate.objective == grpo.Objective(max_tokens=12)
         logprobs, entropy = lm_head.token_logprobs(hidden, head, ids, temperature=temperature)
         return lm_head.TokenLosses(2 * surrogate.terms(logprobs), logprobs, entropy)
 

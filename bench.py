@@ -45,7 +45,7 @@ import rubrics
 import sampler
 import scores
 import telemetry
-from config import Parser, fail
+from config import Parser, fail, size
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
 PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3  # of the judge's prompts
@@ -514,7 +514,7 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--prompt-tokens", type=int, default=64, help="P, tokens of a prompt, drawn at random")
     parser.add_argument(
         "--rollout-batch-size",
-        type=dispatch.parse_size,
+        type=size,
         help="rows decoded at once; auto: what is fastest for ours, by measurement (default: all, at most 64)",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")

@@ -7,7 +7,6 @@ rounded up to powers of two. It is made once and kept in the user's cache direct
 a CPU training does not: its runs repeat bit for bit), and what happens when memory runs out, which sampler.py knows.
 """
 
-import argparse
 import json
 import math
 import os
@@ -254,13 +253,3 @@ def describe(chosen: Trial, trials: Sequence[Trial], kind: Kind, source: str) ->
     against = f" (against {', '.join(map(words, others))})" if others else ""
     work = f"{kind.prompt_tokens} + {kind.max_tokens} tokens in groups of {kind.group_size}"
     return f"rollouts: rows at once {words(chosen)}{against} for {work}, {source}"
-
-
-def parse_size(text: str) -> int | str:
-    """A whole number, or "auto", for a command line."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error

@@ -42,9 +42,7 @@ class Need(NamedTuple):
     """Bytes."""
 
     weights: int
-    adapters: (
-        int  # float32, and their copies in 16 bits; or the float32 masters of a model whose own weights are trained
-    )
+    adapters: int  # and their copies in 16 bits; or the float32 masters of a model whose own weights are trained
     optimizer: int
     cache: int  # of a rollout: keys and values
     decoding: int  # of a rollout: prefill and logits

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 import health
-import judge
+import rubrics
 import sampler
 import update
 from config import Config
@@ -306,7 +306,7 @@ class Journal:
         print(evaluation_line(record), flush=True)
         self.warn(step)
 
-    def write_scores(self, step: int, grader: judge.Grader | None) -> None:
+    def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
         for score in grader.cache.take_fresh() if grader else []:
             self.judge_scores.write({"step": step} | score)

@@ -33,6 +33,7 @@ import gwen
 import lora
 import prompt_tree
 import rubrics
+import sampler
 import softmax
 from config import JudgeSettings, Parser, fail
 from kv_cache import TreeCache
@@ -153,7 +154,7 @@ class Judge(Grader):
         if self.think:
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
-            thoughts = prompt_tree.continue_greedily(self.model, cache, logits, self.think, ends)
+            thoughts = sampler.continue_greedily(self.model, cache, logits, self.think, ends)
             # A row that ended without closing its thoughts has said all it will; the others' are closed for them.
             replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
@@ -164,7 +165,7 @@ class Judge(Grader):
                 hidden = prompt_tree.at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
                 logits = hidden @ self.model.head_weight.T
         if rows:
-            said = prompt_tree.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
+            said = sampler.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
             for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]

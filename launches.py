@@ -36,7 +36,7 @@ FAST = "fast_"  # begins the names of the stand-ins
 
 def stand_in(name: str) -> Callable[..., mx.array]:
     """One launch with the output of an `mx.fast` function, whose shape is that of its first argument."""
-    kernel = mx.fast.metal_kernel(FAST + name, ["x"], ["out"], "// never run", ensure_row_contiguous=False)
+    kernel: Any = mx.fast.metal_kernel(FAST + name, ["x"], ["out"], "// never run", ensure_row_contiguous=False)
 
     def launch(x: mx.array, *arguments: Any, **options: Any) -> mx.array:
         shape = list(x.shape)

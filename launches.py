@@ -327,16 +327,21 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
         mx.export_function(nodes.append, function, *inputs)
     held: dict[str, Held] = {}
     zeros: set[str] = set()
+    given: set[str] = set()
     launches: list[Launch] = []
     for node in nodes:
         if node["type"] in ("inputs", "constants"):
             for name, array, *rest in node[node["type"]]:
                 shape, dtype = (array, rest[0]) if isinstance(array, tuple) else (array.shape, array.dtype)
                 held[name] = Held(name, row_major(shape), dtype.size)
+                given.add(name)
                 if not isinstance(array, tuple) and array.size == 1 and not array.item():
                     zeros.add(name)
         if node["type"] != "primitive" or (_cut and _is_nothing(node, held, zeros)):
             continue
+        for name in ({name for name, *_ in node["inputs"]} & zeros) - given:  # that something reads after all
+            launches.append(_fill(name, held))
+            zeros.remove(name)
         found = [held[name] for name, *_ in node["inputs"]]
         views = views_of(node, [one.layout for one in found])
         for place, ((name, shape, dtype), view) in enumerate(zip(node["outputs"], views, strict=True)):
@@ -362,7 +367,7 @@ def per_layer(step: Callable[[int], tuple[Callable[..., Any], list[mx.array]]]) 
 
 
 # Of zeros, which MLX gives as the gradient of what was cut off: these are zeros too.
-LINEAR = [*VIEWS, "AsType", "Matmul", "Multiply", "Negative", "Contiguous"]
+LINEAR = [*VIEWS, "AsType", "Contiguous", "Full", "Matmul", "Multiply", "Negative"]
 
 
 def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) -> bool:
@@ -384,6 +389,13 @@ def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) ->
                 zeros.add(out)
             return True
     return False
+
+
+def _fill(name: str, held: dict[str, Held]) -> Launch:
+    """The launch that makes zeros."""
+    held[name] = Held(name, row_major(held[name].layout.shape), held[name].itemsize)
+    size = held[name].layout.size
+    return Launch("fill", "Full", 0, size * held[name].itemsize, 0, ((name, size),))
 
 
 def row_major(shape: Sequence[int]) -> np.ndarray:

@@ -15,6 +15,7 @@ L layers, V vocabulary, J criteria.
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -118,10 +119,14 @@ class Phase(NamedTuple):
         return self.total(lambda held: sum(launch.read + launch.written for launch in held))
 
     @property
+    def flops(self) -> float:
+        return self.total(lambda held: sum(launch.flops for launch in held))
+
+    @property
     def kinds(self) -> dict[str, int]:
         """Launches by kind."""
         names = dict.fromkeys(launch.kind for launch in self.few)
-        return {kind: round(self.total(lambda held, k=kind: Counter(x.kind for x in held)[k])) for kind in names}
+        return {kind: round(self.total(functools.partial(_number, kind))) for kind in names}
 
     def buffers(self, machine: Machine) -> float:
         return self.total(lambda held: len(launches.command_buffers(held, *machine.limits)))
@@ -132,6 +137,10 @@ class Phase(NamedTuple):
     def longest_buffer(self, machine: Machine, dtype: mx.Dtype) -> float:
         """Seconds of the command buffer that takes the longest."""
         return max(roofline(held, machine, dtype) for held in launches.command_buffers(self.few, *machine.limits))
+
+
+def _number(kind: str, held: Sequence[Launch]) -> int:
+    return sum(launch.kind == kind for launch in held)
 
 
 def roofline(held: Sequence[Launch], machine: Machine, dtype: mx.Dtype) -> float:
@@ -368,7 +377,8 @@ def make(work: Work) -> list[Phase]:
 
 
 def _phase(work: Work, name: str, maker: Callable[[Work, int], Traced], times: float, least: float) -> Phase:
-    num_layers, traces = work.model.num_hidden_layers, []
+    num_layers = work.model.num_hidden_layers
+    traces: list[list[Launch]] = []
     few = min(FEW, num_layers)
     with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
         for count in (1, few):
@@ -377,7 +387,7 @@ def _phase(work: Work, name: str, maker: Callable[[Work, int], Traced], times: f
         function, inputs = maker(work, num_layers)
         build_s = launches.build_seconds(function, *inputs, on_gpu=work.on_gpu)
     extra = (num_layers - 1) / (few - 1) if few > 1 else 0.0
-    return Phase(name, times, least, *traces, extra, build_s)
+    return Phase(name, times, least, traces[0], traces[1], extra, build_s)
 
 
 def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
@@ -392,6 +402,24 @@ def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
     return left
 
 
+def record(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
+    """The ledger as one JSON object."""
+    base = next(iter(machines.values()))
+    return {
+        phase.name: {
+            "times": phase.times,
+            "launches": phase.kinds,
+            "bytes": round(phase.num_bytes),
+            "least_bytes": round(phase.least_bytes),
+            "flops": round(phase.flops),
+            "command_buffers": round(phase.buffers(base)),
+            "build_ms": round(phase.build_s * 1e3, 2),
+            "roofline_ms": {n: round(phase.seconds(m, work.dtype) * 1e3, 3) for n, m in machines.items()},
+        }
+        for phase in phases
+    }
+
+
 def lines(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
     """The ledger in words: what each phase does, and how long it takes where."""
     yield (
@@ -402,11 +430,10 @@ def lines(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> 
     for phase in phases:
         kinds = phase.kinds
         named = [kinds.get(kind, 0) for kind in ("matmul", "kernel", "fast", "elementwise", "copy")]
-        flops = phase.total(lambda held: sum(launch.flops for launch in held))
         yield (
             f"{phase.name:<10} {phase.times:>7.4g} {sum(kinds.values()):>9} {named[0]:>7} {named[1]:>7} {named[2]:>5} "
             f"{named[3]:>6} {named[4]:>5} {sum(kinds.values()) - sum(named):>6} {phase.num_bytes / 1e6:>9.1f} "
-            f"{phase.least_bytes / 1e6:>9.1f} {phase.num_bytes / phase.least_bytes:>6.2f} {flops / 1e9:>8.1f} "
+            f"{phase.least_bytes / 1e6:>9.1f} {phase.num_bytes / phase.least_bytes:>6.2f} {phase.flops / 1e9:>8.1f} "
             f"{phase.buffers(base):>8.0f} {phase.build_s * 1e3:>9.1f}"
         )
     yield ""

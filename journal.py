@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 import health
-import judge
+import rubrics
 import sampler
 import update
 from config import Config
@@ -234,13 +234,17 @@ def with_interval(record: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
+def _problems(record: dict[str, Any]) -> str:
+    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
+
+
 def evaluation_line(record: dict[str, Any]) -> str:
     """The one line of an evaluation."""
     shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
     if record.get("eval/witness") is not None:
         shown.insert(1, "witness")
     parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {record['eval/num']} problems"
+    return f"eval/{' | '.join(parts)} | {_problems(record)}"
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -254,7 +258,7 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({last['eval/num']} problems)"
+    lines[0] = f"held-out {lines[0]} ({_problems(last)})"
     return "\n".join(lines)
 
 
@@ -306,7 +310,7 @@ class Journal:
         print(evaluation_line(record), flush=True)
         self.warn(step)
 
-    def write_scores(self, step: int, grader: judge.Grader | None) -> None:
+    def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
         for score in grader.cache.take_fresh() if grader else []:
             self.judge_scores.write({"step": step} | score)

@@ -13,6 +13,7 @@ import hub
 import kv_cache
 import launches
 import lm_head
+import lora
 import softmax
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
@@ -65,8 +66,8 @@ def test_outside_of_a_count_mlx_is_as_it_was() -> None:
     assert (mx.fast.rms_norm, mx.default_device) == before
 
 
-def decode_step(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
-    """One step of Qwen3's shape in small, 3 rows with 8 positions in the cache."""
+def small_model(num_layers: int) -> gwen.Model:
+    """Qwen3's shape in small, in float16."""
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -85,6 +86,16 @@ def decode_step(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
         "attention_bias": False,
     }
     model = gwen.Model(hub.make_config(raw))
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    return model
+
+
+def decode_step(num_layers: int, rank: int = 0) -> tuple[Callable[..., Any], list[mx.array]]:
+    """One step of 3 rows with 8 positions in the cache."""
+    model = small_model(num_layers)
+    if rank:
+        lora.apply(model, rank, 2.0)
     cache = kv_cache.KVCache(num_layers, capacity=128)
     mx.eval(model(mx.zeros((3, 8), dtype=mx.int32), cache))
     return lambda tokens: model(tokens, cache), [mx.zeros((3, 1), dtype=mx.int32)]
@@ -143,6 +154,13 @@ def test_kernels_save_two_fifths_of_the_launches_of_a_layer_and_decode_step(
     # norm and rope, swiglu, two of residual and norm | attention | keys and values into the cache
     assert +ours == Counter(matmul=4, kernel=4, fast=1, copy=2)
     assert ours.total() <= 0.6 * min(without.total(), unfused.total())
+
+
+def test_adapters_add_two_matmuls_for_each_of_the_four_projections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """35 launches a layer where their product is float32 beside a model in 16 bits."""
+    assert +launches.per_layer(lambda n: decode_step(n, rank=16)) == Counter(matmul=12, kernel=4, fast=1, copy=2)
 
 
 def test_sampling_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

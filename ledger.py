@@ -167,9 +167,25 @@ def make_model(work: Work, num_layers: int) -> gwen.Model:
     return model
 
 
-def closed(model: gwen.Model, places: list[tuple[Any, str]], run: Callable[..., Any], given: list[mx.array]) -> Traced:
-    """`run` as a function of the model's weights, of arrays that objects hold in these places, and of what is given."""
-    names, weights = (list(column) for column in zip(*tree_flatten(model.parameters()), strict=True))
+def closed(
+    model: gwen.Model,
+    run: Callable[..., Any],
+    given: list[mx.array],
+    places: Sequence[tuple[Any, str]] = (),
+    *,
+    learns: bool = False,
+) -> Traced:
+    """
+    `run` as a function of the model's weights, of arrays that objects hold in these places, and of what is given.
+
+    learns: adapters are among the weights; else they are fixed, with the copies that they make of themselves.
+    """
+    if not learns:
+        fixed = [layer for _, layer in lora.layers(model)]
+        mx.eval([(layer.lora_a, layer.lora_b) for layer in fixed])
+        mx.eval([layer.rounded(model.head_weight.dtype) for layer in fixed])
+    parameters = [(n, array) for n, array in tree_flatten(model.parameters()) if learns or "lora_" not in n]
+    names, weights = (list(column) for column in zip(*parameters, strict=True))
 
     def function(*arrays: mx.array) -> Any:
         model.update(tree_unflatten(list(zip(names, arrays[: len(names)], strict=True))))
@@ -192,7 +208,7 @@ def prefill(work: Work, num_layers: int) -> Traced:
             hidden = model.hidden(tokens[:, begin : begin + columns], cache)
         return [hidden[:, -1] @ model.head_weight.T, *cache.arrays()]
 
-    return closed(model, [], run, [mx.zeros((num_prompts, work.prompt_tokens), mx.int32)])
+    return closed(model, run, [mx.zeros((num_prompts, work.prompt_tokens), mx.int32)])
 
 
 def decode(work: Work, num_layers: int) -> Traced:
@@ -221,7 +237,8 @@ def decode(work: Work, num_layers: int) -> Traced:
         written = [array for slots in cache.layers for array in slots.arrays()]
         return [*drawn[:2], hidden[:, -1] @ model.head_weight.T, *written]
 
-    return closed(model, places, run, [mx.zeros((num_rows, config.vocab_size), work.dtype), mx.zeros((num_rows, 4))])
+    given = [mx.zeros((num_rows, config.vocab_size), work.dtype), mx.zeros((num_rows, 4))]
+    return closed(model, run, given, places)
 
 
 def judge(work: Work, num_layers: int) -> Traced:
@@ -260,7 +277,7 @@ def judge(work: Work, num_layers: int) -> Traced:
         return softmax.log_softmax(ends @ model.head_weight.T)
 
     tokens = [(num_answers, work.config.max_tokens), (num_criteria, JUDGE_CRITERION)]
-    return closed(model, places, run, [mx.zeros(shape, mx.int32) for shape in tokens])
+    return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
 
 
 def batches_of(work: Work) -> tuple[list[micro_batch.MicroBatch], update.Targets]:
@@ -283,7 +300,7 @@ def forward(work: Work, num_layers: int) -> Traced:
         loss, logprobs, sums = update.objective(learner, model, batches[0], None, targets)
         return [loss, logprobs, *sums.values()]
 
-    return closed(model, [], run, [])
+    return closed(model, run, [], learns=True)
 
 
 def gradient(work: Work, num_layers: int) -> Traced:
@@ -299,7 +316,7 @@ def gradient(work: Work, num_layers: int) -> Traced:
         joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
         return [loss, logprobs, *sums.values(), *joined]
 
-    return closed(model, [], run, so_far)
+    return closed(model, run, so_far, learns=True)
 
 
 def optimizer(work: Work, num_layers: int) -> Traced:
@@ -322,7 +339,7 @@ def optimizer(work: Work, num_layers: int) -> Traced:
         return [norm, *made]
 
     gradients = [mx.zeros(array.shape) for array in masters]
-    return closed(model, [], run, [*gradients, *masters, *state])
+    return closed(model, run, [*gradients, *masters, *state], learns=True)
 
 
 # ---- the ledger
@@ -363,7 +380,7 @@ def make(work: Work) -> list[Phase]:
     makers = {"prefill": prefill, "decode": decode, "judge": judge, "forward": forward, "gradient": gradient}
     made = {}
     for name, maker in (makers | {"optimizer": optimizer}).items():
-        made[name] = _phase(work, name, maker, times.get(name, num_batches), least.get(name, 0.0))
+        made[name] = phase_of(work, name, maker, times.get(name, num_batches), least.get(name, 0.0))
     made["optimizer"] = made["optimizer"]._replace(times=1)
     backward = made["gradient"]
     made["gradient"] = backward._replace(
@@ -376,7 +393,7 @@ def make(work: Work) -> list[Phase]:
     return list(made.values())
 
 
-def _phase(work: Work, name: str, maker: Callable[[Work, int], Traced], times: float, least: float) -> Phase:
+def phase_of(work: Work, name: str, maker: Callable[[Work, int], Traced], times: float, least: float) -> Phase:
     num_layers = work.model.num_hidden_layers
     traces: list[list[Launch]] = []
     few = min(FEW, num_layers)

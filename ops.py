@@ -5,7 +5,7 @@ Each comes in this order: the expression, which defines what is computed; the ke
 grid; and the `gpu.Op` that chooses between the two, with an example on which they must agree.
 What is left out: the matmuls, which are MLX's, and the layer that joins all of it, which is in gwen.py.
 
-Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, S keys.
+Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank, S keys.
 """
 
 import functools
@@ -97,6 +97,81 @@ def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array,
 
 swiglu_vjp = gpu.Op(swiglu_vjp_ref, _launch_swiglu_vjp, _example_of_swiglu_vjp)
 swiglu = gpu.Op(swiglu_ref, _launch_swiglu, _example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+
+
+def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
+    """thin.T @ wide in float32, (M, R) x (M, W) -> (R, W): the gradient of an adapter's matrix, of 16-bit factors."""
+    return thin.astype(mx.float32).T @ wide.astype(mx.float32)
+
+
+ROWS_OF_A_PART = 512  # of `tall_product`: by fewer rows there are more partial sums to write and read
+
+TALL_PRODUCT = gpu.Kernel(
+    "tall_product",
+    ["thin", "wide"],
+    ["sums"],
+    """
+    // One threadgroup of 8 simdgroups for 32 columns of `wide`, 16 of `thin` and ROWS rows, of which a simdgroup takes
+    // every 8th; a lane holds the 16 sums of its column.
+    threadgroup float parts[8 * 32];
+    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+    uint part = threadgroup_position_in_grid.y;
+    uint column = (threadgroup_position_in_grid.x / BLOCKS) * 32 + lane;
+    uint first = (threadgroup_position_in_grid.x % BLOCKS) * 16;
+    uint num_rows = thin_shape[0], width = wide_shape[1];
+    uint end = part * ROWS + ROWS < num_rows ? part * ROWS + ROWS : num_rows;
+    bool inside = column < width;
+    float held[16];
+    #pragma unroll
+    for (uint i = 0; i < 16; i++) held[i] = 0.0f;
+    for (uint row = part * ROWS + simd; row < end; row += 8) {
+        float x = inside ? float(wide[size_t(row) * width + column]) : 0.0f;
+        auto factors = thin + size_t(row) * R + first;
+        #pragma unroll
+        for (uint i = 0; i < 16; i++) {
+            if (R % 16 == 0 || first + i < R) held[i] += float(factors[i]) * x;
+        }
+    }
+    #pragma unroll
+    for (uint i = 0; i < 16; i++) {
+        parts[simd * 32 + lane] = held[i];
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (simd == i % 8 && inside && first + i < R) {
+            float sum = 0.0f;
+            for (uint other = 0; other < 8; other++) sum += parts[other * 32 + lane];
+            sums[(size_t(part) * R + first + i) * width + column] = sum;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+""",
+)
+
+
+def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
+    """
+    Reads `wide` once for each 16 columns of `thin`, and writes R W float32 for each 512 rows, which a sum joins: for
+    2,048 rows of rank 16 an eighth of what `wide` has. MLX's matmul would round the sum to 16 bits.
+    """
+    (num_rows, rank), width = thin.shape, wide.shape[1]
+    num_parts, num_blocks = -(-num_rows // ROWS_OF_A_PART), -(-rank // 16)
+    (sums,) = TALL_PRODUCT(
+        [thin, wide],
+        [((num_parts, rank, width), mx.float32)],
+        grid=(-(-width // 32) * num_blocks * 256, num_parts, 1),
+        threadgroup=(256, 1, 1),
+        R=rank,
+        BLOCKS=num_blocks,
+        ROWS=ROWS_OF_A_PART,
+    )
+    return sums.sum(0) if num_parts > 1 else sums[0]
+
+
+def _example_of_tall_product(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
+    rows, rank, width = (2048, 16, 3072) if large else (ROWS_OF_A_PART + 5, 4, 33)
+    return [(gpu.normal(rows, rank, dtype=dtype, scale=0.1), gpu.normal(rows, width, dtype=dtype, seed=1))]
+
+
+tall_product = gpu.Op(tall_product_ref, _launch_tall_product, _example_of_tall_product)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:

@@ -32,9 +32,9 @@ import numpy as np
 import config
 import health
 import hub
+import journal
 import rubrics
 import run_files
-import telemetry
 from health import Records
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
 def before_after(run: RunRecord) -> tuple[str, str]:
     """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
     figure, evals = figure_of(run)
-    shown = [telemetry.with_interval(record, figure) for record in (evals[:1] + evals[-1:])]
+    shown = [journal.with_interval(record, figure) for record in (evals[:1] + evals[-1:])]
     return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
 
 
@@ -724,7 +724,7 @@ def write(run_dir: str | Path, out: str | Path | None = None, others: list[str] 
     """Writes the page of a run, to `report.html` in its directory unless `out` names another file; where it lies."""
     runs = [load(one) for one in (run_dir, *(others or []))]
     path = Path(out) if out else runs[0].dir / "report.html"
-    telemetry.replace_text(path, page(runs))
+    run_files.replace_text(path, page(runs))
     return path
 
 

@@ -14,7 +14,10 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
+import charts
+import history
 import hub
+import page
 import report
 
 HOSTILE = (
@@ -125,10 +128,10 @@ def make_run(folder):
 class Reader(html.parser.HTMLParser):
     """The elements, attributes and text of a page."""
 
-    def __init__(self, page):
+    def __init__(self, markup):
         super().__init__()
         self.elements, self.attributes, self.texts, self.open = [], [], [], []
-        self.feed(page)
+        self.feed(markup)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append(tag)
@@ -139,13 +142,13 @@ class Reader(html.parser.HTMLParser):
         self.texts.append((self.open[-1] if self.open else "", data))
 
 
-def data_of(page):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+def data_of(markup):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', markup, re.S)[1])
 
 
 def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(run):
-    page = report.write(run).read_text()
-    text = re.sub(r"\s+", " ", "".join(part for _, part in Reader(page).texts))
+    markup = page.write(run).read_text()
+    text = re.sub(r"\s+", " ", "".join(part for _, part in Reader(markup).texts))
     for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "160", "a laptop", "became right"):
         assert said in text, said
     for said in ("Two plus three is six.", "Nine is five.", "It fell. Try a higher --temp", "learning_rate"):
@@ -154,18 +157,18 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 
 def test_what_changed_since_before_training_is_marked(run):
-    marked = re.findall(r"<mark>(.*?)</mark>", report.write(run).read_text())
+    marked = re.findall(r"<mark>(.*?)</mark>", page.write(run).read_text())
     assert "five" in marked and "Two" not in marked
 
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
-    answers = report.make_answers(report.load(run))
+    answers = page.make_answers(history.load(run))
     assert answers["paid"] == [{"name": "correct", "num": 4, "most": 1.0, "before": 0, "after": 1}]
     assert answers["counts"] == {"became right": 3, "stayed wrong": 1}
 
 
 def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantage(run):
-    held = data_of(report.write(run).read_text())["completions"]
+    held = data_of(page.write(run).read_text())["completions"]
     written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert held["of"] == len(held["groups"]) == 8
     assert held["criteria"] == ["correct", "working", "sentence"]
@@ -182,7 +185,7 @@ def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantag
 
 
 def test_a_character_of_several_tokens_is_one_piece(run):
-    decode = report.token_decoder(report.load(run))
+    decode = page.token_decoder(history.load(run))
     ids = demo_tokenizer().encode("a\u2014\U0001f642b", add_special_tokens=False).ids
     pieces = decode(ids)
     assert "".join(text for text, _ in pieces) == demo_tokenizer().decode(ids)
@@ -191,19 +194,19 @@ def test_a_character_of_several_tokens_is_one_piece(run):
 
 
 def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
-    charts = {chart["title"]: chart for chart in report.make_charts([report.load(run)])}
-    shown = charts["Reward"]["series"][0]["shown"]
+    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run)])}
+    shown = drawn["Reward"]["series"][0]["shown"]
     assert shown == {"x": [1, 2, 3, 4], "s": [1.6, 3.2, 4.8, 6.4], "y": [0.1, 0.2, 0.3, 0.4]}
-    assert charts["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
-    assert [series["label"] for series in charts["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
-    assert [mark["step"] for mark in charts["Entropy"]["marks"]] == [3]
+    assert drawn["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
+    assert [series["label"] for series in drawn["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
+    assert [mark["step"] for mark in drawn["Entropy"]["marks"]] == [3]
 
 
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
-    charts = {chart["title"]: chart for chart in report.make_charts([report.load(run), report.load(other)])}
-    assert [s["label"] for s in charts["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
-    assert "other" in report.write(run, others=[str(other)]).read_text()
+    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run), history.load(other)])}
+    assert [s["label"] for s in drawn["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
+    assert "other" in page.write(run, others=[str(other)]).read_text()
 
 
 @pytest.mark.parametrize(
@@ -218,12 +221,12 @@ def test_several_runs_stand_over_each_other(run):
     ],
 )
 def test_what_a_browser_would_obey_is_shown_as_its_code(text, seen):
-    assert report.visible(text) == seen
+    assert history.visible(text) == seen
 
 
 def test_a_line_of_100_kb_is_folded_and_says_so():
-    folded = report.fold("a" * 50_000 + "b" * 50_000)
-    assert len(folded) < 1.01 * report.MOST_TEXT
+    folded = history.fold("a" * 50_000 + "b" * 50_000)
+    assert len(folded) < 1.01 * history.MOST_TEXT
     assert folded.startswith("a") and folded.endswith("b") and "80,000 characters are left out" in folded
 
 
@@ -256,30 +259,30 @@ def hostile_run(folder):
 
 
 def test_of_2000_hostile_strings_none_becomes_markup(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MOST_COMPLETIONS", 10**8)
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
     folder = tmp_path / "hostile"
     texts = hostile_run(folder)
-    page = report.write(folder).read_text()
+    markup = page.write(folder).read_text()
     harmless = make_run(tmp_path / "harmless")
-    ours = Reader(report.write(harmless).read_text())
-    read = Reader(page)
+    ours = Reader(page.write(harmless).read_text())
+    read = Reader(markup)
     assert set(read.elements) <= set(ours.elements) | {"li", "ul"}
     assert read.elements.count("script") == 2
     assert {name for name, _ in read.attributes} <= {name for name, _ in ours.attributes}
     assert not [value for name, value in read.attributes if name in ("href", "src") and not value.startswith("#")]
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", page)
-    shown = [row["text"] for group in data_of(page)["completions"]["groups"] for row in group["rows"]]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup)
+    shown = [row["text"] for group in data_of(markup)["completions"]["groups"] for row in group["rows"]]
     written = [json.loads(json.dumps(text)) for text in texts]  # where two surrogates met, they are a character now
-    assert sorted(shown) == sorted(report.fold(text) for text in written)
+    assert sorted(shown) == sorted(history.fold(text) for text in written)
 
 
 def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(run, monkeypatch):
-    monkeypatch.setattr(report, "MOST_COMPLETIONS", 4000)
-    page = report.write(run).read_text()
-    held = data_of(page)["completions"]
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 4000)
+    markup = page.write(run).read_text()
+    held = data_of(markup)["completions"]
     assert len(json.dumps(held["groups"])) <= 4000
     assert {group["step"] for group in held["groups"]} >= {1, 3}
-    assert f"{len(held['groups'])} of 8 groups are in this page" in page
+    assert f"{len(held['groups'])} of 8 groups are in this page" in markup
 
 
 def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
@@ -287,10 +290,10 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    assert "4 of 6" in report.write(run).read_text()
+    assert "4 of 6" in page.write(run).read_text()
     for path in run.glob("*.jsonl"):
         path.write_text("")
-    assert "No evaluation has been written yet." in report.write(run).read_text()
+    assert "No evaluation has been written yet." in page.write(run).read_text()
 
 
 def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
@@ -348,12 +351,12 @@ def browse(tmp_path):
     if browser is None:
         pytest.skip("no Chromium is installed")
 
-    def browse(page, program=""):
+    def browse(markup, program=""):
         path = tmp_path / "page.html"
         if program:  # a test's own script, which the page's policy would refuse
-            page = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", page)
-            page = page.replace("</body>", f"<script>{program}</script></body>")
-        path.write_text(page)
+            markup = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", markup)
+            markup = markup.replace("</body>", f"<script>{program}</script></body>")
+        path.write_text(markup)
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         flags += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
         command = [browser, *flags, "--dump-dom", path.as_uri()]
@@ -366,8 +369,8 @@ def browse(tmp_path):
 @pytest.mark.slow
 def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
     """A request to a network would be an error on the console: the page's policy refuses every one."""
-    page = report.write(run).read_text()
-    shown, errors = browse(page)
+    markup = page.write(run).read_text()
+    shown, errors = browse(markup)
     assert errors == []
     cards = re.findall(r'<article class="row">(.*?)</article>', shown, re.S)
     written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()][-4:]
@@ -394,14 +397,14 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
         found.push(document.getElementById("found").textContent);
         document.title = JSON.stringify(found);
     """
-    shown, errors = browse(page, program)
+    shown, errors = browse(markup, program)
     assert errors == []
     told = re.search("<title>(.*?)</title>", shown)[1]
     assert json.loads(told) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
     assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
 
     hostile_run(tmp_path / "hostile")
-    hostile = report.write(tmp_path / "hostile").read_text()
+    hostile = page.write(tmp_path / "hostile").read_text()
     program = """
         change = (value) => {
             form.elements.text.value = value; form.dispatchEvent(new Event("input", {bubbles: true}));

@@ -16,6 +16,7 @@ import re
 import shlex
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabil
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
 ALARMING = 0.05  # share of the last answers that are wrong and get the most a reward gives
 NUM_FIRST = 6  # problems on the first screen
+MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
 
 # ---- held-out answers
@@ -348,3 +350,35 @@ def write(run_dir: str | Path, out: str | Path | None = None, others: list[str] 
     path = Path(out) if out else runs[0].dir / "report.html"
     telemetry.replace_text(path, page(runs))
     return path
+
+
+# ---- while the run goes
+
+
+class Live:
+    """
+    The page of a run that is going on, put off while its pages have taken over `MOST_COST` of the run's time.
+
+    What goes wrong is told once and stops nothing: the run is worth more than its page.
+    """
+
+    def __init__(self, run_dir: Path, tell: Callable[[str], None]):
+        self.dir, self.tell = run_dir, tell
+        self.begin = time.perf_counter()
+        self.spent = self.last = 0.0  # seconds of all pages, and of the last one
+        self.waiting = self.failed = False
+
+    def update(self, due: bool, at_the_end: bool = False) -> None:
+        """Writes the page if it is due, or was and had to wait; at the end in any case."""
+        begin = time.perf_counter()
+        self.waiting |= due
+        is_cheap = self.spent + self.last <= MOST_COST * (begin - self.begin)
+        if self.failed or not (at_the_end or (self.waiting and is_cheap)):
+            return
+        try:
+            write(self.dir)
+        except Exception as error:
+            self.failed = True
+            self.tell(f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}")
+        self.last = time.perf_counter() - begin
+        self.spent, self.waiting = self.spent + self.last, False

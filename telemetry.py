@@ -7,9 +7,11 @@ up as `other/s`.
 """
 
 import contextlib
+import functools
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -24,7 +26,8 @@ import mlx.core as mx
 class PhaseClock:
     """Seconds by phase within one step; phases do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        self.on_phase = on_phase  # hears of each phase that begins
         self.seconds: dict[str, float] = {}
         self._begin = time.perf_counter()
         self._running: str | None = None
@@ -33,6 +36,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
         """Bills what happens inside to `name`; the body must end with `done(*arrays)`, which waits for them."""
         assert self._running is None, f"phase {name} inside phase {self._running}"
+        self.on_phase(name)
         self._running, finished, begin = name, False, time.perf_counter()
 
         def done(*arrays: Any) -> None:
@@ -99,23 +103,45 @@ def replace_text(path: Path, text: str) -> None:
 CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
 
 
-def _fixed(value: float | None, digits: int) -> str:
-    """So many decimals; a loss that overflowed or was never computed and rewards that nobody could read are nan."""
-    return "nan" if value is None else f"{value:.{digits}f}"
+WIDTH = 100  # columns of a step's line
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    The one line of a step, as a rule within 100 columns; `CONSOLE_COLUMNS` says what stands in it.
+    The one line of a step, within `WIDTH` columns; `CONSOLE_COLUMNS` says what stands in it.
 
-    Other people's scripts read its beginning: add at the end only.
+    Other people's scripts read its beginning: add at the end only. Where the numbers are too long for the line, the end
+    is dropped, and then digits: 1234567.891 becomes 1.2e6.
     """
-    loss, reward = _fixed(metrics["loss"], 4), _fixed(metrics["reward/mean"], 6)
-    return (
-        f"step {metrics['step']}/{num_steps} | loss {loss} | reward {reward} | "
-        f"{metrics['step/s']:.1f}s | rollout {metrics['rollout/tok_s']:.1f} tok/s | "
-        f"train {metrics['train/tok_s']:.1f} tok/s | {metrics['reward/zero_std_frac']:.0%}"
-    )
+    begin = f"step {metrics['step']}/{num_steps}"
+    for digits in (None, 6, 5, 4, 3, 2, 1):
+        number = functools.partial(_number, digits=digits)
+        line = (
+            f"{begin} | loss {number(metrics['loss'], 4)} | reward {number(metrics['reward/mean'], 6)} | "
+            f"{number(metrics['step/s'], 1)}s | rollout {number(metrics['rollout/tok_s'], 1)} tok/s | "
+            f"train {number(metrics['train/tok_s'], 1)} tok/s"
+        )
+        end = f" | {metrics['reward/zero_std_frac']:.0%}"
+        if len(line + end) <= WIDTH:
+            return line + end
+        if len(line) <= WIDTH:
+            break
+    return line
+
+
+def _number(value: float | None, decimals: int, digits: int | None) -> str:
+    """
+    So many decimals, or so many digits where that is shorter.
+
+    A loss that overflowed or was never computed and rewards that nobody could read are nan.
+    """
+    if value is None:
+        return "nan"
+    text = f"{value:.{decimals}f}"
+    if digits is None:
+        return text
+    short = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", f"{round(value, decimals):.{digits}g}")
+    return min(text, short, key=len)
 
 
 def with_interval(record: dict[str, Any], name: str) -> str:

@@ -29,6 +29,7 @@ SECTIONS = {
     "lora_rank": "Adapters",
     "judge_model": "Judge",
     "eval_rubric": "Evaluation and checkpoints",
+    "report_every": "The run's page and trackers",
 }
 COMMAND = {
     "--config FILE": "Read settings from FILE instead of the task's recipe. A run's `config.yaml` repeats that run.",

@@ -43,8 +43,6 @@ import hub
 import judge
 import rubrics
 import sampler
-import scores
-import telemetry
 from config import Parser, fail, size
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
@@ -403,7 +401,7 @@ class Legible:
 def judge_ours(work: JudgeWork, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> JudgeRun:
     """A fresh judge, which knows no score yet."""
     grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
-    found: dict[int, scores.Evaluation] = {}
+    found: dict[int, rubrics.Evaluation] = {}
     begin = time.perf_counter()
     grader.ask(grader.questions(zip(work.prompts, work.completions, strict=True)), found.__setitem__)
     seconds = time.perf_counter() - begin
@@ -416,9 +414,9 @@ def judge_ours(work: JudgeWork, *, model: gwen.Model, tokenizer: Any, mode: str,
 def judge_rival(work: JudgeWork, *, generate: Generate, tokenizer: Any) -> JudgeRun:
     """An engine that generates a reply to every prompt."""
     begin = time.perf_counter()
-    replies = generate(work.ids, scores.REPLY_TOKENS)
+    replies = generate(work.ids, rubrics.REPLY_TOKENS)
     said = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, len(work.rubric.criteria))
-    values = np.vectorize(scores.read_score, otypes=[float])(said)
+    values = np.vectorize(rubrics.read_score, otypes=[float])(said)
     return JudgeRun(values, said, time.perf_counter() - begin, sum(map(len, work.ids)))
 
 
@@ -463,7 +461,7 @@ def benchmark_judge(args: argparse.Namespace, model: gwen.Model, tokenizer: Any,
         f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
-        f"Judge prompts: {num_whole} tokens, {work.num_distinct} in their tree; {scores.REPLY_TOKENS} tokens a reply; "
+        f"Judge prompts: {num_whole} tokens, {work.num_distinct} in their tree; {rubrics.REPLY_TOKENS} tokens a reply; "
         f"chunks of {chunk}"
     )
     slower = {name: entries.pop(name) for name in ways}
@@ -656,7 +654,7 @@ def verdict(ratio: float) -> str:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Device and versions, with those of `packages` beside those that a run records."""
-    held = telemetry.environment(cpu_blas.description)
+    held = gpu.environment(cpu_blas.description)
     return {
         "device": f"{held['device']}, {held['machine']}, BLAS: {held['blas']}",
         "versions": {"python": held["python"]} | held["versions"] | {name: version(name) for name in packages},

@@ -182,3 +182,10 @@ def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
             os.replace(scratch, place)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def publish(run_dir: str | Path, state: State) -> None:
+    """Makes `adapter` that of the newest checkpoint, and `adapter-best` too where it is the best so far."""
+    copy_adapter(run_dir, state.step, "adapter")
+    if state.extra["best_step"] == state.step:
+        copy_adapter(run_dir, state.step, "adapter-best")

@@ -405,6 +405,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, Config)
     return parser.parse_args(argv)
 

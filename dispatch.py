@@ -21,10 +21,11 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+import gpu
 import gwen
-import memory
+import run_files
 import sampler
-import telemetry
+from config import Config
 from kv_cache import SlotCache
 
 USUAL_ROWS = 64  # at once where nothing is measured
@@ -68,7 +69,7 @@ def kind_of(model: gwen.Model, prompt_lengths: Sequence[int], max_tokens: int, g
     widths = f"{config.hidden_size}/{config.intermediate_size}/{config.vocab_size} wide"
     machine = (
         f"{mx.device_info().get('device_name', 'unknown')} {mx.default_device()}, {os.cpu_count()} cores, "
-        f"{memory.of_device() >> 30} GiB, MLX {version('mlx')}, BLAS {cpu_blas.description}"
+        f"{gpu.memory_size() >> 30} GiB, MLX {version('mlx')}, BLAS {cpu_blas.description}"
     )
     return Kind(
         machine,
@@ -150,7 +151,7 @@ def measure(
         try:
             trials += time_work(model, kind, rows, modes)
         except (RuntimeError, MemoryError) as error:
-            if not memory.is_out_of_memory(error):
+            if not gpu.is_out_of_memory(error):
                 raise
             failed = True
         mx.synchronize()  # wait: and not in the handler, where the error's traceback would hold the arrays
@@ -202,7 +203,7 @@ def _trial(entry: Any) -> Trial:
 def save(path: Path, kinds: dict[str, list[Trial]]) -> None:
     """Replaces the file. OSError when it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    telemetry.replace_text(path, json.dumps({"format": FORMAT, "kinds": kinds}, indent=1) + "\n")
+    run_files.replace_text(path, json.dumps({"format": FORMAT, "kinds": kinds}, indent=1) + "\n")
 
 
 # ---- choosing
@@ -217,7 +218,7 @@ def choose(
     most_rows: as many as the work has; more are not tried. rows: where they are given, only sharing is left to choose.
     The first call for a kind measures, which takes up to a minute or two; the others read the file.
     """
-    kind, room = kind_of(model, prompt_lengths, max_tokens, group_size), ROOM * memory.at_hand()
+    kind, room = kind_of(model, prompt_lengths, max_tokens, group_size), ROOM * gpu.memory_at_hand()
     row_counts = [rows] if rows else [n for n in ROW_COUNTS if n < max(2 * most_rows, ROW_COUNTS[0] + 1)]
     try:
         path = store_path()
@@ -239,6 +240,30 @@ def choose(
         return Trial(row_counts[0], False, 0.0, 0), f"rollouts: {row_counts[0]} rows at once; memory ran out at fewer"
     chosen = pick(trials, room)
     return chosen, describe(chosen, trials, kind, source)
+
+
+def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num_held_out: int) -> int:
+    """
+    The rows that a run decodes at once. What is `auto` is fixed in its settings, which a resumed run reads.
+
+    On a GPU it is measured, for the step's rows or the held-out problems, whichever are more.
+    """
+    if not gpu.on_gpu():
+        config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, USUAL_ROWS)
+    elif not config.rollout_batch_size or config.share_prefix == "auto":
+        chosen, why = choose(
+            model,
+            prompt_lengths,
+            max_tokens=config.max_tokens,
+            group_size=config.groups,
+            most_rows=max(config.batch * config.groups, num_held_out),
+            rows=config.rollout_batch_size,
+        )
+        print(why, flush=True)
+        config.rollout_batch_size = chosen.rows
+        if config.share_prefix == "auto":
+            config.share_prefix = "on" if chosen.share_prefix else "off"
+    return config.rollout_batch_size
 
 
 def describe(chosen: Trial, trials: Sequence[Trial], kind: Kind, source: str) -> str:

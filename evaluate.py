@@ -33,7 +33,6 @@ import lora
 import run_files
 import sampler
 import tasks
-import telemetry
 from config import Config, JudgeSettings, Parser, add_flags, fail, resolve, stop
 from examples import Example, spread
 from micro_batch import completion_hidden, in_rows, micro_batches
@@ -191,73 +190,62 @@ def repeated(text: str) -> float:
 # ---- an evaluation
 
 
+class EvalParams(NamedTuple):
+    """How held-out problems are answered."""
+
+    max_tokens: int
+    batch_size: sampler.BatchSize | None = None  # None measures it on a GPU, and is the usual one without
+    share_prefix: bool | None = None  # see `sampler.rollout`
+    samples: int = 1  # completions of each problem
+    limit: int | None = None  # problems, evenly spread over all
+    thinking: bool = False
+    temperature: float = 1.0
+    seed: int = 0
+
+
 def evaluate(
     model: gwen.Model,
     tokenizer: Any,
     task: tasks.Task,
+    params: EvalParams,
     *,
-    max_tokens: int,
-    rollout_batch_size: int | sampler.BatchSize | None,
-    share_prefix: bool | None = None,
     grader: judge.Grader | None = None,
     witness: judge.Grader | None = None,
     reference: gwen.Model | None = None,
-    samples: int = 1,
-    limit: int | None = None,
-    thinking: bool = False,
-    temperature: float = 1.0,
-    seed: int = 0,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
 
-    Args:
-        rollout_batch_size: None measures it on a GPU, and is the usual one without.
-        share_prefix: see `sampler.rollout`.
-        grader: the judge whose score is among the rewards, under the name "rubric".
-        witness: a judge that no training listens to.
-        reference: the model before training, once its adapters are off; None where it is not at hand.
-        samples: completions of each problem. Accuracy, or score, is that of the first; the other figures are means over
-            all of them, of which `eval/pass_at_1` is unbiased.
+    Accuracy, or score, is that of each problem's first completion; the other figures are means over all of them, of
+    which `eval/pass_at_1` is unbiased.
 
+    grader: the judge whose score is among the rewards, under the name "rubric". witness: a judge that no training
+    listens to. reference: the model before training, once its adapters are off; None where it is not at hand.
     Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
     """
     begin = time.perf_counter()
-    numbers = spread(list(range(len(task.held_out))), limit)
+    numbers = spread(list(range(len(task.held_out))), params.limit)
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
     prompts = tasks.render(
         tokenizer,
         problems,
-        max_tokens=max_tokens,
+        max_tokens=params.max_tokens,
         context=model.config.max_position_embeddings,
-        thinking=thinking,
+        thinking=params.thinking,
         kind="held-out prompt",
     )
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems))
-    if rollout_batch_size is None:
-        rollout_batch_size = dispatch.USUAL_ROWS
-        if gpu.on_gpu():
-            lengths = [len(prompt) for prompt in prompts]
-            num_rows = len(prompts) * samples
-            chosen, why = dispatch.choose(model, lengths, max_tokens=max_tokens, group_size=samples, most_rows=num_rows)
-            print(why, file=sys.stderr)
-            rollout_batch_size, share_prefix = chosen.rows, chosen.share_prefix
-    if isinstance(rollout_batch_size, int):
-        rollout_batch_size = sampler.BatchSize(rollout_batch_size)  # one for both, so that they remember together
-    how = {"batch_size": rollout_batch_size, "share_prefix": share_prefix, "key": KEY + seed}
-    params = sampler.SamplingParams(max_tokens, temperature, eos_ids=model.config.eos_ids)
-    sampled = answer(model, tokenizer, problems, prompts, params, group_size=samples, entropy=True, **how)
-    params = params._replace(temperature=0.0)
-    greedy = answer(model, tokenizer, problems, prompts, params, group_size=1, **how)
+    sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
 
     earned = earn(task, grader, sampled)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # the other rewards are not needed
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
     witnessed = None if witness is None else judged(witness, sampled)
 
+    samples = params.samples
     measured = measure(task, sampled, earned, samples) | {"greedy": greedy_values}
     if grader is not None and earned.scores is not None:
         measured |= by_criterion("judge", earned.scores, grader, sampled.problems, samples)
@@ -268,39 +256,62 @@ def evaluate(
     record: dict[str, Any] = {}
     for name, values in measured.items():
         record |= {f"eval/{name}": mean(values), f"eval/{name}_ci95": half_width(values)}
-    mask = np.array(sampled.rollout.mask)
+    mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
     rows = [prompt for prompt in prompts for _ in range(samples)]
     record |= {
-        "eval/kl": None if reference is None else divergence(reference, rows, sampled.rollout, temperature or 1.0),
+        "eval/kl": None if reference is None else divergence(reference, rows, sampled.rollout, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         "eval/num": len(problems),
         "eval/samples": samples,
         "eval/s": time.perf_counter() - begin,
     }
     record = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
-
-    def listed(values: np.ndarray, index: int) -> list[Any]:
-        """The K values of a problem, None where they could not be read."""
-        its = values[index * samples : (index + 1) * samples]
-        return np.where(np.isnan(its), np.array(None), its.round(4).astype(object)).tolist()
-
+    scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
+    greedily = zip(greedy.texts, greedy_values, strict=True)
     details = [
-        {
-            "problem": numbers[index],
-            "prompt": problem["prompt"],
-            "answer": problem.get("answer"),
-            "category": problem.get("category"),
-            "completions": sampled.texts[index * samples : (index + 1) * samples],
-            "values": listed(earned.values, index),
-            "rewards": {name: listed(values, index) for name, values in earned.rewards.items()},
-            "judge_scores": None if earned.scores is None else listed(earned.scores, index),
-            "witness_scores": None if witnessed is None else listed(witnessed.scores, index),
-            "greedy": greedy.texts[index],
-            "greedy_value": None if math.isnan(greedy_values[index]) else float(greedy_values[index]),
-        }
-        for index, problem in enumerate(problems)
+        {"problem": number}
+        | {name: problem.get(name) for name in ("prompt", "answer", "category")}
+        | {"completions": sampled.texts[place : place + samples], "values": listed(earned.values, place, samples)}
+        | {"rewards": {name: listed(values, place, samples) for name, values in earned.rewards.items()}}
+        | {name: None if held is None else listed(held, place, samples) for name, held in scores.items()}
+        | {"greedy": text, "greedy_value": None if math.isnan(value) else float(value)}
+        for place, number, problem, (text, value) in zip(
+            range(0, len(rows), samples), numbers, problems, greedily, strict=True
+        )
     ]
     return record, details
+
+
+def answer_both(
+    model: gwen.Model, tokenizer: Any, problems: list[Example], prompts: list[list[int]], params: EvalParams
+) -> tuple[Answers, Answers]:
+    """The samples of each problem, with their entropies, and one greedy completion."""
+    size, share_prefix = params.batch_size, params.share_prefix
+    if size is None and gpu.on_gpu():
+        chosen, why = dispatch.choose(
+            model,
+            [len(prompt) for prompt in prompts],
+            max_tokens=params.max_tokens,
+            group_size=params.samples,
+            most_rows=len(prompts) * params.samples,
+        )
+        print(why, file=sys.stderr)
+        size, share_prefix = sampler.BatchSize(chosen.rows), chosen.share_prefix
+    # one object for both, so that they remember together
+    size = size or sampler.BatchSize(dispatch.USUAL_ROWS)
+    how = {"key": KEY + params.seed, "batch_size": size, "share_prefix": share_prefix}
+    sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=model.config.eos_ids, entropy=True)
+    greedy = sampling._replace(temperature=0.0, entropy=False)
+    return (
+        answer(model, tokenizer, problems, prompts, sampling, group_size=params.samples, **how),
+        answer(model, tokenizer, problems, prompts, greedy, group_size=1, **how),
+    )
+
+
+def listed(values: np.ndarray, place: int, samples: int) -> list[Any]:
+    """The values of one problem's completions, the first of them at `place`; None where one could not be read."""
+    its = values[place : place + samples]
+    return np.where(np.isnan(its), np.array(None), its.round(4).astype(object)).tolist()
 
 
 def by_problem(values: np.ndarray, samples: int) -> np.ndarray:
@@ -381,7 +392,7 @@ def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
     return model, tokenizer, True
 
 
-def remember(log: telemetry.JsonLines, grader: judge.Grader) -> None:
+def remember(log: run_files.JsonLines, grader: judge.Grader) -> None:
     """Writes the judge's new scores."""
     for record in grader.cache.take_fresh():
         log.write({"step": 0} | record)
@@ -441,26 +452,22 @@ def main(argv: list[str] | None = None) -> None:
         if cache and known:
             cache.load(known)
         if cache and args.judge_cache:
-            log = telemetry.JsonLines(args.judge_cache)
+            log = run_files.JsonLines(args.judge_cache)
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(f"{what}; task: {task.name}", file=sys.stderr)
-        given = args.run or args.rollout_batch_size not in (None, "auto")
-        record, details = evaluate(
-            model,
-            tokenizer,
-            task,
-            max_tokens=config.max_tokens,
-            rollout_batch_size=(config.rollout_batch_size or None) if given else None,
-            grader=grader,
-            witness=witness,
-            reference=base if is_base and (adapter or args.run) else None,
+        rows = config.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
+        params = EvalParams(
+            config.max_tokens,
+            sampler.BatchSize(rows) if rows else None,
             samples=args.samples,
             limit=args.limit or config.eval_limit or None,
             thinking=config.thinking,
             temperature=args.temp,
             seed=args.seed,
         )
+        reference = base if is_base and (adapter or args.run) else None
+        record, details = evaluate(model, tokenizer, task, params, grader=grader, witness=witness, reference=reference)
         print(json.dumps(record))  # before the files, which may not fit on the disk
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))

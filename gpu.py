@@ -7,15 +7,22 @@ The kernel is made when it is first called: by `mx.fast.metal_kernel` from the b
 process, for each type, it must agree with its expression on a small example; one that does not, or does not compile, is
 left out for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
 
+The end of the file tells how much memory this machine has, and which errors say that it ran out; with or without a GPU.
+
 What is left out: the kernels themselves, which are in ops.py and softmax.py.
 """
 
 import functools
 import os
+import platform
 import re
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import mlx.core as mx
@@ -312,3 +319,75 @@ def report(dtype: mx.Dtype) -> tuple[list[str], bool]:
             f"{times}, kernel {kernel_ms:8.2f} ms ({expression_ms / kernel_ms:.2f}x) | agrees | runs: {choice}"
         )
     return lines, agree
+
+
+# ---- memory, of a machine without a GPU too
+
+_SIZES = ("max_recommended_working_set_size", "memory_size", "total_memory")  # in mx.device_info: Metal, Metal, CUDA
+
+
+def memory_size() -> int:
+    """Bytes that this process may hold: what a GPU recommends for its working set, else the machine's memory."""
+    info = mx.device_info() if mx.default_device().type == mx.gpu else {}
+    size = next((info[key] for key in _SIZES if info.get(key)), None)
+    return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def memory_at_hand() -> int:
+    """Bytes that this process may still allocate: what it may hold less what MLX holds, on a CPU no more than free."""
+    rest = memory_size() - mx.get_active_memory()
+    if mx.default_device().type == mx.cpu and (free := _available()) is not None:
+        rest = min(rest, free)
+    return max(rest, 0)
+
+
+def _available() -> int | None:
+    """Bytes that the Linux kernel could give without swapping; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """
+    Whether an error of MLX or numpy says that memory ran out; MLX's Metal, CUDA and CPU backends do so in words.
+
+    On a CPU MLX 0.32 often does not come so far: it uses what it was not given, and the process dies.
+    """
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc")
+    )
+
+
+# ---- what a reader needs to repeat a measurement
+
+
+def environment(blas: str) -> dict[str, Any]:
+    """Versions, device and commit: what a reader of a run needs to repeat it."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    commit = None
+    if shutil.which("git"):
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+        commit = asked.stdout.strip() or None
+    packages = ["mlx", "mlx-lm", "transformers", "datasets", "numpy"]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(mx.default_device()),
+        "machine": mx.device_info().get("device_name", platform.processor() or platform.machine()),
+        "num_cpus": os.cpu_count(),
+        "blas": blas,
+        "versions": {package: installed(package) for package in packages},
+        "commit": commit,
+    }

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 import grpo
+import rubrics
 import sampler
-import scores
 from config import Config
 from examples import Example
 
@@ -27,7 +27,7 @@ class Rewards(NamedTuple):
     parts: np.ndarray  # (K, B, G), each reward before weighting, see `fill` for what could not be read
     weights: list[float]  # K
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
-    judgement: scores.Judgement | None
+    judgement: rubrics.Judgement | None
     completions: list[str]
 
 
@@ -44,7 +44,7 @@ def weigh(
     config: Config,
     weights: list[float],
     components: dict[str, np.ndarray],
-    judgement: scores.Judgement | None,
+    judgement: rubrics.Judgement | None,
     completions: list[str],
 ) -> Rewards:
     """

@@ -21,9 +21,7 @@ from mlx.utils import tree_flatten
 
 import gpu
 import hub
-import memory
 import ops
-import telemetry
 from config import Parser, fail
 from kv_cache import Cache, Held, LayerState, Mask, Parts, TreeLayer
 from lm_head import token_logprobs as token_logprobs  # with `load` and `save` what a program of one's own needs
@@ -378,13 +376,13 @@ def rope_error(dtype: mx.Dtype) -> float:
 
 def doctor() -> tuple[list[str], bool]:
     """What a user of this machine should know, a line each, and whether all is well."""
-    found, dtype = telemetry.environment(cpu_blas.description), default_dtype()
+    found, dtype = gpu.environment(cpu_blas.description), default_dtype()
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     error, limit = rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
     lines = [
         f"versions: Python {found['python']}, {versions}",
         f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
-        f"memory: {memory.of_device() / 1e9:.1f} GB for this process",
+        f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process",
         f"device: {gpu.backend() or 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",

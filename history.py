@@ -17,7 +17,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 
 import health
 import run_files
-import telemetry
+from console import duration, with_interval
 from health import Records
 
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
@@ -147,17 +147,10 @@ def num_tokens(run: History) -> int:
     return round(rows * sum(lengths))
 
 
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def before_after(run: History) -> tuple[str, str]:
     """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
     figure, evals = figure_of(run)
-    shown = [telemetry.with_interval(record, figure) for record in (evals[:1] + evals[-1:])]
+    shown = [with_interval(record, figure) for record in (evals[:1] + evals[-1:])]
     return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
 
 

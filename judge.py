@@ -33,12 +33,11 @@ import gwen
 import lora
 import prompt_tree
 import rubrics
-import scores
 import softmax
 from config import JudgeSettings, Parser, fail
 from kv_cache import TreeCache
 from remote_judge import RemoteJudge
-from scores import Evaluation, Grader, Judgement, Question, Stats, Tell
+from rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # what others take from here
 
@@ -68,11 +67,11 @@ class Judge(Grader):
         config.check_judge(JudgeSettings("", mode, think, min_mass, chunk_size))
         self.model, self.tokenizer, self.mode, self.think, self.min_mass = model, tokenizer, mode, think, min_mass
         self.prompts = rubrics.PromptBuilder(tokenizer, self.rubric, thinking=think > 0)
-        self.score_ids = scores.score_token_ids(tokenizer) if mode == "logits" else []
+        self.score_ids = rubrics.score_token_ids(tokenizer) if mode == "logits" else []
         self.end_of_thought = tokenizer.convert_tokens_to_ids("</think>") if think else None
         if think and self.end_of_thought in (None, tokenizer.unk_token_id):
             raise ValueError(f"--judge-think {think}: the judge's tokenizer has no </think>, so it cannot think")
-        reply_room = scores.REPLY_TOKENS + think if mode == "decode" else 0
+        reply_room = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
         self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
         self._check_room({"": []})
         self.tree = prompt_tree.PromptTree(model, self.prompts.head, chunk_size, "judge")
@@ -93,7 +92,7 @@ class Judge(Grader):
                 logits = self.tree.root()[1] @ self.model.head_weight.T
             asked = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think, self.min_mass)
             said = np.array(logits.astype(mx.float32)).tobytes()
-            self._identity = scores.digest(asked, str(logits.dtype), said)
+            self._identity = rubrics.digest(asked, str(logits.dtype), said)
         return self._identity
 
     def ask(self, questions: list[Question], tell: Tell) -> None:
@@ -142,7 +141,7 @@ class Judge(Grader):
     def _read_logits(self, logits: mx.array) -> list[Evaluation]:
         """Expectations over the score tokens at the first answer position, of rows (M, V)."""
         logprobs = softmax.log_softmax(logits)
-        values, mass = scores.from_logprobs(logprobs, self.score_ids, self.min_mass)
+        values, mass = rubrics.from_logprobs(logprobs, self.score_ids, self.min_mass)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
         return list(map(Evaluation, values, mass, likeliest))
 
@@ -165,10 +164,10 @@ class Judge(Grader):
                 hidden = prompt_tree.at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
                 logits = hidden @ self.model.head_weight.T
         if rows:
-            said = prompt_tree.continue_greedily(self.model, cache, logits, scores.REPLY_TOKENS, eos)
+            said = prompt_tree.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
             for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
-        return [scores.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
+        return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
 
 
 def make(

@@ -16,7 +16,7 @@ import ops
 import softmax
 
 
-def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: dict[str, Any]) -> mx.array:
+def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None) -> mx.array:
     """
     Scores of some or all of the vocabulary, (M, C) x (V, C) -> (M, V) float32; -1e9 outside the support.
 
@@ -24,7 +24,7 @@ def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: dict[str, A
     """
     logits = x @ weight.astype(mx.float32).T
     if support:  # only ever with the whole vocabulary
-        kept = mx.isfinite(softmax.truncate_logits(logits, **support)) | (mx.arange(logits.shape[-1]) == ids[:, None])
+        kept = mx.isfinite(softmax.truncate_logits(logits, support)) | (mx.arange(logits.shape[-1]) == ids[:, None])
         logits = mx.where(mx.stop_gradient(kept), logits, -1e9)
     return logits
 
@@ -35,11 +35,11 @@ def token_logprobs_ref(
     ids: mx.array,
     *,
     temperature: float = 1.0,
-    support: dict[str, Any] | None = None,
+    support: softmax.Support | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The definition of `token_logprobs`, as one writes it: all (N, T, V) log-probabilities at once, and autodiff."""
     x = hidden.reshape(-1, hidden.shape[-1]).astype(mx.float32) / temperature
-    logits = logits_of(x, head_weight, ids.reshape(-1), support or {})
+    logits = logits_of(x, head_weight, ids.reshape(-1), support)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, ids.reshape(-1, 1), axis=-1)
     entropy = -(mx.exp(logprobs) * logprobs).sum(-1)
@@ -113,7 +113,7 @@ class TokenLosses(NamedTuple):
     entropies: mx.array  # without gradient
 
 
-def has_token_losses(head_weight: mx.array, support: dict[str, Any] | None = None) -> bool:
+def has_token_losses(head_weight: mx.array, support: softmax.Support | None = None) -> bool:
     """Whether `token_losses` may be used: it is made for a GPU's kernel."""
     return not support and softmax.row_losses.runs(head_weight.dtype)
 
@@ -162,14 +162,14 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     head: str = "frozen",
-    support: dict[str, Any] | None = None,
+    support: softmax.Support | None = None,
     gradient: str = "both",
 ) -> tuple[mx.array, mx.array]:
     """
     Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
 
     hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32, but of
-    the head's type where a kernel reads them. `support` (top_p, top_k, min_p) restricts the distribution as the sampler
+    the head's type where a kernel reads them. `support` restricts the distribution as the sampler
     did.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
     gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
@@ -192,7 +192,7 @@ def token_logprobs(
         )
         return rows[0].reshape(ids.shape), rows[1].reshape(ids.shape)
     shape, (vocab, width) = ids.shape, head_weight.shape
-    ids, support = ids.reshape(-1), support or {}
+    ids = ids.reshape(-1)
     chunk = LOGPROB_CHUNK
     if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
         chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
@@ -284,7 +284,7 @@ class _Softmax(NamedTuple):
         )
 
     def after(
-        self, x: mx.array, head_weight: mx.array, ids: mx.array, tile: slice, support: dict[str, Any]
+        self, x: mx.array, head_weight: mx.array, ids: mx.array, tile: slice, support: softmax.Support | None
     ) -> "_Softmax":
         """The state with one more tile of the vocabulary taken in."""
         weight = head_weight[tile].astype(mx.float32)

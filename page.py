@@ -15,6 +15,7 @@ import math
 import re
 import shlex
 import time
+import webbrowser
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ import charts
 import history
 import hub
 import rubrics
-import telemetry
+import run_files
 from history import MOST_TEXT, History, changes, fold, optional_text, prompt_text, visible
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -348,8 +349,13 @@ def write(run_dir: str | Path, out: str | Path | None = None, others: list[str] 
     """Writes the page of a run, to `report.html` in its directory unless `out` names another file; where it lies."""
     runs = [history.load(one) for one in (run_dir, *(others or []))]
     path = Path(out) if out else runs[0].dir / "report.html"
-    telemetry.replace_text(path, page(runs))
+    run_files.replace_text(path, page(runs))
     return path
+
+
+def show(path: Path) -> None:
+    """Opens a page in the user's browser."""
+    webbrowser.open(path.resolve().as_uri())
 
 
 # ---- while the run goes

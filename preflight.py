@@ -25,7 +25,6 @@ import gwen
 import hub
 import lm_head
 import lora
-import memory
 import micro_batch
 from config import Config, Parser, fail, given, parse, resolve
 from kv_cache import round_up
@@ -162,7 +161,7 @@ def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
     update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
     run on a CPU does not depend on the machine.
     """
-    room, layers = 0.9 * (memory.of_device() if gpu.on_gpu() else LAPTOP), model.num_hidden_layers
+    room, layers = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP), model.num_hidden_layers
     budgets = [config.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
     if not config.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
@@ -204,7 +203,7 @@ def advice(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
 def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
-    room = memory.of_device()
+    room = gpu.memory_size()
     said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
         f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + the larger of "

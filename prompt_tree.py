@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 import gpu
 import gwen
-import memory
 import sampler
 from kv_cache import SlotCache, TreeCache
 
@@ -87,7 +86,7 @@ class PromptTree:
                 end = self.forward(cache, [self.head])[0, -1]
                 mx.eval(end, cache.arrays())
             except RuntimeError as error:
-                if memory.is_out_of_memory(error):
+                if gpu.is_out_of_memory(error):
                     raise self._too_little() from error
                 raise
             self._root = cache, end
@@ -112,7 +111,7 @@ class PromptTree:
             try:
                 self._level(self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, finish)
             except RuntimeError as error:
-                if not memory.is_out_of_memory(error):
+                if not gpu.is_out_of_memory(error):
                     raise
             else:
                 break

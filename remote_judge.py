@@ -18,9 +18,8 @@ import httpx2
 from tqdm import tqdm
 
 import rubrics
-import scores
 from config import JudgeSettings
-from scores import Evaluation, Grader, Question, Tell
+from rubrics import Evaluation, Grader, Question, Tell
 
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes that a later try may not meet; proxies have made up many
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in what vLLM, llama.cpp and OpenAI say
@@ -169,14 +168,14 @@ class RemoteJudge(Grader):
 
     def identity(self) -> str:
         model = self.server.settings.judge_model
-        return scores.digest(self.server.url, model, self.mode, self.think, self.min_mass, self.rubric)
+        return rubrics.digest(self.server.url, model, self.mode, self.think, self.min_mass, self.rubric)
 
     def ask(self, questions: list[Question], tell: Tell) -> None:
         criteria, nothing_known = self.rubric.criteria, not self.cache.held
         asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
         limits = {"max_tokens": 1, "top_logprobs": TOP_LOGPROBS}
         if self.mode == "decode":
-            limits = {"max_tokens": scores.REPLY_TOKENS + self.think}
+            limits = {"max_tokens": rubrics.REPLY_TOKENS + self.think}
         with tqdm(total=len(asked), desc="judge", leave=False, disable=None) as progress:
             replies: list[Reply] = []
 
@@ -196,8 +195,8 @@ class RemoteJudge(Grader):
 
     def _read(self, reply: Reply) -> Evaluation:
         if self.mode == "decode":
-            return scores.from_reply(reply.text)._replace(said=reply.text or reply.problem)
+            return rubrics.from_reply(reply.text)._replace(said=reply.text or reply.problem)
         if not reply.first and reply.text:  # without any text it ended at once, or a filter took what it said
             raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
-        value, mass = scores.from_first_tokens(reply.first, self.min_mass)
+        value, mass = rubrics.from_first_tokens(reply.first, self.min_mass)
         return Evaluation(value, mass, reply.text or reply.problem)

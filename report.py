@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: report.html in RUN)")
     parser.add_argument("--compare", action="store_true", help="print what differs between the runs")
     parser.add_argument("--list", action="store_true", help="print the runs under RUN (default: runs)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         if args.list:
@@ -82,7 +83,10 @@ def main(argv: list[str] | None = None) -> None:
         elif not args.runs:
             raise ValueError("name a run, as runs/NAME; --list shows those that there are")
         else:
-            print(page.write(args.runs[0], args.out, args.runs[1:]))
+            written = page.write(args.runs[0], args.out, args.runs[1:])
+            print(written)
+            if args.open:
+                page.show(written)
     except (ValueError, OSError) as error:
         config.fail(error)
     except KeyboardInterrupt:

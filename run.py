@@ -1,41 +1,30 @@
 """
-A run: everything that lasts from step to step, and what it writes.
+A run: everything that lasts from step to step, and the state in which a checkpoint holds it.
 
-What is left out: the algorithm, which is in train.py; what the figures are, in metrics.py; the directory's settings,
-in run_files.py.
+What is left out: the algorithm, which is in train.py; what a run writes and says, in journal.py; the directory's
+settings, in run_files.py.
 """
 
-import json
-import sys
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
-import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
 import dispatch
 import evaluate
-import gpu
 import gwen
-import health
 import judge
 import lora
 import preflight
 import sampler
 import tasks
-import telemetry
 import update
 from config import Config
 from examples import Example, spread
-from groups import Draw
-from metrics import Step, completion_records, step_metrics
-
-MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluation, evenly spread over all
+from journal import Journal
 
 
 class Run:
@@ -66,13 +55,14 @@ class Run:
         if config.eval_every:
             self.witness = evaluate.make_witness(config, self.task, self.judge, self.base or self.model, self.tokenizer)
         self.learner = update.Learner(self.model, config, self.base)
-        self.batch_size = self._settle_rollouts()
         lengths = [len(ids) for ids in self.prompt_ids]
+        num_held_out = len(spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
+        self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, num_held_out))
         shape = (self.model.config, self.model.head_weight.dtype, config, lengths)
         preflight.settle(*shape)
         self.memory = preflight.line(*shape)
-        self.recent: deque[float] = deque(maxlen=10)
-        self.stopping = False  # Ctrl-C was pressed while a step made its changes
+        self.stopping = False  # Ctrl-C was pressed inside a step
+        self.end_step()
 
     def _make_judge(self) -> judge.Judge | judge.RemoteJudge:
         config = self.config
@@ -85,50 +75,6 @@ class Run:
 
         return judge.make(config, self.task.rubric, load)
 
-    def _settle_rollouts(self) -> sampler.BatchSize:
-        """How rollouts are cut. What is `auto` on a GPU is measured here, and fixed in the configuration."""
-        config = self.config
-        if not gpu.on_gpu():
-            usual = min(config.batch * config.groups, dispatch.USUAL_ROWS)
-            config.rollout_batch_size = config.rollout_batch_size or usual
-        elif not config.rollout_batch_size or config.share_prefix == "auto":
-            num_held_out = len(spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
-            chosen, why = dispatch.choose(
-                self.model,
-                [len(prompt) for prompt in self.prompt_ids],
-                max_tokens=config.max_tokens,
-                group_size=config.groups,
-                most_rows=max(config.batch * config.groups, num_held_out),
-                rows=config.rollout_batch_size,
-            )
-            print(why, flush=True)
-            config.rollout_batch_size = chosen.rows
-            if config.share_prefix == "auto":
-                config.share_prefix = "on" if chosen.share_prefix else "off"
-        return sampler.BatchSize(config.rollout_batch_size)
-
-    def open(self) -> None:
-        """
-        Creates the run directory's logs, and drops from them what came after the step the run goes on from.
-
-        Scores that were paid for stay. A judge of our own makes them again, so that the run repeats bit for bit.
-        """
-        self.metrics, self.rollouts, self.evals, self.judge_scores, self.warnings = (
-            telemetry.JsonLines(self.dir / f"{name}.jsonl")
-            for name in ("metrics", "rollouts", "eval", "judge_scores", "warnings")
-        )
-        for log in (self.metrics, self.rollouts, self.evals, self.warnings):
-            log.cut_after(self.step)
-        self.answers = telemetry.JsonLines(self.dir / "eval_answers.jsonl")
-        self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
-        is_paid = self.judge is not None and self.judge.is_paid
-        self.judge_scores.cut_after(sys.maxsize if is_paid else self.step)
-        self.past_steps, self.past_evals = self.metrics.read(), self.evals.read()
-        if self.judge:
-            self.judge.cache.fill(self.judge_scores.read())
-            if is_paid:
-                self.judge.on_score = self.remember_scores  # now, for no step may come to its end
-
     def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
         """Ids of every prompt. ValueError names one that leaves no room for its completion."""
         return tasks.render(
@@ -140,10 +86,49 @@ class Run:
             kind=kind,
         )
 
+    def open(self) -> None:
+        """Opens the logs, in a directory that exists by now, and tells the judge the scores on record."""
+        is_paid = self.judge is not None and self.judge.is_paid
+        self.journal = Journal(self.config, self.dir, self.task.metric, self.step, keep_scores=is_paid)
+        if self.judge is not None:
+            self.judge.cache.fill(self.journal.judge_scores.read())
+        if self.judge is not None and is_paid:  # now, for no step may come to its end
+            self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
+
+    def evaluate(self) -> None:
+        """Every held-out problem, on record."""
+        config = self.config
+        params = evaluate.EvalParams(
+            config.max_tokens, self.batch_size, limit=config.eval_limit or None, thinking=config.thinking
+        )
+        record, answers = evaluate.evaluate(
+            self.model,
+            self.tokenizer,
+            self.task,
+            params,
+            grader=self.judge if self.task.verifier is None else None,
+            witness=self.witness,
+            reference=self.base or (self.model if config.lora_rank else None),
+        )
+        self.journal.write_evaluation(self.step, record, answers)
+        self.journal.write_scores(self.step, self.judge)
+
+    # ---- its state, between two steps
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has changed since the last step was on record, so that the run may be saved."""
+        return self._boundary == (self.step, self.learner.num_changes)
+
+    def end_step(self) -> None:
+        """The step is on record: the run may be saved again, and a Ctrl-C that had to wait takes effect."""
+        self._boundary = (self.step, self.learner.num_changes)
+        if self.stopping:
+            raise KeyboardInterrupt
+
     def state(self) -> checkpoint.State:
-        """The run between two steps."""
         learner = self.learner
-        assert learner.whole, f"step {self.step + 1} is half done"
+        assert self.is_whole, f"step {self.step + 1} is half done"
         extra = {
             "dtype": str(self.model.head_weight.dtype),
             "num_draws": self.num_draws,
@@ -153,7 +138,7 @@ class Run:
             "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
-            "best_step": self.best_step(),
+            "best_step": self.journal.best_step(),
         }
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
@@ -175,124 +160,9 @@ class Run:
         if self.judge:
             self.judge.restore(extra["judge"])
         update.install(self.model, learner.trainable)
+        self.end_step()
 
     def save(self) -> None:
         state = self.state()
         checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
-        publish(self.dir, state)
-
-    def end_step(self) -> None:
-        """From here on the run may be saved again; a Ctrl-C that came meanwhile takes effect."""
-        self.learner.whole = True
-        if self.stopping:
-            raise KeyboardInterrupt
-
-    def evaluate_if_due(self) -> bool:
-        """
-        Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record.
-
-        Whether it did, and the held-out figure is the best so far: such a step is saved, whatever `save_every` says.
-        """
-        config = self.config
-        if not evaluation_is_due(config, self.step, self.dir):
-            return False
-        record, answers = evaluate.evaluate(
-            self.model,
-            self.tokenizer,
-            self.task,
-            max_tokens=config.max_tokens,
-            rollout_batch_size=self.batch_size,
-            grader=self.judge if self.task.verifier is None else None,
-            witness=self.witness,
-            reference=self.base or (self.model if config.lora_rank else None),
-            limit=config.eval_limit or None,
-            thinking=config.thinking,
-        )
-        for one in spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
-            self.answers.write({"step": self.step} | one)
-        record = {"step": self.step} | record
-        self.evals.write(record)
-        self.past_evals.append(record)
-        self.remember_scores()
-        print(telemetry.evaluation_line(record), flush=True)
-        self.warn()
-        return self.best_step() == self.step
-
-    def warn(self) -> None:
-        """Says what ails the run, each once, and records the step at which it showed."""
-        given = {record["name"] for record in self.warnings.read()}
-        for finding in health.examine(self.past_steps, self.past_evals):
-            if finding.name not in given:
-                self.warnings.write({"step": self.step} | finding._asdict())
-                print(f"WARNING after step {self.step}: {finding.text}.", file=sys.stderr, flush=True)
-
-    def best_step(self) -> int | None:
-        """The step with the best held-out figure on record, the first of equals; None where nothing could be scored."""
-        name = f"eval/{self.task.metric}"
-        scored = [record for record in self.evals.read() if record[name] is not None]
-        return max(scored, key=lambda record: record[name])["step"] if scored else None
-
-    def remember_scores(self) -> None:
-        """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
-        for record in self.judge.cache.take_fresh() if self.judge else []:
-            self.judge_scores.write({"step": self.step} | record)
-
-    def report(
-        self,
-        seconds: dict[str, float],
-        draws: list[Draw],
-        rollout: sampler.Rollout,
-        chosen: list[int],
-        advantages: np.ndarray,
-        result: update.UpdateResult,
-    ) -> None:
-        """Writes the step's metrics and completions, of everything that was drawn, and prints its line."""
-        self.recent.append(seconds["step"])
-        learner = self.learner
-        step = Step(
-            self.step,
-            seconds,
-            draws,
-            rollout,
-            chosen,
-            advantages,
-            result,
-            recent=self.recent,
-            num_forwards=learner.num_forwards,
-            num_skipped=learner.num_skipped,
-            loss_scale=learner.loss_scale.value,
-            peak_bytes=mx.get_peak_memory(),
-        )
-        figures = step_metrics(self.config, step)
-        self.metrics.write(figures)
-        self.past_steps.append(figures)
-        for record in completion_records(self.config, step):
-            self.rollouts.write(record)
-        self.remember_scores()
-        print(telemetry.console_line(figures, self.config.steps), flush=True)
-        if result.skipped:
-            print(f"step {self.step}: the gradient was not finite; the step changed nothing", file=sys.stderr)
-        self.warn()
-
-    def summary(self) -> None:
-        """Repeats what was warned of, and compares the first and the last evaluation."""
-        for warning in self.warnings.read():
-            print(f"warned after step {warning['step']}: {warning['name']}")
-        records = self.evals.read()
-        if len(records) > 1:
-            print(telemetry.comparison(records[0], records[-1]))
-
-
-def publish(run_dir: Path, state: checkpoint.State) -> None:
-    """Makes `adapter` that of the newest checkpoint, and `adapter-best` too where it is the best so far."""
-    checkpoint.copy_adapter(run_dir, state.step, "adapter")
-    if state.extra["best_step"] == state.step:
-        checkpoint.copy_adapter(run_dir, state.step, "adapter-best")
-
-
-def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
-    """Whether a step is one to be evaluated after, and the run's record does not have it."""
-    if not config.eval_every or (step % config.eval_every and step != config.steps):
-        return False
-    lines = (run_dir / "eval.jsonl").read_text().splitlines()
-    return not any(json.loads(line)["step"] == step for line in lines)
+        checkpoint.publish(self.dir, state)

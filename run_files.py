@@ -6,6 +6,7 @@ What is left out: the logs, which are in run.py, and the state to go on from, in
 
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import cpu_blas  # before mlx
 import yaml
 
-import telemetry
+import gpu
 from config import CHANGEABLE, Config, Parser, as_yaml, checked, flag_of, load_recipe, load_yaml
 
 
@@ -118,10 +119,10 @@ def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
 
 def write(config: Config, run_dir: Path) -> None:
     """Writes `config.yaml` and `env.json` of a run. ValueError when they cannot be written."""
-    environment = json.dumps(telemetry.environment(cpu_blas.description), indent=2)
+    environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
     try:
-        telemetry.replace_text(run_dir / "config.yaml", as_yaml(config))
-        telemetry.replace_text(run_dir / "env.json", environment + "\n")
+        replace_text(run_dir / "config.yaml", as_yaml(config))
+        replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error
 
@@ -131,9 +132,52 @@ def record_changes(config: Config, run_dir: Path, step: int) -> None:
     before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config))
     for name in sorted(CHANGEABLE):
         if name in before and (was := before[name]) != (now := after[name]):
-            telemetry.JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
+            JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
             print(f"from step {step + 1} on: {flag_of(name)} {now} (was {was!r})", flush=True)
 
 
 def _unwritable(run_dir: Path, error: OSError) -> str:
     return f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
+
+
+# ---- its files
+
+
+class JsonLines:
+    """An append-only file of one JSON object a line, flushed at every line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.touch()
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every record."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def cut_after(self, step: int) -> None:
+        """Drops the records of later steps, and a last line that a crash left unfinished."""
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] > step:
+                    continue
+            except (ValueError, KeyError, TypeError):
+                break
+            kept.append(line + "\n")
+        replace_text(self.path, "".join(kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file beside its place and renames it: a disk that is full leaves what was there before."""
+    scratch = path.with_name(path.name + ".partial")
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    except OSError as error:  # a failed write does not know its file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 import gpu
 import gwen
-import memory
 import ops
 import run_files
 import softmax
@@ -50,12 +49,13 @@ class SamplingParams(NamedTuple):
     min_p: float = 0.0
     eos_ids: Sequence[int] = ()  # each of them ends a completion
     pad_id: int = 0
+    entropy: bool = False  # whether that of each token's distribution is recorded
 
     @property
-    def support(self) -> dict[str, Any]:
-        """What restricts the distribution, by name; empty where every token may be drawn."""
-        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
+    def support(self) -> softmax.Support | None:
+        """What restricts the distribution; None where every token may be drawn."""
+        support = softmax.Support(self.top_p, self.top_k, self.min_p)
+        return None if support == softmax.Support() else support
 
     def limits(self, num_rows: int) -> list[int]:
         """`max_tokens` of each row."""
@@ -132,7 +132,7 @@ def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -
         held = softmax.row_logprobs(logits, token)
         return token.astype(mx.int32), held.logprobs, held.entropies
     if support:
-        logits = softmax.truncate_logits(logits.astype(mx.float32) / temperature, **support)
+        logits = softmax.truncate_logits(logits.astype(mx.float32) / temperature, support)
         temperature = 1.0
     return softmax.sample_token(logits, uniforms, temperature)
 
@@ -178,13 +178,13 @@ class Job(NamedTuple):
 class Record:
     """The rows of a rollout on the host: what they are drawn with, what was drawn, and which of them are complete."""
 
-    def __init__(self, num_rows: int, params: SamplingParams, key: int, *, entropy: bool = False, progress: Any = None):
+    def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: Any = None):
         self.params, self.key = params, key
         self.limits = params.limits(num_rows)
         shape = (num_rows, max(self.limits))
         self.ids = np.full(shape, params.pad_id, np.int32)
         self.logprobs = np.zeros(shape, np.float32)
-        self.entropies = np.zeros(shape, np.float32) if entropy else None
+        self.entropies = np.zeros(shape, np.float32) if params.entropy else None
         self.done = np.zeros(num_rows, bool)
         self.progress = progress
 
@@ -330,7 +330,6 @@ def rollout(
     key: int,
     batch_size: int | BatchSize = 64,
     share_prefix: bool | None = None,
-    entropy: bool = False,
 ) -> Rollout:
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
@@ -338,7 +337,7 @@ def rollout(
     prompts: token ids, of any lengths. key: all randomness comes from (key, row, position). batch_size: the most rows
     that are decoded at once; when memory runs out it is halved, and the rows that were lost are drawn again.
     share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets `shares_prefix`
-    decide. These two affect speed and memory only. entropy: whether that of each token's distribution is recorded too.
+    decide. These two affect speed and memory only.
     The log-probabilities are those of the distribution that was sampled, its support restricted as `params` says.
     Raises ValueError for an empty prompt, for non-finite logits, and when memory does not suffice for one row.
     """
@@ -354,7 +353,7 @@ def rollout(
 
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
     with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None) as progress:
-        record = Record(num_rows, params, key, entropy=entropy, progress=progress)
+        record = Record(num_rows, params, key, progress)
         while waiting:
             # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
             most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
@@ -364,7 +363,7 @@ def rollout(
             try:
                 seconds, num_bytes = sample_batch(model, lost, record, size.rows, share_prefix)
             except (RuntimeError, MemoryError) as error:
-                if not memory.is_out_of_memory(error):
+                if not gpu.is_out_of_memory(error):
                     raise
                 if min(size.rows, num_lost) == 1:
                     length = max(map(len, lost)) + max(record.limits)
@@ -404,7 +403,7 @@ def rollout(
             peak_bytes=mx.get_peak_memory(),
             batch_size=size.rows,
         ),
-        entropies[0] if entropy else None,
+        entropies[0] if params.entropy else None,
     )
 
 

@@ -485,14 +485,23 @@ def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]
 row_losses = gpu.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)
 
 
-def truncate_logits(logits: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
+class Support(NamedTuple):
+    """Which tokens may be drawn; so written, all of them."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+def truncate_logits(logits: mx.array, support: Support) -> mx.array:
     """
-    Logits (..., V) float32 with -inf outside the support; 1.0, 0 and 0.0 keep everything.
+    Logits (..., V) float32 with -inf outside the support.
 
     top_k keeps the k likeliest (and what ties with the last of them), min_p what has at least min_p times the
     likeliest's probability, top_p the fewest likeliest tokens that together reach top_p, of what the others kept.
     Source: min_p arXiv:2407.01082, top_p arXiv:1904.09751.
     """
+    top_p, top_k, min_p = support
     if top_k:
         kth = mx.min(mx.topk(logits, min(top_k, logits.shape[-1]), axis=-1), axis=-1, keepdims=True)
         logits = mx.where(logits < kth, -mx.inf, logits)

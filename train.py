@@ -27,29 +27,30 @@ from tqdm import tqdm
 import checkpoint
 import gpu
 import gwen
-import memory
+import page
 import run_files
 import sampler
 import tasks
-import telemetry
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
+from console import CONSOLE_COLUMNS, warn
 from examples import Example, epoch_indices
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
+from journal import PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
 from rewards import call_reward
-from run import Run, evaluation_is_due, publish
+from run import Run
 
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
-    learner, clock = run.learner, telemetry.PhaseClock()
-    if run.evaluate_if_due():
+    learner, clock = run.learner, PhaseClock(run.journal.live.begin)
+    if evaluate_if_due(run):
         run.save()
+    run.journal.update_page(run.step)
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
-        learner.num_forwards = 0
         draws, chosen, advantages = draw_groups(config, run, clock)
 
         with clock.phase("update") as done:
@@ -68,17 +69,32 @@ def train(config: Config, run: Run) -> None:
             result = update.update(learner, batches, rollout, mx.array(advantages.reshape(-1)), ref_logprobs, lr)
             done(learner.trainable, learner.optimizer.state)
 
-        learner.whole = False  # until the step is on record
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
         # ---- everything below is reporting
-        run.report(clock.end_step(), draws, rollout, chosen, advantages, result)
+        seconds, peak = clock.end_step(), mx.get_peak_memory()
+        run.journal.write_step(Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak))
+        run.journal.write_scores(run.step, run.judge)
         run.end_step()
-        is_best = run.evaluate_if_due()
+        is_best = evaluate_if_due(run)
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
+        run.journal.update_page(run.step)
 
 
-def draw_groups(config: Config, run: Run, clock: telemetry.PhaseClock) -> tuple[list[Draw], list[int], np.ndarray]:
+def evaluate_if_due(run: Run) -> bool:
+    """
+    Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record.
+
+    Whether it did, and the held-out figure is the best so far: such a step is saved, whatever `save_every` says.
+    """
+    if not evaluation_is_due(run.config, run.step, run.dir):
+        return False
+    run.journal.live.begin("evaluating")
+    run.evaluate()
+    return run.journal.best_step() == run.step
+
+
+def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw], list[int], np.ndarray]:
     """
     Batches of prompts with their rewarded completions, the groups of them that are trained, and their advantages.
 
@@ -108,9 +124,7 @@ def draw_groups(config: Config, run: Run, clock: telemetry.PhaseClock) -> tuple[
             return draws, chosen, advantages
 
 
-def reward_completions(
-    run: Run, examples: list[Example], rollout: sampler.Rollout, clock: telemetry.PhaseClock
-) -> Rewards:
+def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollout, clock: PhaseClock) -> Rewards:
     """The weighted sum of the task's verifiers and the judge, each called once."""
     config, task = run.config, run.task
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
@@ -153,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         state = checkpoint.load(args.resume) if args.resume else None
         if state:
-            publish(Path(args.resume), state)  # the process may have been killed before it did
+            checkpoint.publish(args.resume, state)  # the process may have been killed before it did
         if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
@@ -175,13 +189,17 @@ def main(argv: list[str] | None = None) -> None:
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
         )
         print(run.memory, flush=True)
-        print(telemetry.CONSOLE_COLUMNS, flush=True)
-        with _stoppable(run):
+        print(CONSOLE_COLUMNS, flush=True)
+        with run.journal, _stoppable(run):
             train(config, run)
-        run.summary()
+        run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
-        if (best := run.best_step()) is not None:
+        if (best := run.journal.best_step()) is not None:
             print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if (written := run_dir / "report.html").is_file():
+            print(f"page: {written}")
+            if args.open:
+                page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
@@ -200,25 +218,25 @@ def _stoppable(run: Run) -> Any:
     """
 
     def on_ctrl_c(*_: Any) -> None:
-        if run.learner.whole or run.stopping:
+        if run.is_whole or run.stopping:
             raise KeyboardInterrupt
         run.stopping = True
-        print("\nthe step is being finished; Ctrl-C again gives it up", file=sys.stderr)
+        warn("\nthe step is being finished; Ctrl-C again gives it up")
 
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         yield
     except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
-        if run.learner.whole:
+        if run.is_whole:
             run.save()
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or memory.is_out_of_memory(error):
+        if isinstance(error, ValueError) or gpu.is_out_of_memory(error):
             raise ValueError(said) from error
-        print(f"\n{said}", file=sys.stderr)
+        warn(f"\n{said}")
         if what:  # a mistake of ours or of MLX's, to be seen whole
             raise
         sys.exit(130)
@@ -235,7 +253,7 @@ def _go_on(run: Run, error: BaseException) -> str:
     Where memory ran out in the update, it takes less: rollouts and judges see to it themselves.
     """
     less = ""
-    if memory.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
+    if gpu.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):

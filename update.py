@@ -52,9 +52,9 @@ class Learner:
         self.failures = 0  # in a row, see MOST_FAILURES
         self.num_skipped = 0  # updates that changed nothing because their gradient was not finite
         self.rate = 1.0  # of the scheduled learning rate; less after steps that went too far, see `hold`
-        self.num_forwards = 0  # rows that went through a model, the reference too
+        self.num_forwards = 0  # rows that went through a model since the last update, the reference too
         self.unproved = set(self.trainable)  # tensors that were not yet seen to learn, see `prove_gradients`
-        self.whole = True  # False from the first change of a step on until the caller says that the step is complete
+        self.num_changes = 0  # optimizer steps that changed anything kept here, or began to
 
 
 def make_objective(config: Config) -> grpo.Objective:
@@ -145,6 +145,9 @@ class UpdateResult(NamedTuple):
     moved: float | None  # KL of the policy after the last step from that before the first, see `distance`
     repeats: int  # tries that went too far and were taken back
     skipped: int  # steps whose gradient was not finite, so that they changed nothing
+    num_skipped: int  # such steps since the run began
+    num_forwards: int  # rows that went through a model, the reference too
+    loss_scale: float  # after the last step
     pad_frac: float | None  # of the positions that went through the model
     # over the counted tokens; `_max` is the largest; of MISMATCH in the first step alone
     means: dict[str, float | None]
@@ -159,7 +162,7 @@ def update(
     lr: float,
 ) -> UpdateResult:
     """
-    `epochs_per_rollout` steps of AdamW, each on the gradient of the whole step's loss, accumulated over micro-batches.
+    `num_iterations` steps of AdamW, each on the gradient of the whole step's loss, accumulated over micro-batches.
 
     The old policy is the one before the first of them: its log-probabilities are those that the first forward pass
     itself gives, or the sampler's, so no pass is spent on them.
@@ -167,7 +170,8 @@ def update(
     """
     config = learner.config
     if not batches:  # every row was truncated and left out: there is nothing to learn from
-        return UpdateResult(None, None, lr, learner.rate, None, 0, 0, None, dict.fromkeys(MEASURED))
+        kept = (learner.num_skipped, 0, learner.loss_scale.value)
+        return UpdateResult(None, None, lr, learner.rate, None, 0, 0, *kept, None, dict.fromkeys(MEASURED))
     chosen = rollout.mask
     if config.top_entropy_quantile < 1:  # the quantile needs all of the step before the first gradient
         _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
@@ -193,6 +197,7 @@ def update(
         learner.rate = min(rate * RECOVERY, 1.0)
     num_positions = sum(batch.num_positions for batch in batches)
     merged = {name: [one[name] for one in (steps[:1] if name in MISMATCH else steps)] for name in steps[0]}
+    num_forwards, learner.num_forwards = learner.num_forwards, 0
     return UpdateResult(
         loss=sum(merged["loss"]) / len(steps),
         grad_norm=sum(merged["grad_norm"]) / len(steps),
@@ -201,6 +206,9 @@ def update(
         moved=moved,
         repeats=repeats,
         skipped=int(sum(merged["skipped"])),
+        num_skipped=learner.num_skipped,
+        num_forwards=num_forwards,
+        loss_scale=learner.loss_scale.value,
         pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions,
         means=dict.fromkeys(MEASURED)
         | {
@@ -282,7 +290,7 @@ def step(
         provable = lr and measured["signal"] and not measured.get("clip_frac")  # what the clip removes is rightly 0
         proving = prove_gradients(learner, grads) if provable else {}
         before = {name: learner.trainable[name] for name in proving}
-        learner.whole, learner.failures = False, 0
+        learner.num_changes, learner.failures = learner.num_changes + 1, 0
         learner.optimizer.learning_rate = lr
         masters = tree_unflatten(list(learner.trainable.items()))
         learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
@@ -371,7 +379,7 @@ def count_failure(learner: Learner, loss: float) -> None:
             f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
             f"begin anew with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
         )
-    learner.whole = False
+    learner.num_changes += 1
     learner.num_skipped += 1
     learner.failures += not mended
 

@@ -96,9 +96,7 @@ def value_of(side: list[Any]) -> int | None:
 def answers_of(adapter: Path | None, max_tokens: int) -> tuple[list[str], list[str]]:
     """All held-out problems, and the first answer to each that the demo model gives with this adapter."""
     model, tokenizer = gwen.load("demo", adapter=adapter)
-    _, details = evaluate.evaluate(
-        model, tokenizer, tasks.load("demo"), max_tokens=max_tokens, rollout_batch_size=64, samples=1
-    )
+    _, details = evaluate.evaluate(model, tokenizer, tasks.load("demo"), evaluate.EvalParams(max_tokens))
     return [detail["prompt"] for detail in details], [detail["completions"][0] for detail in details]
 
 

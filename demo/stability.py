@@ -17,7 +17,7 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-import telemetry
+import run_files
 
 ROOT = Path(__file__).parent.parent
 ROWS = [(300, 2, 4), (300, 4, 4), (60, 8, 8), (60, 4, 4), (60, 2, 4), (300, 8, 8), (60, 16, 8), (300, 16, 8)]
@@ -40,7 +40,7 @@ def accuracy(steps: int, batch: int, groups: int, lr: float, target_kl: float, s
         flags += ["--run-dir", str(run)]
     with (ROOT / "runs" / "stability.log").open("a") as log:
         subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, stdout=log, stderr=log, check=True)
-    return float(telemetry.JsonLines(run / "eval.jsonl").read()[-1]["eval/accuracy"])
+    return float(run_files.JsonLines(run / "eval.jsonl").read()[-1]["eval/accuracy"])
 
 
 def main() -> None:

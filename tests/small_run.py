@@ -59,7 +59,7 @@ def update_once(run, budget=100_000, advantages=None):
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
     lr = update.learning_rate(run.config, run.step)
     result = update.update(run.learner, batches, rollout, advantages, ref, lr)
-    run.learner.whole = True  # as `train` says when the step is on record
+    run.end_step()
     return result
 
 

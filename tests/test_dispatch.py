@@ -18,7 +18,6 @@ import dispatch
 import evaluate
 import gwen
 import ops
-import run
 import run_files
 import sampler
 import tasks
@@ -225,9 +224,9 @@ def test_with_the_rows_given_only_sharing_is_left_to_choose(model, timed):
 
 
 def test_what_was_measured_with_more_memory_is_chosen_among_by_what_fits_now(model, timed, monkeypatch):
-    monkeypatch.setattr(dispatch.memory, "at_hand", lambda: 10**9)
+    monkeypatch.setattr(dispatch.gpu, "memory_at_hand", lambda: 10**9)
     assert dispatch.choose(model, [30], **WORK)[0].rows == 16
-    monkeypatch.setattr(dispatch.memory, "at_hand", lambda: 800 / dispatch.ROOM)
+    monkeypatch.setattr(dispatch.gpu, "memory_at_hand", lambda: 800 / dispatch.ROOM)
     assert dispatch.choose(model, [30], **WORK)[0].rows == 8
 
 
@@ -312,7 +311,7 @@ def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeyp
     its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
     assert its.batch_size.rows == its.config.rollout_batch_size == 12 and its.config.share_prefix == "auto"
     task = tasks.load("demo")
-    evaluate.evaluate(its.model, its.tokenizer, task, max_tokens=4, rollout_batch_size=None, limit=2)
+    evaluate.evaluate(its.model, its.tokenizer, task, evaluate.EvalParams(4, limit=2))
 
 
 def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_chose(tmp_path, monkeypatch, capsys):
@@ -323,7 +322,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
         return Trial(256, True, 1.0, 1), "rollouts: as they are"
 
     monkeypatch.setattr(dispatch, "choose", choose)
-    monkeypatch.setattr(run, "gpu", SimpleNamespace(on_gpu=lambda: True))
+    monkeypatch.setattr(dispatch, "gpu", SimpleNamespace(on_gpu=lambda: True))
     config = resolve(SMALL, None, None)[0]
     assert "rollout_batch_size: auto\n" in as_yaml(config)
     its = train.Run(config, tmp_path)

@@ -8,7 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from small_run import make_config
 
+import console
 import evaluate
 import gwen
 import judge
@@ -16,9 +18,7 @@ import lora
 import rubrics
 import run_files
 import sampler
-import scores
 import tasks
-import telemetry
 import train
 from examples import spread
 
@@ -29,8 +29,8 @@ def demo():
 
 
 def run(demo, **settings):
-    defaults = dict(max_tokens=12, rollout_batch_size=64, limit=24)
-    return evaluate.evaluate(*demo, tasks.load("demo"), **(defaults | settings))
+    params = evaluate.EvalParams(12, sampler.BatchSize(64), limit=24)._replace(**settings)
+    return evaluate.evaluate(*demo, tasks.load("demo"), params)
 
 
 @pytest.mark.parametrize(("n", "right"), [(1, 0), (1, 1), (5, 2), (8, 8), (8, 0), (6, 1)])
@@ -82,7 +82,7 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
 
 def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
     first, _ = run(demo)
-    second, _ = run(demo, rollout_batch_size=7)
+    second, _ = run(demo, batch_size=sampler.BatchSize(7))
     for record in (first, second):
         record.pop("eval/s")
     entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise
@@ -96,9 +96,7 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     problems[0]["category"] = None
     task = task._replace(held_out=problems)
     grader = judge.Judge(*demo, task.rubric)
-    record, details = evaluate.evaluate(
-        *demo, task, max_tokens=12, rollout_batch_size=64, grader=grader, limit=24, samples=2
-    )
+    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, samples=2, limit=24), grader=grader)
     criteria = [criterion.name for criterion in grader.rubric.criteria]
     for name in criteria:
         assert {f"eval/judge/{name}", f"eval/judge/{name}/carry", f"eval/judge/{name}/plain"} <= set(record)
@@ -140,11 +138,11 @@ def test_a_line_of_an_evaluation_has_its_intervals_within_100_columns():
     figures = {"score": -10.1234, "witness": -10.1234, "greedy": -10.1234}
     record = {f"eval/{name}": value for name, value in figures.items()} | {"eval/num": 1319}
     record |= {f"eval/{name}_ci95": 10.0432 for name in figures}
-    line = telemetry.evaluation_line(record)
+    line = console.evaluation_line(record)
     assert line.startswith("eval/score -10.123 \u00b1 10.043 | witness -10.123 \u00b1 10.043 | greedy")
     assert len(line) <= 100
     empty = {"eval/accuracy": None, "eval/accuracy_ci95": None, "eval/greedy": 0.5, "eval/greedy_ci95": None}
-    line = telemetry.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
+    line = console.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
     assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problems"
 
 
@@ -155,12 +153,13 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     model, tokenizer = gwen.load("demo")
     lora.apply(model, 4, 2.0)
     task = tasks.load("demo")
-    settings = dict(max_tokens=12, rollout_batch_size=64, limit=12, reference=model)
-    record, _ = evaluate.evaluate(model, tokenizer, task, **settings)
+    params = evaluate.EvalParams(12, limit=12)
+    record, _ = evaluate.evaluate(model, tokenizer, task, params, reference=model)
     assert 0 <= record["eval/kl"] < 1e-10
     for index, (_, layer) in enumerate(lora.layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
-    record, _ = evaluate.evaluate(model, tokenizer, task, samples=2, temperature=0.8, **settings)
+    params = params._replace(samples=2, temperature=0.8)
+    record, _ = evaluate.evaluate(model, tokenizer, task, params, reference=model)
     problems = spread(task.held_out, 12)
     prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
@@ -227,15 +226,13 @@ class Always(judge.Grader):
 
     def ask(self, questions, tell):
         for place in range(len(questions)):
-            tell(place, scores.Evaluation(float(self.given), 1.0, str(self.given)))
+            tell(place, rubrics.Evaluation(float(self.given), 1.0, str(self.given)))
 
 
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
     task = tasks.load("values")
     grader, witness = Always(task.rubric, 5), Always(task.witness, 5)
-    record, details = evaluate.evaluate(
-        *demo, task, max_tokens=4, rollout_batch_size=64, limit=4, grader=grader, witness=witness
-    )
+    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
     assert record["eval/score"] == 3 and record["eval/witness"] == 0
     assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
     assert details[0]["witness_scores"] == [[5.0] * 6] and details[0]["judge_scores"] == [[5.0] * 3]
@@ -340,9 +337,9 @@ def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_pat
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
     (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
     run = train.Run.__new__(train.Run)
-    run.dir, run.step, run.judge = tmp_path, 3, None
+    run.config, run.dir, run.step, run.judge, run.task = make_config(), tmp_path, 3, None, tasks.load("demo")
     run.open()
-    assert run.answers.read() == [{"step": 0}]
+    assert run.journal.answers.read() == [{"step": 0}]
 
 
 @pytest.mark.slow

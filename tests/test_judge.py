@@ -24,7 +24,6 @@ import judge
 import lora
 import prompt_tree
 import rubrics
-import scores
 import tasks
 from config import JudgeSettings
 from demo import make
@@ -175,10 +174,10 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
                     continue
                 close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
                 ids = ids + [i for i in thoughts if i != end] + close
-            reply = greedy(ids, scores.REPLY_TOKENS, eos)
+            reply = greedy(ids, rubrics.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.said[row, column] == text
-            np.testing.assert_equal(judged.scores[row, column], scores.read_score(text))
+            np.testing.assert_equal(judged.scores[row, column], rubrics.read_score(text))
 
 
 def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, monkeypatch):
@@ -200,7 +199,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
     judged = evaluate(grader, [("Add one and two.", "Three.")])
     assert judged.scores.tolist() == [[4, 4, 4]]
     close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
-    assert [(limit, rows) for limit, rows, _ in calls] == [(3, 3), (scores.REPLY_TOKENS, 2)]
+    assert [(limit, rows) for limit, rows, _ in calls] == [(3, 3), (rubrics.REPLY_TOKENS, 2)]
     assert calls[1][2] == [1 + close + 3 + close]
 
 
@@ -301,7 +300,7 @@ def test_each_prompt_and_each_completion_is_tokenized_once(demo, monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_and_no_other(demo, mode, capsys):
     grader = judge.Judge(*demo, UNEVEN, mode=mode, min_mass=1e-9)
-    prompt, room = "Add one and two.", scores.REPLY_TOKENS if mode == "decode" else 0
+    prompt, room = "Add one and two.", rubrics.REPLY_TOKENS if mode == "decode" else 0
     shortest = 1024 - room - max(map(len, grader.prompts(prompt, "")))  # words of the longest answer that fits
     completions = ["Three.", *(" one" * num for num in range(shortest - 1, shortest + 25, 3)), " one" * 2000]
     sizes = np.array([[len(ids) + room for ids in grader.prompts(prompt, text)] for text in completions])
@@ -563,7 +562,7 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
     judged = remote(server.url, mode="decode", think=9).score(["Add one and two."], ["Three."])
     server.close()
     assert judged.scores.tolist() == [[4, 4, 4]]
-    assert server.requests[-1][2]["max_tokens"] == scores.REPLY_TOKENS + 9
+    assert server.requests[-1][2]["max_tokens"] == rubrics.REPLY_TOKENS + 9
     assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 

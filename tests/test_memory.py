@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import memory
+import gpu
 
 
 def test_the_machines_memory_is_what_the_kernel_reports():
@@ -12,17 +12,17 @@ def test_the_machines_memory_is_what_the_kernel_reports():
         pytest.skip("a GPU has its own figure")
     with open("/proc/meminfo") as file:
         kilobytes = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
-    assert memory.of_device() == pytest.approx(kilobytes * 1024, rel=0.01)
+    assert gpu.memory_size() == pytest.approx(kilobytes * 1024, rel=0.01)
 
 
 @pytest.mark.parametrize("key", ["max_recommended_working_set_size", "memory_size", "total_memory"])
 def test_the_memory_of_a_gpu_is_what_its_backend_calls_it(key, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: {key: 12 << 30, "device_name": "some"})
-    assert memory.of_device() == 12 << 30
+    assert gpu.memory_size() == 12 << 30
     held = mx.zeros((1 << 20,))
     mx.eval(held)
-    assert memory.at_hand() == (12 << 30) - mx.get_active_memory() < memory.of_device()
+    assert gpu.memory_at_hand() == (12 << 30) - mx.get_active_memory() < gpu.memory_size()
 
 
 def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
@@ -30,8 +30,8 @@ def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
         pytest.skip("a GPU has its own figure")
     with open("/proc/meminfo") as file:
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    assert memory.at_hand() == pytest.approx(min(free, memory.of_device() - mx.get_active_memory()), rel=0.1)
-    assert memory.at_hand() < memory.of_device()
+    assert gpu.memory_at_hand() == pytest.approx(min(free, gpu.memory_size() - mx.get_active_memory()), rel=0.1)
+    assert gpu.memory_at_hand() < gpu.memory_size()
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
     ],
 )
 def test_the_backends_words_for_no_memory_are_recognised(message):
-    assert memory.is_out_of_memory(RuntimeError(message))
+    assert gpu.is_out_of_memory(RuntimeError(message))
 
 
 def test_pythons_own_error_is_recognised():
     with pytest.raises(MemoryError) as caught:
         np.empty(2**50)
-    assert memory.is_out_of_memory(caught.value)
+    assert gpu.is_out_of_memory(caught.value)
 
 
 def test_another_error_is_not_taken_for_it():
     with pytest.raises(ValueError) as caught:
         mx.eval(mx.zeros((2, 3)) @ mx.zeros((2, 3)))
-    assert not memory.is_out_of_memory(RuntimeError(str(caught.value)))
+    assert not gpu.is_out_of_memory(RuntimeError(str(caught.value)))

@@ -12,7 +12,6 @@ import gpu
 import grpo
 import gwen
 import lora
-import memory
 import micro_batch
 import preflight
 import sampler
@@ -109,7 +108,7 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     settled = []
     for room in (40 * GB, 8 * GB, 5 * GB, 4.5 * GB, 1 * GB):
         monkeypatch.setattr(preflight, "LAPTOP", 1 if on_gpu else room)
-        monkeypatch.setattr(memory, "of_device", lambda room=room: room if on_gpu else 1)
+        monkeypatch.setattr(gpu, "memory_size", lambda room=room: room if on_gpu else 1)
         config = make_config(batch=8, groups=8, max_tokens=256)
         preflight.settle(BIG, mx.float16, config, [128] * 8)
         settled.append((config.train_token_budget, config.num_checkpointed(28)))
@@ -129,7 +128,7 @@ def test_what_was_asked_for_stays_as_it_was():
 
 
 def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
-    monkeypatch.setattr(memory, "of_device", lambda: 1)
+    monkeypatch.setattr(gpu, "memory_size", lambda: 1)
     config = make_config()
     preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
     assert config.checkpoint_layers == "off"
@@ -159,7 +158,7 @@ def test_the_full_size_step_fits_a_laptop():
     ],
 )
 def test_the_advice_is_the_flag_that_makes_the_run_fit(monkeypatch, flags, room, advised):
-    monkeypatch.setattr(memory, "of_device", lambda: int(room))
+    monkeypatch.setattr(gpu, "memory_size", lambda: int(room))
     config = make_config(**{"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": "off"} | flags)
     config.train_token_budget = config.train_token_budget or 1024
     said = preflight.line(BIG, mx.float16, config, [128] * config.batch)
@@ -175,7 +174,7 @@ def test_the_advice_is_the_flag_that_makes_the_run_fit(monkeypatch, flags, room,
 
 
 def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):
-    monkeypatch.setattr(memory, "of_device", lambda: 16 * GB)
+    monkeypatch.setattr(gpu, "memory_size", lambda: 16 * GB)
     config = make_config()
     preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
     said = preflight.line(gwen.random_config("random:2m"), mx.float32, config, [80])

@@ -68,7 +68,7 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
         prompt = PROMPTS[row // 4]
         hidden = model.hidden(mx.array([prompt + ids]))[:, len(prompt) - 1 : -1]
         expected, _ = lm_head.token_logprobs(
-            hidden, model.head_weight, mx.array([ids]), temperature=temperature, support=support
+            hidden, model.head_weight, mx.array([ids]), temperature=temperature, support=softmax.Support(**support)
         )
         gaps.extend(np.abs(logprobs - np.array(expected)[0]))
     assert (np.array(gaps) > 1e-4).mean() <= (0.01 if support else 0)
@@ -410,7 +410,7 @@ def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled
         prompt = PROMPTS[row // 4]
         logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]
         if temperature:
-            logits = softmax.truncate_logits(logits / temperature, **support)
+            logits = softmax.truncate_logits(logits / temperature, softmax.Support(**support))
         wide = np.array(logits, dtype=np.float64)
         probs = np.exp(wide - wide.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)

@@ -10,13 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 import hub
 import rubrics
-import scores
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 DEMO = hub.load_tokenizer(hub.DEMO)
 
 
-class Made(scores.Grader):
+class Made(rubrics.Grader):
     """Scores that are the lengths of the texts; what holds a "?" is unreadable by the first criterion."""
 
     def __init__(self, name="made", unread="?"):
@@ -32,7 +31,7 @@ class Made(scores.Grader):
             unread = column == 0 and self.unread in completion
             score = [1.0, 1.0 + len(prompt) % 5, 1.0 + len(completion) % 5][column]
             mass = [0.25 if unread else 0.75, 1.0, 1.0][column]
-            tell(place, scores.Evaluation(np.nan if unread else score, mass, "hm"))
+            tell(place, rubrics.Evaluation(np.nan if unread else score, mass, "hm"))
 
 
 def whole(*pairs):
@@ -181,7 +180,7 @@ def test_a_few_unreadable_evaluations_are_not_warned_of(capsys):
 
 
 def test_the_score_tokens_of_the_demo_s_tokenizer_are_the_digits():
-    assert [[DEMO.decode([i]) for i in ids] for ids in scores.score_token_ids(DEMO)] == [[s] for s in "12345"]
+    assert [[DEMO.decode([i]) for i in ids] for ids in rubrics.score_token_ids(DEMO)] == [[s] for s in "12345"]
 
 
 def small_tokenizer(words, pre_tokenizer, decoder):
@@ -194,13 +193,13 @@ def small_tokenizer(words, pre_tokenizer, decoder):
 def test_score_tokens_are_found_with_and_without_the_space_that_a_vocabulary_marks():
     words = [mark + digit for digit in "12345" for mark in ("", "\u2581")]
     theirs = small_tokenizer(words, pre_tokenizers.Metaspace(), decoders.Metaspace())
-    assert scores.score_token_ids(theirs) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert rubrics.score_token_ids(theirs) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
 
 
 def test_a_tokenizer_without_tokens_for_the_digits_is_refused_by_the_digits_that_are_missing():
     theirs = small_tokenizer(["1", "2", "4"], pre_tokenizers.Whitespace(), decoders.WordPiece())
     with pytest.raises(ValueError, match=r"no token of its own for 3, 5.*--judge-mode decode"):
-        scores.score_token_ids(theirs)
+        rubrics.score_token_ids(theirs)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +237,9 @@ def test_a_tokenizer_without_tokens_for_the_digits_is_refused_by_the_digits_that
     ],
 )
 def test_the_last_standalone_digit_after_the_thoughts_is_the_score(reply, score):
-    np.testing.assert_equal(scores.read_score(reply), float(score))
+    np.testing.assert_equal(rubrics.read_score(reply), float(score))
 
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():
     tokens = ["5", " 5", "\u01205", "\u25815", "6", "0", "55", "", "five", "5.", "\u0665"]
-    assert [scores.digit_of(token) for token in tokens] == [5, 5, 5, 5] + [None] * 7
+    assert [rubrics.digit_of(token) for token in tokens] == [5, 5, 5, 5] + [None] * 7

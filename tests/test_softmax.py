@@ -9,6 +9,7 @@ from conftest import normal
 
 import lm_head
 import softmax
+from softmax import Support
 
 VOCAB = 151_936
 RNG = np.random.default_rng(0)
@@ -47,7 +48,7 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
     logits = hidden @ head.T / temperature
     if support:
         for row, chosen in zip(logits, ids, strict=True):
-            kept = kept_by_hand(row, **support)
+            kept = kept_by_hand(row, *support)
             kept[chosen] = True
             row[~kept] = -np.inf
     logprobs = log_softmax_by_hand(logits)
@@ -56,7 +57,7 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
     return logprobs[np.arange(len(ids)), ids], entropy
 
 
-SUPPORTS: list[dict[str, float]] = [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}]
+SUPPORTS = [None, Support(top_p=0.7), Support(top_k=20), Support(min_p=0.05), Support(top_k=50, top_p=0.9)]
 
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])
@@ -221,7 +222,7 @@ def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k
     logits = RNG.normal(0, 2, (6, 40)).astype(np.float32)
     logits[1] = np.round(logits[1])  # ties
     logits[2] = 0.5
-    ours = np.array(softmax.truncate_logits(mx.array(logits), top_p=top_p, top_k=top_k, min_p=min_p))
+    ours = np.array(softmax.truncate_logits(mx.array(logits), Support(top_p, top_k, min_p)))
     for row in range(6):
         kept = kept_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
         assert (ours[row][kept] == logits[row][kept]).all() and np.isneginf(ours[row][~kept]).all()
@@ -232,7 +233,7 @@ def test_top_p_of_qwens_vocabulary_keeps_that_mass():
     probs = np.exp(log_softmax_by_hand(rows.astype(np.float64)))
     descending = -np.sort(-probs, axis=-1)
     for top_p in (0.5, 0.9):
-        kept = np.isfinite(np.array(softmax.truncate_logits(mx.array(rows), top_p=top_p)))
+        kept = np.isfinite(np.array(softmax.truncate_logits(mx.array(rows), Support(top_p))))
         until = np.cumsum(descending, axis=-1)
         expected = [line[np.searchsorted(line, top_p)] for line in until]
         np.testing.assert_allclose((probs * kept).sum(-1), expected, atol=2e-4)

@@ -24,20 +24,22 @@ from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
 
 import checkpoint
+import dispatch
 import evaluate
+import gpu
 import groups
 import grpo
 import gwen
 import hub
+import journal
 import judge
 import lora
 import sampler
 import tasks
-import telemetry
 import train
 import update
 from config import Config
-from metrics import records_of_draw
+from journal import records_of_draw
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -141,9 +143,9 @@ def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
     examples, _, rollout = sample(run)
     answers = [example["answer"] for example in examples for _ in range(run.config.groups)]
     monkeypatch.setattr(sampler, "texts", lambda *_: answers)
-    assert (train.reward_completions(run, examples, rollout, telemetry.PhaseClock()).components["correct"] == 1).all()
+    assert (train.reward_completions(run, examples, rollout, journal.PhaseClock()).components["correct"] == 1).all()
     monkeypatch.setattr(sampler, "texts", lambda *_: [*answers[:5], "zero", *answers[6:]])
-    rewards = train.reward_completions(run, examples, rollout, telemetry.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     assert np.argwhere(rewards.components["correct"] == 0).tolist() == [[5]]
     weighted = rewards.components["correct"] + 0.5 * rewards.components["rubric"]
     np.testing.assert_allclose(rewards.total, weighted.reshape(3, 4))
@@ -385,14 +387,14 @@ def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path)
 
 
 def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
-    waited, phase = {}, telemetry.PhaseClock.phase
+    waited, phase = {}, journal.PhaseClock.phase
 
     @contextlib.contextmanager
     def spied(self, name):
         with phase(self, name) as done:
             yield lambda *arrays: waited.__setitem__(name, [a for _, a in tree_flatten(arrays)]) or done(*arrays)
 
-    monkeypatch.setattr(telemetry.PhaseClock, "phase", spied)
+    monkeypatch.setattr(journal.PhaseClock, "phase", spied)
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--beta", "0.1")
     train.train(run.config, run)
     assert {"rollout", "ref", "update"} == {name for name, arrays in waited.items() if arrays}
@@ -412,14 +414,14 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
 
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(rewards={}, reward_weights={"rubric": 1.0})
-    rewards = train.reward_completions(run, examples, rollout, telemetry.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     assert np.isnan(rewards.total.reshape(-1)[[1, 8, 9, 10, 11]]).all()
     np.testing.assert_allclose(rewards.filled[0], [0, (0 + 2 + 3) / 3, 2, 3])
     advantages = grpo.group_advantages(rewards.filled)
     assert advantages[0, 1] == pytest.approx(0, abs=1e-6)
     assert (advantages[2] == 0).all()
     run.config.advantage, run.config.scale_rewards = "reinforce", "batch"  # there it is the mean of the step
-    rewards = train.reward_completions(run, examples, rollout, telemetry.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     np.testing.assert_allclose(rewards.filled.reshape(-1)[[1, 8, 9, 10, 11]], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
     advantages = grpo.group_advantages(rewards.filled, "batch", "reinforce")
     np.testing.assert_allclose(advantages.reshape(-1)[[1, 8, 9, 10, 11]], 0, atol=1e-6)
@@ -434,7 +436,7 @@ def test_a_verifier_s_difference_counts_where_the_judge_was_unreadable(tmp_path,
     rubric = np.array([1.0, 0.0, np.nan, np.nan] * 3)
     judged = judge.Judgement(rubric, np.full((12, 3), 3.0), 18, judge.Stats(0.1, 36, 0.1))
     monkeypatch.setattr(judge.Judge, "score", lambda *_: judged)
-    rewards = train.reward_completions(run, examples, rollout, telemetry.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     assert run.task.reward_weights == {"correct": 1.0, "rubric": 0.5}
     np.testing.assert_allclose(rewards.total, [[1.5, 0.0, 0.25, 0.25]] * 3)  # 0.5 is the mean of 1 and 0
     np.testing.assert_array_equal(rewards.filled, rewards.total)
@@ -465,20 +467,20 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
     flags, unmeasured = UNMEASURED[case]
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", *flags)
     train.train(run.config, run)
-    (metrics,) = run.metrics.read()
+    (metrics,) = run.journal.metrics.read()
     assert {name for name, value in metrics.items() if value is None} == unmeasured
     assert ("loss nan" in capsys.readouterr().out) == ("loss" in unmeasured)
 
 
 def test_the_seconds_of_own_rewards_are_not_the_judge_s_and_train_counts_both(tmp_path, monkeypatch):
-    phases, seen, phase = [], [], telemetry.PhaseClock.phase
+    phases, seen, phase = [], [], journal.PhaseClock.phase
     call, score = train.call_reward, judge.Judge.score
-    monkeypatch.setattr(telemetry.PhaseClock, "phase", lambda self, name: phases.append(name) or phase(self, name))
+    monkeypatch.setattr(journal.PhaseClock, "phase", lambda self, name: phases.append(name) or phase(self, name))
     monkeypatch.setattr(train, "call_reward", lambda *a: seen.append(("own", phases[-1])) or call(*a))
     monkeypatch.setattr(judge.Judge, "score", lambda *a: seen.append(("judge", phases[-1])) or score(*a))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
-    (metrics,) = run.metrics.read()
+    (metrics,) = run.journal.metrics.read()
     assert seen == [("own", "reward"), ("judge", "judge")]
     names = ("reward/s", "judge/s", "ref/s", "update/s")
     assert metrics["train/s"] == pytest.approx(sum(metrics[name] for name in names)) and metrics["reward/s"] > 0
@@ -487,9 +489,9 @@ def test_the_seconds_of_own_rewards_are_not_the_judge_s_and_train_counts_both(tm
 def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
     run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "2")
     train.train(run.config, run)
-    run.metrics.path.touch()
-    after_two = [record for record in run.judge_scores.read() if record["step"] <= 2]
-    assert 0 < len(after_two) < len(run.judge_scores.read())
+    run.journal.metrics.path.touch()
+    after_two = [record for record in run.journal.judge_scores.read() if record["step"] <= 2]
+    assert 0 < len(after_two) < len(run.journal.judge_scores.read())
     other = train.Run(run.config, tmp_path)
     state = checkpoint.load(tmp_path)
     other.restore(state._replace(step=2))
@@ -825,8 +827,8 @@ def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
 
 
 def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monkeypatch, capsys):
-    seen, report, clip = [], train.Run.report, optim.clip_grad_norm
-    monkeypatch.setattr(train.Run, "report", lambda *a: seen.append(1) or report(*a))
+    seen, write, clip = [], journal.Journal.write_step, optim.clip_grad_norm
+    monkeypatch.setattr(journal.Journal, "write_step", lambda *a: seen.append(1) or write(*a))
     monkeypatch.setattr(optim, "clip_grad_norm", lambda *a: (clip(*a)[0], mx.array(mx.nan)) if seen[1:] else clip(*a))
     with pytest.raises(SystemExit) as exit_:
         train.main([*SMALL, "--steps", "9", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
@@ -848,8 +850,8 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
     for step, value in ((0, 0.4), (5, 0.1), (9, 0.9)):
         figures = {"eval/accuracy": value, "eval/greedy": value / 2, "eval/tokens": 9 * value, "eval/witness": None}
         figures |= {f"{name}_ci95": figure and figure / 10 for name, figure in figures.items()}
-        run.evals.write({"step": step, "eval/num": 6} | figures)
-    run.summary()
+        run.journal.evaluations.append({"step": step, "eval/num": 6} | figures)
+    run.journal.print_summary()
     assert capsys.readouterr().out.splitlines() == [
         "held-out accuracy: before 0.400 ± 0.040, after 0.900 ± 0.090 (6 problems)",
         "greedy: before 0.200 ± 0.020, after 0.450 ± 0.045",
@@ -901,7 +903,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
 
 
 def test_ctrl_c_while_the_model_loads_is_one_line_and_leaves_no_run(tmp_path, monkeypatch, capsys):
-    moments = [(gwen, "load"), (train.Run, "_settle_rollouts"), (telemetry, "environment")]
+    moments = [(gwen, "load"), (dispatch, "settle"), (gpu, "environment")]
     for owner, name in moments:
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
@@ -991,7 +993,7 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     run = make_run(tmp_path)
     run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
     examples, _, rollout = sample(run)
-    rewards = train.reward_completions(run, examples, rollout, telemetry.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     draw = train.Draw(examples, [], rollout, rewards)
     for row, record in enumerate(records_of_draw(run.config, draw, 6)):
         example = examples[row // 4]

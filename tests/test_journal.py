@@ -5,7 +5,10 @@ import re
 import mlx.core as mx
 import pytest
 
-import telemetry
+import console
+import gpu
+import journal
+import run_files
 from config import fail
 
 
@@ -13,12 +16,12 @@ from config import fail
 def clock(monkeypatch):
     """A phase clock, and a way to let seconds pass."""
     now = [100.0]
-    monkeypatch.setattr(telemetry.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
 
     def wait(seconds):
         now[0] += seconds
 
-    return telemetry.PhaseClock(), wait
+    return journal.PhaseClock(), wait
 
 
 def test_lazy_work_is_billed_to_the_phase_that_caused_it(clock, monkeypatch):
@@ -46,7 +49,7 @@ def test_untimed_work_shows_up_as_other_of_its_own_step(clock):
 
 
 def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
-    clock = telemetry.PhaseClock()
+    clock = journal.PhaseClock()
     with pytest.raises(AssertionError, match="without done"), clock.phase("forgotten"):
         pass
     with pytest.raises(AssertionError, match="inside"), clock.phase("outer"), clock.phase("inner"):
@@ -65,7 +68,7 @@ def test_the_same_phase_twice_adds_up(clock):
 
 
 def test_a_log_is_cut_back_to_a_step_and_loses_a_torn_last_line(tmp_path):
-    log = telemetry.JsonLines(tmp_path / "metrics.jsonl")
+    log = run_files.JsonLines(tmp_path / "metrics.jsonl")
     for step in range(1, 6):
         log.write({"step": step})
     with log.path.open("a") as file:
@@ -76,7 +79,7 @@ def test_a_log_is_cut_back_to_a_step_and_loses_a_torn_last_line(tmp_path):
 
 def test_a_log_refuses_numbers_that_are_not_json(tmp_path):
     with pytest.raises(ValueError):
-        telemetry.JsonLines(tmp_path / "x.jsonl").write({"loss": float("nan")})
+        run_files.JsonLines(tmp_path / "x.jsonl").write({"loss": float("nan")})
 
 
 METRICS = {
@@ -91,7 +94,7 @@ METRICS = {
 
 
 def test_the_console_line_begins_as_other_peoples_scripts_expect():
-    line = telemetry.console_line(METRICS, 100)
+    line = console.console_line(METRICS, 100)
     assert line.startswith(
         "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | "
     )
@@ -100,18 +103,18 @@ def test_the_console_line_begins_as_other_peoples_scripts_expect():
 
 def test_the_console_line_ends_with_the_share_of_groups_without_signal_within_100_columns():
     metrics = METRICS | {"reward/zero_std_frac": 1.0}
-    line = telemetry.console_line(metrics, 100)
+    line = console.console_line(metrics, 100)
     assert line.endswith(" | 100%") and len(line) <= 100
-    assert len(line.split(" | ")) == len(telemetry.CONSOLE_COLUMNS.split(", "))
+    assert len(line.split(" | ")) == len(console.CONSOLE_COLUMNS.split(", "))
 
 
 def test_what_was_not_measured_is_no_number_on_the_console():
-    unknown = telemetry.console_line(METRICS | {"loss": None, "reward/mean": None}, 100)
+    unknown = console.console_line(METRICS | {"loss": None, "reward/mean": None}, 100)
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
 
 
 def test_the_environment_names_versions_device_and_blas():
-    record = telemetry.environment("some BLAS")
+    record = gpu.environment("some BLAS")
     assert record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]
 
 

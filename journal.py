@@ -1,0 +1,320 @@
+"""
+What a run leaves on record: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the lines on the console.
+
+Seconds are billed to phases by a clock. A step's figures and completions are made by pure functions: a step goes in,
+dictionaries come out. A figure that nobody measured is None; `docs/reference.md` explains the keys. `Journal` writes
+them, says what ails the run, knows its best evaluation, and keeps the page, the live line and the trackers up to date.
+
+What is left out: the console's lines, which are in console.py, the page, in page.py, and the state to go on from, in
+checkpoint.py.
+"""
+
+import base64
+import contextlib
+import json
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+
+import health
+import judge
+import page
+import sampler
+import update
+from config import Config
+from console import Live, comparison, console_line, evaluation_line, say, warn
+from examples import spread
+from groups import Draw, advantages_of, has_signal
+from run_files import JsonLines
+
+MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluation, evenly spread over all
+
+
+class PhaseClock:
+    """Seconds by phase within one step; phases do not nest."""
+
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        self.on_phase = on_phase  # hears of each phase that begins
+        self.seconds: dict[str, float] = {}
+        self._begin = time.perf_counter()
+        self._running: str | None = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Callable[..., None]]:
+        """Bills what happens inside to `name`; the body must end with `done(*arrays)`, which waits for them."""
+        assert self._running is None, f"phase {name} inside phase {self._running}"
+        self.on_phase(name)
+        self._running, finished, begin = name, False, time.perf_counter()
+
+        def done(*arrays: Any) -> None:
+            nonlocal finished
+            mx.eval(arrays)  # wait: the phase pays for its own lazy work
+            finished = True
+
+        try:
+            yield done
+        finally:
+            self._running = None
+        assert finished, f"phase {name} ended without done()"
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def end_step(self) -> dict[str, float]:
+        """Seconds of every phase since the last call, with `step` (all of it) and `other` (what no phase claimed)."""
+        now = time.perf_counter()
+        seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
+        self.seconds, self._begin = {}, now
+        return seconds
+
+
+# ---- a step
+
+
+class Step(NamedTuple):
+    """All that is known of a step when it is over."""
+
+    number: int  # from 1
+    seconds: dict[str, float]  # by phase
+    draws: list[Draw]
+    rollout: sampler.Rollout  # of the groups that were trained
+    chosen: list[int]  # these groups, numbered through all draws
+    advantages: np.ndarray  # (B, G)
+    result: update.UpdateResult
+    peak_bytes: int
+
+
+def mean(values: np.ndarray) -> float | None:
+    """The mean of what could be scored; None when nothing could."""
+    readable = values[~np.isnan(values)]
+    return float(readable.mean()) if readable.size else None
+
+
+def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
+    """The object of `metrics.jsonl`. recent: seconds of the last steps, this one included."""
+    seconds, draws, advantages, result = step.seconds, step.draws, step.advantages, step.result
+    stats = [draw.rollout.stats for draw in draws]
+    num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
+    num_trained = round(float(step.rollout.mask.sum()))
+    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "update"))
+    rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
+    judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
+    judge_s = sum(one.stats.seconds for one in judged)
+    num_judged = sum(one.stats.num_evaluations for one in judged)
+    num_scores = sum(one.scores.size for one in judged)
+    num_groups = len(draws) * config.batch
+    num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
+    any_readable = np.isfinite(np.concatenate(rewards)).any()
+    metrics: dict[str, Any] = {
+        "step": step.number,
+        "loss": result.loss,
+        "reward/mean": mean(np.concatenate(rewards)),
+        "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if any_readable else None,
+        "reward/zero_std_frac": 1 - num_signal / num_groups,
+        **{
+            f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
+            for name in draws[0].rewards.components
+        },
+        "sampling/draws": len(draws),
+        "sampling/signal_groups": num_signal,
+        "sampling/unused_frac": 1 - advantages.size / num_rows,
+        "rollout/s": seconds["rollout"],
+        "rollout/tok_s": num_tokens / seconds["rollout"],
+        "prefill/s": sum(one.prefill_s for one in stats),
+        "decode/s": sum(one.decode_s for one in stats),
+        "reward/s": seconds["reward"],
+        "judge/s": seconds.get("judge", 0.0),
+        "judge/crit_eval_s": num_judged / judge_s if num_judged else None,
+        "judge/unparsed": sum(one.unparsed for one in judged) if judged else None,
+        "judge/unparsed_frac": sum(one.unparsed for one in judged) / num_scores if judged else None,
+        "judge/mass": mean(np.array([one.stats.mass for one in judged])),
+        "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
+        "ref/s": seconds.get("ref", 0.0),
+        "update/s": seconds["update"],
+        "update/tok_s": num_trained / seconds["update"] if num_trained else None,
+        "train/s": train_s,
+        "train/tok_s": num_trained / train_s,
+        "other/s": seconds["other"],
+        "step/s": seconds["step"],
+        "step_avg_last10/s": sum(recent) / len(recent),
+        "kl": result.means["kl"],
+        "entropy": result.means["entropy"],
+        "clip_frac": result.means["clip_frac"],
+        "grad_norm": result.grad_norm,
+        "loss_scale": result.loss_scale,
+        "lr": result.lr,
+        "update/kl": result.moved,
+        "update/rate": result.rate,
+        "update/repeats": result.repeats,
+        "skipped": result.skipped,
+        "skipped_total": result.num_skipped,
+        "completion/mean_tokens": num_tokens / num_rows,
+        "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
+        "mismatch/logprob_abs_mean": result.means["gap"],
+        "mismatch/logprob_abs_max": result.means["gap_max"],
+        "mismatch/ratio_mean": result.means["trust"],
+        "mismatch/ratio_max": result.means["trust_max"],
+        "mismatch/over_cap_frac": result.means["over_cap"],
+        "pad_frac": result.pad_frac,
+        "forwards_per_completion": result.num_forwards / advantages.size,
+        "mem/peak_gb": step.peak_bytes / 1e9,
+        "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
+    }
+    return {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
+    """A record of each completion that was drawn, groups numbered through all draws."""
+    trained = dict(zip(step.chosen, step.advantages.tolist(), strict=True))
+    for number, draw in enumerate(step.draws):
+        for row, record in enumerate(records_of_draw(config, draw, number * config.batch)):
+            advantages = trained.get(record["group"])
+            advantage = None if advantages is None else advantages[row % config.groups]
+            yield {"step": step.number} | record | {"advantage": advantage}
+
+
+def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
+    """What is recorded of each completion, of groups numbered from `first_group`, but its advantage."""
+    rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
+    ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
+    logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05% or 3e-8
+    total = rewards.total.reshape(-1)
+    for row, completion in enumerate(rewards.completions):
+        group = row // config.groups
+        example = draw.examples[group]
+        scores = None
+        if judged is not None:
+            scores = [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
+        yield {
+            "group": first_group + group,
+            "prompt": example["prompt"],
+            "answer": None if example.get("answer") is None else str(example["answer"]),  # a user's may be anything
+            "category": example.get("category"),
+            "completion": completion,
+            "ids": ids[row][: lengths[row]],
+            "logprobs": base64.b64encode(logprobs[row, : lengths[row]].tobytes()).decode(),
+            "reward": None if np.isnan(total[row]) else float(total[row]),
+            "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
+            "judge_scores": scores,
+            "finish_reason": rollout.finish_reasons[row],
+        }
+
+
+# ---- the files
+
+
+class Journal:
+    """The logs of a run's directory, and what is said of them on the console."""
+
+    def __init__(self, config: Config, run_dir: Path, metric: str, step: int, *, keep_scores: bool):
+        """
+        Opens the logs, and drops from them what came after the step the run goes on from.
+
+        metric: name of the task's held-out figure. keep_scores: scores of a judge that were paid for stay; those of a
+        judge of our own are made again, so that the run repeats bit for bit.
+        """
+        self.config, self.dir, self.metric = config, run_dir, metric
+        self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
+            JsonLines(run_dir / f"{name}.jsonl")
+            for name in ("metrics", "rollouts", "eval", "eval_answers", "judge_scores", "warnings")
+        )
+        for log in (self.metrics, self.rollouts, self.evals, self.warnings):
+            log.cut_after(step)
+        self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
+        self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
+        self.steps, self.evaluations = self.metrics.read(), self.evals.read()
+        self.recent: deque[float] = deque(maxlen=10)  # seconds of the last steps of this process
+        self.live = Live(config)
+        self.live.note(self.steps, self.evaluations)
+        self.page: page.Live | None = None
+
+    def __enter__(self) -> "Journal":
+        """From here on the run is shown: its live line, its page, its trackers."""
+        self.live.__enter__()
+        if self.config.report_every != 0:
+            self.page = page.Live(self.dir, warn)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.live.__exit__()
+        with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+            if self.page is not None:
+                self.page.update(due=True, at_the_end=True)
+
+    def write_step(self, step: Step) -> None:
+        """Writes a step's figures and completions, of everything that was drawn, and prints its line."""
+        self.recent.append(step.seconds["step"])
+        figures = step_metrics(self.config, step, self.recent)
+        self.metrics.write(figures)
+        self.steps.append(figures)
+        for completion in completion_records(self.config, step):
+            self.rollouts.write(completion)
+        say(console_line(figures, self.config.steps))
+        if step.result.skipped:
+            warn(f"step {step.number}: the gradient was not finite; the step changed nothing")
+        self.warn(step.number)
+        self.live.note(self.steps, self.evaluations)
+
+    def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+        """Writes an evaluation and its answers, evenly spread, and prints its line."""
+        for answer in spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
+            self.answers.write({"step": step} | answer)
+        record = {"step": step} | record
+        self.evals.write(record)
+        self.evaluations.append(record)
+        say(evaluation_line(record))
+        self.warn(step)
+        self.live.note(self.steps, self.evaluations)
+
+    def write_scores(self, step: int, grader: judge.Grader | None) -> None:
+        """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
+        for score in grader.cache.take_fresh() if grader else []:
+            self.judge_scores.write({"step": step} | score)
+
+    def warn(self, step: int) -> None:
+        """Says what ails the run, each once, and records the step at which it showed."""
+        given = {warning["name"] for warning in self.warnings.read()}
+        for finding in health.examine(self.steps, self.evaluations):
+            if finding.name not in given:
+                self.warnings.write({"step": step} | finding._asdict())
+                warn(f"WARNING after step {step}: {finding.text}.")
+
+    def update_page(self, step: int) -> None:
+        """Writes the page where it is due: every `report_every` steps, else with each evaluation, else checkpoint."""
+        if self.page is None:
+            return
+        config = self.config
+        if config.report_every is not None:
+            is_due = step % config.report_every == 0
+        elif config.eval_every:
+            is_due = bool(self.evaluations) and self.evaluations[-1]["step"] == step
+        else:
+            is_due = step % config.save_every == 0
+        self.page.update(is_due)
+
+    def best_step(self) -> int | None:
+        """The step with the best held-out figure, the first of equals; None where nothing could be scored."""
+        name = f"eval/{self.metric}"
+        scored = [record for record in self.evaluations if record[name] is not None]
+        return max(scored, key=lambda record: record[name])["step"] if scored else None
+
+    def print_summary(self) -> None:
+        """Repeats what was warned of, and compares the first and the last evaluation."""
+        for warning in self.warnings.read():
+            print(f"warned after step {warning['step']}: {warning['name']}")
+        if len(self.evaluations) > 1:
+            print(comparison(self.evaluations[0], self.evaluations[-1]))
+
+
+def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
+    """Whether a step is one to be evaluated after, and the run's record does not have it."""
+    if not config.eval_every or (step % config.eval_every and step != config.steps):
+        return False
+    lines = (run_dir / "eval.jsonl").read_text().splitlines()
+    return not any(json.loads(line)["step"] == step for line in lines)

@@ -148,8 +148,8 @@ class Live:
         self.over = threading.Event()
 
     def text(self) -> str:
-        """Step, phase, tokens a second of the last step, time left."""
-        parts = [f"step {min(self.step + 1, self.config.steps)}/{self.config.steps}", self.phase, self.speed]
+        """Steps done, phase, tokens a second of the last step, time left."""
+        parts = [f"{self.step}/{self.config.steps} steps", self.phase, self.speed]
         if self.left is not None:
             passed = time.perf_counter() - self.known_at
             parts.append(f"{duration(max(self.left - passed, 0.0))} left")

@@ -296,6 +296,33 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
     assert "No evaluation has been written yet." in page.write(run).read_text()
 
 
+def test_the_page_of_a_run_that_goes_on_waits_until_pages_have_cost_a_hundredth_of_its_time(run, monkeypatch):
+    now, written, told = [0.0], [], []
+    monkeypatch.setattr(page.time, "perf_counter", lambda: now[0])
+
+    def write(run_dir):
+        written.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(page, "write", write)
+    live = page.Live(run, told.append)
+    for second, is_due in {10: True, 100: True, 390: False, 500: False, 590: True, 650: False}.items():
+        now[0] = second
+        live.update(is_due)
+    assert written == [10, 500, 650]  # 400 s pay for two pages, 600 s for three; what had to wait is made up for
+    live.update(False, at_the_end=True)
+    assert len(written) == 4 and not told
+
+
+def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
+    told = []
+    (run / "eval.jsonl").write_text("not JSON\n")
+    live = page.Live(run, told.append)
+    for _ in range(3):
+        live.update(True, at_the_end=True)
+    assert len(told) == 1 and "eval.jsonl, line 1" in told[0]
+
+
 def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
     other = make_run(run.parent / "other")
     settings = yaml.safe_load((other / "config.yaml").read_text())

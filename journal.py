@@ -28,6 +28,7 @@ import health
 import judge
 import page
 import sampler
+import trackers
 import update
 from config import Config
 from console import Live, comparison, console_line, evaluation_line, say, warn
@@ -229,16 +230,20 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = self.metrics.read(), self.evals.read()
+        trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of the last steps of this process
         self.live = Live(config)
         self.live.note(self.steps, self.evaluations)
         self.page: page.Live | None = None
+        self.trackers: trackers.Trackers | None = None
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its page, its trackers."""
         self.live.__enter__()
         if self.config.report_every != 0:
             self.page = page.Live(self.dir, warn)
+        if self.config.report_to:
+            self.trackers = trackers.Trackers(self.config.report_to, self.dir, warn)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -246,6 +251,8 @@ class Journal:
         with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
             if self.page is not None:
                 self.page.update(due=True, at_the_end=True)
+            if self.trackers is not None:
+                self.trackers.finish()
 
     def write_step(self, step: Step) -> None:
         """Writes a step's figures and completions, of everything that was drawn, and prints its line."""
@@ -260,6 +267,8 @@ class Journal:
             warn(f"step {step.number}: the gradient was not finite; the step changed nothing")
         self.warn(step.number)
         self.live.note(self.steps, self.evaluations)
+        if self.trackers is not None:
+            self.trackers.look()
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and its answers, evenly spread, and prints its line."""

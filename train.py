@@ -31,6 +31,7 @@ import page
 import run_files
 import sampler
 import tasks
+import trackers
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
 from console import CONSOLE_COLUMNS, warn
@@ -159,6 +160,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
+        trackers.check(config.report_to)
         if gpu.on_gpu():
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)

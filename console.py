@@ -85,13 +85,17 @@ def with_interval(record: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
+def _problems(record: dict[str, Any]) -> str:
+    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
+
+
 def evaluation_line(record: dict[str, Any]) -> str:
     """The one line of an evaluation."""
     shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
     if record.get("eval/witness") is not None:
         shown.insert(1, "witness")
     parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {record['eval/num']} problems"
+    return f"eval/{' | '.join(parts)} | {_problems(record)}"
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -105,7 +109,7 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({last['eval/num']} problems)"
+    lines[0] = f"held-out {lines[0]} ({_problems(last)})"
     return "\n".join(lines)
 
 

@@ -50,7 +50,12 @@ __device__ inline float sin(float x) { return sinf(x); }
 __device__ inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 __device__ inline float max(float x, float y) { return fmaxf(x, y); }
 __device__ inline float min(float x, float y) { return fminf(x, y); }
+__device__ inline int min(int x, int y) { return x < y ? x : y; }
+namespace fast {
+__device__ inline float exp2(float x) { return exp2f(x); }
 }
+}
+__device__ inline float simd_shuffle_xor(float x, uint mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ inline float simd_broadcast(float x, uint lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ inline float simd_sum(float x) {
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);

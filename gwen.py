@@ -24,7 +24,6 @@ import hub
 import ops
 from config import Parser, fail
 from kv_cache import Cache, Held, LayerState, Mask, Parts, TreeLayer
-from lm_head import token_logprobs as token_logprobs  # with `load` and `save` what a program of one's own needs
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 

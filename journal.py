@@ -25,8 +25,8 @@ import mlx.core as mx
 import numpy as np
 
 import health
-import judge
 import page
+import rubrics
 import sampler
 import trackers
 import update
@@ -281,7 +281,7 @@ class Journal:
         self.warn(step)
         self.live.note(self.steps, self.evaluations)
 
-    def write_scores(self, step: int, grader: judge.Grader | None) -> None:
+    def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
         for score in grader.cache.take_fresh() if grader else []:
             self.judge_scores.write({"step": step} | score)

@@ -10,7 +10,7 @@ All prompts of a call form a tree (`prompt_tree.py`): the preamble, under it the
 under these the criteria. Where the judge puts less than half of its mass on the scores, or writes none, the score is
 nan, never neutral. `make` gives a judge on a server instead where the settings name one (`remote_judge.py`).
 
-Axes: N completions, J criteria, M rows of a batch.
+Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
 
 import json
@@ -33,6 +33,7 @@ import gwen
 import lora
 import prompt_tree
 import rubrics
+import sampler
 import softmax
 from config import JudgeSettings, Parser, fail
 from kv_cache import TreeCache
@@ -141,7 +142,7 @@ class Judge(Grader):
     def _read_logits(self, logits: mx.array) -> list[Evaluation]:
         """Expectations over the score tokens at the first answer position, of rows (M, V)."""
         logprobs = softmax.log_softmax(logits)
-        values, mass = rubrics.from_logprobs(logprobs, self.score_ids, self.min_mass)
+        values, mass = from_logprobs(logprobs, self.score_ids, self.min_mass)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
         return list(map(Evaluation, values, mass, likeliest))
 
@@ -153,7 +154,7 @@ class Judge(Grader):
         if self.think:
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
-            thoughts = prompt_tree.continue_greedily(self.model, cache, logits, self.think, ends)
+            thoughts = sampler.continue_greedily(self.model, cache, logits, self.think, ends)
             # A row that ended without closing its thoughts has said all it will; the others' are closed for them.
             replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
@@ -164,10 +165,23 @@ class Judge(Grader):
                 hidden = prompt_tree.at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
                 logits = hidden @ self.model.head_weight.T
         if rows:
-            said = prompt_tree.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
+            said = sampler.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
             for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
+
+
+def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
+    """
+    Expectations over the score tokens `ids`, and their mass, of rows of log-probabilities (M, V).
+
+    A row whose mass is below `min_mass` has the score nan.
+    """
+    by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
+    mass = by_score.sum(-1)
+    expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
+    shares = np.array(mass)
+    return np.where(shares.astype(float) >= min_mass, np.array(expected), math.nan).tolist(), shares.tolist()
 
 
 def make(

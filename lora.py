@@ -2,10 +2,12 @@
 Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
 `uv run lora.py --fuse --run runs/NAME --out DIR` merges one into its model for good.
 
+A model in 16 bits computes with 16-bit copies of its adapters; what is trained and saved stays float32.
+
 One adapter serves a fused projection, so query, key and value share its A; taken apart, each part has that A and its
 own rows of B, which is exactly the adapter that mlx_lm puts on the separate projections.
 
-Axes: C input width, O output width, R rank.
+Axes: M rows, C input width, O output width, R rank.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -22,6 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
 import hub
+import ops
 import run_files
 from config import Parser, fail
 
@@ -40,12 +44,46 @@ class LoRALinear(nn.Module):
         bound = 1 / math.sqrt(in_width)
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
         self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
+        self._rounded: tuple[mx.array, ...] = ()  # A and B, and the copies made of them
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
         if not self.enabled:
-            return y
-        return y + (self.scale * ((x.astype(mx.float32) @ self.lora_a) @ self.lora_b)).astype(y.dtype)
+            return self.linear(x)
+        if x.dtype == mx.float32:
+            return self.linear(x) + self.scale * ((x @ self.lora_a) @ self.lora_b)
+        return self._in_16_bits(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+    def rounded(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """A and scale * B in a type of 16 bits, made once for the A and B at hand."""
+        held = self._rounded
+        if not held or held[0] is not self.lora_a or held[1] is not self.lora_b or held[2].dtype != dtype:
+            copies = self.lora_a.astype(dtype), (self.scale * self.lora_b).astype(dtype)
+            self._rounded = self.lora_a, self.lora_b, *copies
+        return self._rounded[2], self._rounded[3]
+
+    def _in_16_bits(self, x: mx.array) -> mx.array:
+        """
+        (M, C) -> (M, O) in the type of x, with a gradient for x, A and B; the frozen layer gets none.
+
+        A product rounds to 16 bits, sums are float32, and so are the gradients of A and B. What waits for the backward
+        pass is x and x A. By autodiff it would be float32 copies of x, x A and the gradient of y.
+        """
+        low_a, low_b = self.rounded(x.dtype)
+
+        @mx.custom_function
+        def forward(x: mx.array, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+            low = x @ low_a
+            return mx.addmm(self.linear(x), low, low_b), low
+
+        @forward.vjp
+        def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+            x, d_y, low = primals[0], cotangents[0], outputs[1]
+            d_low = d_y @ low_b.T
+            d_x = mx.addmm(d_y @ self.linear.weight, d_low, low_a.T)
+            return d_x, ops.tall_product(d_low, x).T, self.scale * ops.tall_product(low, d_y)
+
+        results: Any = forward(x, self.lora_a, self.lora_b)
+        return results[0]
 
 
 def layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:

@@ -41,7 +41,7 @@ class Need(NamedTuple):
     """Bytes."""
 
     weights: int
-    adapters: int  # or the float32 masters of a model whose own weights are trained
+    adapters: int  # and their copies in 16 bits; or the float32 masters of a model whose own weights are trained
     optimizer: int
     cache: int  # of a rollout: keys and values
     decoding: int  # of a rollout: prefill and logits
@@ -97,7 +97,7 @@ def estimate(
     cache, decoding = _rollout(model, dtype, config, longest)
     return Need(
         weights=all_weights * dtype.size,
-        adapters=4 * masters,
+        adapters=(4 + (dtype.size if config.lora_rank and dtype != mx.float32 else 0)) * masters,
         optimizer=8 * trained,
         cache=cache,
         decoding=decoding,

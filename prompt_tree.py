@@ -3,7 +3,7 @@ Many prompts through a model, and what they share only once.
 
 Each prompt is a sequence of token runs: all begin with the same head, many go on alike, and each ends on its own. They
 form a tree that is computed level by level, in batches of similar lengths. At the end of a prompt its hidden state is
-read, or a greedy reply is decoded. What is left out: what prompts mean, and what is read.
+read. What is left out: what prompts mean, and what is read.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden, V vocabulary.
 """
@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 import gpu
 import gwen
-import sampler
-from kv_cache import SlotCache, TreeCache
+from kv_cache import TreeCache
 
 GROW_AFTER = 32  # chunks that fit, before a chunk that was halved grows by a quarter
 MOST_PADDING = 0.1  # of a level's batch; beyond that a row waits for a batch of its own length
@@ -169,23 +168,3 @@ def batch_size(lengths: list[int], most: int) -> int:
         if size * length > total * (1 + MOST_PADDING) and size > 1:
             return size - 1
     return min(most, len(lengths))
-
-
-def continue_greedily(
-    model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
-) -> list[list[int]]:
-    """
-    Greedy continuations of the newest level's rows, whose first tokens have `logits` (M, V).
-
-    Each has `limit` ids, or those up to and with the first of `ends`.
-    """
-    num_rows = logits.shape[0]
-    flat, lengths = cache.flat()
-    # On a GPU a copy, for which MLX has a kernel; else read where it lies.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
-    record = sampler.Record(num_rows, sampler.SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    jobs = [sampler.Job(row, row, limit) for row in range(num_rows)]
-    sampler.decode(model, slots, logits, jobs, record, num_rows)
-    rows: list[list[int]] = record.ids.tolist()
-    stops = [next((place for place, i in enumerate(ids) if i in ends), limit - 1) for ids in rows]
-    return [ids[: stop + 1] for ids, stop in zip(rows, stops, strict=True)]

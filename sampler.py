@@ -33,7 +33,7 @@ import softmax
 import tasks
 from config import Config, Parser, fail, stop
 from examples import check_text
-from kv_cache import KVCache, SlotCache
+from kv_cache import KVCache, SlotCache, TreeCache
 
 LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
 SHARE_FROM = 2048  # columns of prompts, all slots together; LOG.md has the measurements
@@ -291,6 +291,26 @@ def decode(
         places, last, last_of_all = assign()
     record.write(running, starts, written, drawn)
     record.complete(running)
+
+
+def continue_greedily(
+    model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """
+    Greedy continuations of the rows of a tree's newest level, whose first tokens have `logits` (M, V).
+
+    Each has `limit` ids, or those up to and with the first of `ends`.
+    """
+    num_rows = logits.shape[0]
+    flat, lengths = cache.flat()
+    # On a GPU a copy, for which MLX has a kernel; else read where it lies.
+    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
+    record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
+    jobs = [Job(row, row, limit) for row in range(num_rows)]
+    decode(model, slots, logits, jobs, record, num_rows)
+    rows: list[list[int]] = record.ids.tolist()
+    stops = [next((place for place, i in enumerate(ids) if i in ends), limit - 1) for ids in rows]
+    return [ids[: stop + 1] for ids, stop in zip(rows, stops, strict=True)]
 
 
 def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:

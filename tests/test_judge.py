@@ -24,6 +24,7 @@ import judge
 import lora
 import prompt_tree
 import rubrics
+import sampler
 import tasks
 from config import JudgeSettings
 from demo import make
@@ -195,7 +196,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
             return [[9, end], [9, 9, 9], [digit, model.config.eos_ids[0]]]
         return [[digit, model.config.eos_ids[0]]] * rows
 
-    monkeypatch.setattr(prompt_tree, "continue_greedily", scripted)
+    monkeypatch.setattr(sampler, "continue_greedily", scripted)
     judged = evaluate(grader, [("Add one and two.", "Three.")])
     assert judged.scores.tolist() == [[4, 4, 4]]
     close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
@@ -208,8 +209,8 @@ def test_a_gpu_s_copied_cache_gives_the_same_replies(demo, monkeypatch):
     prompts, completions = groups_of_answers(2, 3)
     pairs = list(zip(prompts, completions, strict=True))
     expected = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
-    shared, made = prompt_tree.SlotCache, []
-    monkeypatch.setattr(prompt_tree, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
+    shared, made = sampler.SlotCache, []
+    monkeypatch.setattr(sampler, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
     got = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
     assert made and (got.said == expected.said).all()
 

@@ -81,6 +81,45 @@ def test_every_adapter_has_a_gradient_of_both_its_matrices(tiny_qwen3):
         assert mx.abs(grad).max().item() > 0, name
 
 
+@pytest.mark.parametrize(("dtype", "epsilon"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)], ids=str)
+def test_in_16_bits_an_adapted_projection_and_its_gradients_are_those_of_its_formula(dtype, epsilon):
+    """Errors in units of one rounding, relative to the largest number; the gradients of A and B come in float32."""
+    linear = nn.Linear(48, 80)
+    linear.set_dtype(dtype)
+    layer = lora.LoRALinear(linear, 6, 2.5, mx.random.key(0))
+    x, d_y = (mx.random.normal((2, 70, size), key=mx.random.key(size)).astype(dtype) for size in (48, 80))
+    masters = layer.lora_a, mx.random.normal((6, 80), key=mx.random.key(3))
+
+    def call(x, lora_a, lora_b):
+        layer.lora_a, layer.lora_b = lora_a, lora_b
+        return layer(x)
+
+    (y,), gradients = mx.vjp(call, [x, *masters], [d_y])
+    assert [g.dtype for g in gradients] == [dtype, mx.float32, mx.float32]
+    held = (x, d_y, linear.weight, linear.bias, *masters)
+    rows, d_rows, weight, bias, a, b = (np.array(array.astype(mx.float32)).astype(np.float64) for array in held)
+    rows, d_rows = rows.reshape(140, 48), d_rows.reshape(140, 80)
+    d_low = 2.5 * d_rows @ b.T
+    expected = [rows @ weight.T + bias + 2.5 * rows @ a @ b, d_rows @ weight + d_low @ a.T]
+    expected += [rows.T @ d_low, 2.5 * (rows @ a).T @ d_rows]
+    for ours, theirs in zip([y, *gradients], expected, strict=True):
+        error = np.abs(np.array(ours.astype(mx.float32)).reshape(theirs.shape) - theirs).max()
+        assert error <= 2 * epsilon * np.abs(theirs).max()
+
+
+def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(tiny_qwen3):
+    model = gwen.load_model(tiny_qwen3, mx.float16)
+    lora.apply(model, 4, 2.0)
+    _, layer = next(lora.layers(model))
+    first = layer.rounded(mx.float16)
+    assert all(old is new for old, new in zip(first, layer.rounded(mx.float16), strict=True))
+    before = model(TOKENS)
+    layer.lora_b = mx.ones(layer.lora_b.shape)
+    assert not mx.allclose(model(TOKENS), before)
+    layer.lora_b = mx.zeros(layer.lora_b.shape)
+    assert mx.array_equal(model(TOKENS), before)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
 def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):

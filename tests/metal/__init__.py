@@ -1,1 +1,1 @@
-"""Metal kernels verified without a Mac: an emulator for `mx.fast.metal_kernel`, and a count of launches."""
+"""Metal kernels verified without a Mac: an emulator for `mx.fast.metal_kernel`."""

@@ -107,6 +107,18 @@ def test_swiglu_of_huge_gates_is_finite_and_has_a_finite_gradient(kernels):
     assert mx.isfinite(mx.grad(lambda x: ops.swiglu(x).sum())(x)).all().item()
 
 
+# ---- the gradient of an adapter's matrices
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "rank", "width"), [(1, 1, 1), (3, 2, 2), (7, 4, 33), (1030, 16, 5), (513, 20, 40)])
+def test_a_tall_product_is_that_of_its_factors_and_float32(kernels, rows, rank, width, dtype):
+    thin, wide_ = array(rows, rank, dtype=dtype), array(rows, width, dtype=dtype)
+    ours = ops.tall_product(thin, wide_)
+    assert ours.dtype == mx.float32
+    np.testing.assert_allclose(np.array(ours), wide(thin).T @ wide(wide_), rtol=1e-5, atol=1e-6 * rows)
+
+
 # ---- residual and norm
 
 

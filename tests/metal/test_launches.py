@@ -11,9 +11,10 @@ import gpu
 import gwen
 import hub
 import kv_cache
+import launches
 import lm_head
+import lora
 import softmax
-from metal import launches
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts
@@ -65,8 +66,8 @@ def test_outside_of_a_count_mlx_is_as_it_was() -> None:
     assert (mx.fast.rms_norm, mx.default_device) == before
 
 
-def decode_step(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
-    """One step of Qwen3's shape in small, 3 rows with 8 positions in the cache."""
+def small_model(num_layers: int) -> gwen.Model:
+    """Qwen3's shape in small, in float16."""
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -85,6 +86,16 @@ def decode_step(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
         "attention_bias": False,
     }
     model = gwen.Model(hub.make_config(raw))
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    return model
+
+
+def decode_step(num_layers: int, rank: int = 0) -> tuple[Callable[..., Any], list[mx.array]]:
+    """One step of 3 rows with 8 positions in the cache."""
+    model = small_model(num_layers)
+    if rank:
+        lora.apply(model, rank, 2.0)
     cache = kv_cache.KVCache(num_layers, capacity=128)
     mx.eval(model(mx.zeros((3, 8), dtype=mx.int32), cache))
     return lambda tokens: model(tokens, cache), [mx.zeros((3, 1), dtype=mx.int32)]
@@ -96,12 +107,6 @@ def test_a_layer_of_a_decode_step_adds_its_launches(monkeypatch: pytest.MonkeyPa
     # rotation, attention | keys and values into the cache, and the weights of queries' and keys' norms put together |
     # the product with them, sigmoid, two products, two residual sums
     assert +launches.per_layer(decode_step) == Counter(matmul=4, fast=5, copy=4, elementwise=6)
-
-
-def without_gradients(function: Callable[..., Any]) -> Any:
-    """Stands in for `mx.custom_function`, which MLX cannot export."""
-    function.vjp = lambda backward: backward  # type: ignore[attr-defined]
-    return function
 
 
 def unfused_layer(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
@@ -137,17 +142,8 @@ def unfused_layer(num_layers: int) -> tuple[Callable[..., Any], list[mx.array]]:
     return step, [mx.zeros((3, 1, 128))]
 
 
-@pytest.fixture
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run unchecked: nothing can be computed while launches are counted."""
-    monkeypatch.setattr(mx, "custom_function", without_gradients)
-    for op in gpu.OPS.values():
-        monkeypatch.setattr(op, "check", lambda _: "")
-        monkeypatch.setattr(op, "_runs", {})
-
-
 def test_kernels_save_two_fifths_of_the_launches_of_a_layer_and_decode_step(
-    trusted: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unfused = launches.per_layer(unfused_layer)
     assert +unfused == Counter(matmul=7, fast=7, copy=2, elementwise=5)
@@ -160,7 +156,14 @@ def test_kernels_save_two_fifths_of_the_launches_of_a_layer_and_decode_step(
     assert ours.total() <= 0.6 * min(without.total(), unfused.total())
 
 
-def test_sampling_is_one_launch(trusted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_add_two_matmuls_for_each_of_the_four_projections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """35 launches a layer where their product is float32 beside a model in 16 bits."""
+    assert +launches.per_layer(lambda n: decode_step(n, rank=16)) == Counter(matmul=12, kernel=4, fast=1, copy=2)
+
+
+def test_sampling_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms, heat = mx.zeros((4, 151_936)), mx.zeros((4, 4)), mx.array([0.7])
     mx.eval(heat)
     monkeypatch.setattr(gpu, "constant", lambda *_: heat)
@@ -171,28 +174,16 @@ def test_sampling_is_one_launch(trusted: None, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("fused", "matmuls", "kernels"), [(True, 2, 1), (False, 3, 2)])
 def test_the_head_of_an_update_makes_its_logits_once(
-    trusted: None, monkeypatch: pytest.MonkeyPatch, fused: bool, matmuls: int, kernels: int
+    monkeypatch: pytest.MonkeyPatch, fused: bool, matmuls: int, kernels: int
 ) -> None:
     """Log-probabilities and their gradient by the hidden states: logits and back, where others make them twice."""
     monkeypatch.setattr(softmax.row_losses, "runs", lambda _: fused)
-    made: list[Any] = []
-
-    def recording(function: Callable[..., Any]) -> Any:
-        def forward(*primals: mx.array) -> Any:
-            outputs = function(*primals)
-            made.append((forward, primals, outputs))
-            return outputs
-
-        forward.vjp = lambda backward: setattr(forward, "backward", backward)  # type: ignore[attr-defined]
-        return forward
-
-    monkeypatch.setattr(mx, "custom_function", recording)
 
     def gradient(hidden: mx.array, head: mx.array) -> Any:
-        lm_head.token_logprobs(hidden[None], head, ids[None], gradient="logprobs")
-        forward, primals, outputs = made[-1]
-        again = [primal + 0 for primal in primals]  # an export would join what is written twice, MLX does not
-        return forward.backward(again if len(again) > 1 else again[0], [mx.ones((6,)) for _ in outputs], outputs)
+        def loss(hidden: mx.array) -> mx.array:
+            return lm_head.token_logprobs(hidden[None], head, ids[None], gradient="logprobs")[0]
+
+        return mx.vjp(loss, [hidden], [mx.ones((1, 6))])[1]
 
     ids, hidden, head = mx.zeros((6,), dtype=mx.int32), mx.zeros((6, 8)), mx.zeros((90, 8))
     mx.eval(ids)

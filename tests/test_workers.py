@@ -1,0 +1,151 @@
+"""Workers: answers in order and side by side, limits that hold against everything, and a seal that hostile text meets."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import message_of
+
+import workers
+
+ROOT = Path(workers.__file__).parent
+
+
+def stubborn(seconds):
+    """Catches the alarm, as a library with a bare `except` does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            time.sleep(seconds)
+        except BaseException:
+            pass
+    return "awake"
+
+
+DEEDS = {
+    "double": lambda x: 2 * x,
+    "sleep": time.sleep,
+    "stubborn": stubborn,
+    "power": lambda x: len(str(9**9**x)),  # one multiplication of minutes, which no signal interrupts
+    "leave": os._exit,
+    "fail": lambda x: [][x],
+    "lambda": lambda x: lambda: x,
+    "name": lambda x: os.getpid(),
+    "hash": lambda x: hash("words"),
+    "write": lambda path: Path(path).write_text("x"),
+    "read": lambda path: Path(path).read_text()[:3],
+    "system": os.system,
+    "connect": lambda x: __import__("socket").create_connection(("127.0.0.1", 9), 1),
+    "memory": lambda x: len(bytes(x)),
+    "print": lambda x: print(x) or 7,
+}
+
+
+def answerer(greeting="hello"):
+    if greeting == "refuse":
+        raise ValueError("--flag is wrong")
+    if greeting == "crash":
+        os._exit(3)
+    return lambda deed: DEEDS[deed[0]](*deed[1:])
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    made = []
+
+    def make(num=1, limit=5.0, sealed=False, arguments=()):
+        made.append(workers.Pool("test_workers:answerer", arguments, num=num, limit=limit, sealed=sealed))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_questions_are_answered_in_order_by_workers_that_stay(pool):
+    several = pool(num=2)
+    assert [answer.value for answer in several.ask([("double", n) for n in range(20)])] == [2 * n for n in range(20)]
+    first = {answer.value for answer in several.ask([("name", 0)] * 8)}
+    assert first == {worker.process.pid for worker in several.workers} & first and os.getpid() not in first
+    assert several.ask([]) == []
+
+
+def test_slow_questions_are_answered_side_by_side(pool):
+    several = pool(num=8)
+    several.ask([("sleep", 0.5)] * 8)  # all are started
+    begin = time.monotonic()
+    assert all(not answer.error for answer in several.ask([("sleep", 0.5)] * 16))
+    assert time.monotonic() - begin < 4, "16 naps of 0.5 s by 8 workers"
+
+
+@pytest.mark.parametrize("deed", [("sleep", 60), ("stubborn", 60), ("power", 9)], ids=lambda deed: deed[0])
+def test_a_limit_holds_whatever_a_question_does_and_the_next_is_answered(pool, deed):
+    one = pool(limit=0.5)
+    one.ask([("double", 1)])
+    begin = time.monotonic()
+    answers = one.ask([("double", 2), deed, ("double", 3)])
+    assert [answer.error for answer in answers] == ["", workers.LATE, ""] and answers[2].value == 6
+    assert time.monotonic() - begin < 0.5 + workers.GRACE + 5, "a limit, a kill and a start"
+
+
+def test_what_ends_a_worker_or_fails_in_it_is_told_and_the_rest_is_answered(pool):
+    answers = pool(num=2).ask([("leave", 3), ("double", 1), ("fail", 1), ("lambda", 1), ("double", 2)])
+    assert [answer.value for answer in answers] == [None, 2, None, None, 4]
+    assert "status 3" in answers[0].error and "IndexError: list index out of range" in answers[2].error
+    assert "pickle" in answers[3].error and not answers[1].error
+
+
+def test_a_worker_that_cannot_start_is_one_line(pool):
+    assert message_of(pool(arguments=("refuse",)).ask, [("double", 1)]) == "--flag is wrong"
+    assert "status 3" in message_of(pool(arguments=("crash",)).ask, [("double", 1)])
+
+
+def test_hashes_are_the_same_in_every_worker(pool):
+    assert len({pool().ask([("hash", 0)])[0].value for _ in range(2)}) == 1
+
+
+def test_a_sealed_worker_reads_but_writes_starts_and_sends_nothing(pool, tmp_path, capfd):
+    (tmp_path / "there").write_text("abcdef")
+    sealed = pool(sealed=True)
+    told = sealed.ask(
+        [
+            ("read", str(tmp_path / "there")),
+            ("write", str(tmp_path / "new")),
+            ("system", "true"),
+            ("connect", 0),
+            ("memory", 2**40),
+            ("print", "shown"),
+        ]
+    )
+    assert told[0].value == "abc" and told[5].value == 7
+    assert all("is refused here" in answer.error for answer in told[1:4]), told
+    assert "MemoryError" in told[4].error and not (tmp_path / "new").exists()
+    assert "shown" not in capfd.readouterr().out
+    assert pool().ask([("write", str(tmp_path / "new"))])[0].value == 1, "a user's own code is not sealed"
+
+
+def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(monkeypatch):
+    code = (
+        "import sys, time, workers; p = workers.Pool('test_workers:answerer', (), num=1, limit=60)\n"
+        "print(p.ask([('name', 0)])[0].value, flush=True)\n"
+        "try:\n    p.ask([('sleep', 50)])\nexcept KeyboardInterrupt:\n    print(p.ask([('double', 4)])[0].value)\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    )
+    worker = int(process.stdout.readline())
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the worker gets it too
+    assert process.communicate(timeout=30)[0].split() == ["8"] and process.returncode == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)

@@ -2,12 +2,15 @@
 
 import base64
 import functools
+import html
 import html.parser
 import json
 import random
 import re
 import shutil
 import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ import history
 import hub
 import page
 import report
+import train
 
 HOSTILE = (
     *(
@@ -243,9 +247,11 @@ def hostile_run(folder):
         named = {"prompt": text, "answer": text, "category": text, "completion": text, "finish_reason": text}
         lines.append(line | place | named | {"rewards": {text: 1.0}})
     write_lines(folder / "rollouts.jsonl", lines)
-    details = [answer_record(step, number, text, 1.0) for step in (0, 4) for number, text in enumerate(texts[:200])]
-    for detail, text in zip(details, texts, strict=False):
-        detail |= {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
+    details = []
+    for step, shift in ((0, 0), (4, 1)):
+        for number, text in enumerate(texts):
+            named = {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
+            details.append(answer_record(step, number, texts[number - shift], float(shift)) | named)
     write_lines(folder / "eval_answers.jsonl", details)
     write_lines(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
     write_lines(folder / "changes.jsonl", [{"step": 1, "setting": t, "was": t, "is": t} for t in HOSTILE])
@@ -430,16 +436,82 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     assert json.loads(told) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
     assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
 
-    hostile_run(tmp_path / "hostile")
-    hostile = page.write(tmp_path / "hostile").read_text()
+
+@pytest.mark.slow
+def test_of_2000_hostile_strings_in_every_place_none_runs_and_none_breaks_the_layout(tmp_path, monkeypatch, browse):
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
+    monkeypatch.setattr(page, "MOST_ANSWERS", 10**8)
+    folder = tmp_path / "a<img src=x onerror=window.pwned=1>"
+    hostile_run(folder)
     program = """
-        change = (value) => {
-            form.elements.text.value = value; form.dispatchEvent(new Event("input", {bubbles: true}));
+        let seen = 0;
+        const look = () => {
+            seen += document.querySelectorAll("#shown .row").length;
+            if (document.documentElement.scrollWidth > innerWidth) document.title = "wide";
         };
-        change("pwned"); change("<"); change("&");
-        const wide = document.documentElement.scrollWidth > innerWidth;
-        document.title = `${window.pwned} ${wide}`;
+        const search = (value) => {
+            form.elements.text.value = value; form.dispatchEvent(new Event("input", {bubbles: true})); look();
+        };
+        groups.forEach((group, i) => { choose(i); look(); });
+        search("pwned"); search("<"); search("&");
+        const problems = document.querySelectorAll("#held-out .problem").length;
+        if (document.title !== "wide") document.title = `${window.pwned} ${seen} ${problems}`;
     """
-    shown, errors = browse(hostile, program)
+    shown, errors = browse(page.write(folder, others=[str(folder)]).read_text(), program)
     assert errors == []
-    assert re.search("<title>(.*?)</title>", shown)[1] == "undefined false"
+    assert re.search("<title>(.*?)</title>", shown)[1] == f"undefined {2000 + 3 * 60} 2000"
+
+
+SMALL = ["--model", "demo", "--batch", "2", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
+
+
+@pytest.mark.slow
+def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_recorded(tmp_path, capsys, browse):
+    folder = tmp_path / "demo"
+    train.main([*SMALL, "--steps", "3", "--eval-every", "2", "--run-dir", str(folder)])
+    assert f"page: {folder / 'report.html'}" in capsys.readouterr().out
+    program = """
+        const texts = groups.map((group, i) => {
+            choose(i);
+            const cards = [...document.querySelectorAll("#shown .row")];
+            return cards.map((card) => card.querySelector("bdi.text").textContent);
+        });
+        form.elements.low.value = "0.9"; form.dispatchEvent(new Event("input", {bubbles: true}));
+        const good = document.querySelectorAll("#shown .row").length;
+        const answers = [...document.querySelectorAll("#held-out .problem")].map(
+            (problem) => [...problem.querySelectorAll(".said")].map((said) => said.textContent));
+        document.title = JSON.stringify([texts, good, answers]);
+    """
+    shown, errors = browse((folder / "report.html").read_text(), program)
+    assert errors == []
+    texts, good, answers = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown)[1]))
+    written = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert len(written) == 3 * 2 * 4
+    tokenizer = demo_tokenizer()
+    expected = {}
+    for line in sorted(written, key=lambda line: -line["advantage"]):
+        expected.setdefault((line["step"], line["group"]), []).append(
+            tokenizer.decode(line["ids"], skip_special_tokens=False)
+        )
+    assert texts == [expected[place] for place in sorted(expected)]
+    assert good == sum(line["reward"] >= 0.9 for line in written)
+    held_out = [json.loads(line) for line in (folder / "eval_answers.jsonl").read_text().splitlines()]
+    of_problem = {}
+    for line in held_out:
+        of_problem.setdefault(line["problem"], []).append(line["completions"][0])
+    assert answers == [of_problem[problem] for problem in sorted(of_problem)]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_a_page(tmp_path):
+    folder = tmp_path / "killed"
+    root = page.TEMPLATES.parent
+    command = [sys.executable, str(root / "train.py"), *SMALL, "--steps", "500", "--run-dir", str(folder)]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 300
+    while not (folder / "report.html").is_file() and time.monotonic() < end:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    markup = (folder / "report.html").read_text()
+    assert "of 500" in markup and len(data_of(markup)["charts"]) > 0

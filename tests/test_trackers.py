@@ -74,10 +74,10 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(folder))
         monkeypatch.setenv("FAKE_LOG", str(told))
         monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.delitem(sys.modules, "wandb", raising=False)
         return lambda: [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
-    return put
+    yield put
+    sys.modules.pop("wandb", None)
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ class Record:
         self.logprobs = np.zeros(shape, np.float32)
         self.entropies = np.zeros(shape, np.float32) if params.entropy else None
         self.done = np.zeros(num_rows, bool)
-        self.progress = progress
+        self.progress, self.num_drawn = progress, 0
 
     @property
     def columns(self) -> list[np.ndarray]:
@@ -201,6 +201,14 @@ class Record:
             if begin < end:
                 for out, column in zip(self.columns, new, strict=True):
                     out[job.row, begin:end] = column[slot, : end - begin]
+
+    def tick(self, num_tokens: int) -> None:
+        """So many tokens more were drawn; shown, and nothing else."""
+        self.num_drawn += num_tokens
+        if self.progress is not None and not self.progress.disable:
+            speed = self.num_drawn / self.progress.format_dict["elapsed"]
+            self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
+            self.progress.update(0)
 
     def complete(self, jobs: list[Job]) -> None:
         """These rows have ended and are written."""
@@ -243,6 +251,7 @@ def decode(
     places, last, last_of_all = assign()
     drawn: list[tuple[mx.array, ...]] = []  # of each step that is not in the record: ids, logprobs, perhaps entropies
     num_columns, written = len(record.columns), 0  # steps that are in the record
+    num_idle = 0  # slots at the last look
     for step in itertools.count():
         numbers = table[mx.minimum(places + step, len(table) - 1)]
         token, *others = choose_token(logits, numbers, params)
@@ -256,6 +265,8 @@ def decode(
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
         idle = np.flatnonzero(np.array(ended_before)).tolist()  # wait
+        record.tick(LOOK_EVERY * (len(running) - (num_idle + len(idle)) // 2))
+        num_idle = len(idle)
         if len(idle) == len(running) and not waiting:
             break
         handed = idle[: len(waiting)] if len(idle) >= len(running) / 16 else []
@@ -264,6 +275,7 @@ def decode(
             continue
         record.write(running, starts, written, drawn)
         record.complete([running[slot] for slot in handed + dropped])
+        num_idle -= len(handed + dropped)
         drawn, written = [], step + 1
         for slot in handed:
             running[slot], starts[slot] = waiting.popleft(), step + 1
@@ -372,7 +384,7 @@ def rollout(
     waiting = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
 
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
-    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None) as progress:
+    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
         record = Record(num_rows, params, key, progress)
         while waiting:
             # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded

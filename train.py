@@ -27,14 +27,17 @@ from tqdm import tqdm
 import checkpoint
 import gpu
 import gwen
+import page
 import run_files
 import sampler
 import tasks
+import trackers
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
+from console import CONSOLE_COLUMNS, warn
 from examples import Example, epoch_indices
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
-from journal import CONSOLE_COLUMNS, PhaseClock, Step, evaluation_is_due
+from journal import PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
 from rewards import call_reward
 from run import Run
@@ -42,9 +45,10 @@ from run import Run
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
-    learner, clock = run.learner, PhaseClock()
+    learner, clock = run.learner, PhaseClock(run.journal.live.begin)
     if evaluate_if_due(run):
         run.save()
+    run.journal.update_page(run.step)
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
@@ -75,6 +79,7 @@ def train(config: Config, run: Run) -> None:
         is_best = evaluate_if_due(run)
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
+        run.journal.update_page(run.step)
 
 
 def evaluate_if_due(run: Run) -> bool:
@@ -85,6 +90,7 @@ def evaluate_if_due(run: Run) -> bool:
     """
     if not evaluation_is_due(run.config, run.step, run.dir):
         return False
+    run.journal.live.begin("evaluating")
     run.evaluate()
     return run.journal.best_step() == run.step
 
@@ -154,6 +160,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
+        trackers.check(config.report_to)
         if gpu.on_gpu():
             mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
@@ -185,12 +192,16 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(run.memory, flush=True)
         print(CONSOLE_COLUMNS, flush=True)
-        with _stoppable(run):
+        with run.journal, _stoppable(run):
             train(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
         if (best := run.journal.best_step()) is not None:
             print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if (written := run_dir / "report.html").is_file():
+            print(f"page: {written}")
+            if args.open:
+                page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
@@ -212,7 +223,7 @@ def _stoppable(run: Run) -> Any:
         if run.is_whole or run.stopping:
             raise KeyboardInterrupt
         run.stopping = True
-        print("\nthe step is being finished; Ctrl-C again gives it up", file=sys.stderr)
+        warn("\nthe step is being finished; Ctrl-C again gives it up")
 
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
@@ -227,7 +238,7 @@ def _stoppable(run: Run) -> Any:
             said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
         if isinstance(error, ValueError) or gpu.is_out_of_memory(error):
             raise ValueError(said) from error
-        print(f"\n{said}", file=sys.stderr)
+        warn(f"\n{said}")
         if what:  # a mistake of ours or of MLX's, to be seen whole
             raise
         sys.exit(130)

@@ -143,7 +143,7 @@ def test_a_line_of_an_evaluation_has_its_intervals_within_100_columns():
     assert len(line) <= 100
     empty = {"eval/accuracy": None, "eval/accuracy_ci95": None, "eval/greedy": 0.5, "eval/greedy_ci95": None}
     line = console.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
-    assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problems"
+    assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problem"
 
 
 # ---- what stands beside

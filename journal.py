@@ -24,6 +24,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
+import gpu
 import health
 import page
 import rubrics
@@ -64,6 +65,7 @@ class PhaseClock:
             yield done
         finally:
             self._running = None
+            gpu.end_phase()
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 

@@ -167,6 +167,20 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     return cache, logits
 
 
+class NotFinite(ValueError):
+    """
+    A token was drawn with a log-probability that is no number, as where float16 overflows. prompt: its place in those
+    that were given.
+    """
+
+    def __init__(self, prompt: int, position: int, dtype: mx.Dtype):
+        super().__init__(
+            f"token {position + 1} of a completion of prompt {prompt + 1} has a log-probability that is not finite in "
+            f"{dtype}; begin anew with GWEN_DTYPE=bfloat16, or with float32"
+        )
+        self.prompt = prompt
+
+
 class Job(NamedTuple):
     """A row that is to be sampled."""
 
@@ -371,7 +385,8 @@ def rollout(
     share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets `shares_prefix`
     decide. These two affect speed and memory only.
     The log-probabilities are those of the distribution that was sampled, its support restricted as `params` says.
-    Raises ValueError for an empty prompt, for non-finite logits, and when memory does not suffice for one row.
+    Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and when memory does not suffice
+    for one row.
     """
     num_rows = len(prompts) * group_size
     if not prompts or not all(prompts):
@@ -420,6 +435,8 @@ def rollout(
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
     width = int(lengths_of.max())
     mask = np.arange(width) < lengths_of[:, None]
+    for row, position in np.argwhere(mask & ~np.isfinite(record.logprobs[:, :width])).tolist()[:1]:
+        raise NotFinite(row // group_size, position, model.head_weight.dtype)
     logprobs, *entropies = (mx.array(np.where(mask, x[:, :width], np.float32(0))) for x in record.columns[1:])
     return Rollout(
         mx.array(np.where(mask, record.ids[:, :width], params.pad_id)),

@@ -109,15 +109,19 @@ def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw]
         examples = [run.task.train[index] for index in indices]
         prompts = [run.prompt_ids[index] for index in indices]
         with clock.phase("rollout") as done:
-            rollout = sampler.rollout(
-                run.model,
-                prompts,
-                run.sampling,
-                group_size=config.groups,
-                key=(config.seed << 32) + number + 1,
-                batch_size=run.batch_size,
-                share_prefix=config.sharing,
-            )
+            try:
+                rollout = sampler.rollout(
+                    run.model,
+                    prompts,
+                    run.sampling,
+                    group_size=config.groups,
+                    key=(config.seed << 32) + number + 1,
+                    batch_size=run.batch_size,
+                    share_prefix=config.sharing,
+                )
+            except sampler.NotFinite as error:
+                said = tasks.prompt_text(examples[error.prompt]["prompt"])
+                raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
         chosen, advantages = choose_groups(config, draws)
@@ -161,8 +165,6 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
         trackers.check(config.report_to)
-        if gpu.on_gpu():
-            mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
             print(as_yaml(config), end="")
@@ -230,13 +232,18 @@ def _stoppable(run: Run) -> Any:
         yield
     except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
+        if gpu.is_watchdog(error):
+            what = (
+                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
+                "(pmset displaysleepnow), or let less be done at once; "
+            )
         if run.is_whole:
             run.save()
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error):
+        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
         if what:  # a mistake of ours or of MLX's, to be seen whole
@@ -255,7 +262,8 @@ def _go_on(run: Run, error: BaseException) -> str:
     Where memory ran out in the update, it takes less: rollouts and judges see to it themselves.
     """
     less = ""
-    if gpu.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
+    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
+    if too_much and not isinstance(error, ValueError):  # those are of the user's rewards
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):

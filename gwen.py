@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+import adapters
 import gpu
 import grpo
 import hub
@@ -229,7 +230,7 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
         weights[name] = array.astype(dtype)
     if adapter is not None:
-        weights = hub.merge_adapter(weights, adapter)
+        weights = adapters.merge(weights, adapter)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
     model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
     gpu.hold_memory()
@@ -281,7 +282,7 @@ def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[
     if asked:
         return asked, "as asked"
     if adapter:
-        return hub.adapter_base(adapter), "which the adapter was trained on"
+        return adapters.base_of(adapter), "which the adapter was trained on"
     if not gpu.on_gpu():
         return "demo", "the default without a GPU"
     try:

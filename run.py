@@ -50,6 +50,7 @@ class Run:
         self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
         shape = (self.model.config, self.model.head_weight.dtype, config, lengths)
         preflight.settle(*shape)
+        preflight.limit_cache(*shape)
         self.memory = preflight.line(*shape)
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()

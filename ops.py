@@ -454,6 +454,9 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
     return out.reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
+FEW_QUERIES = 8  # that MLX's decode kernel takes
+
+
 def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
     """
     Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D); the L queries are the last of the S positions.
@@ -461,7 +464,9 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
     mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key; a query that sees none is not allowed.
     """
     # On a GPU MLX has kernels with float32 scores for Qwen's head sizes; other sizes fall back to scores in 16 bits.
-    if not gpu.on_gpu() or queries.shape[-1] not in (64, 128):
+    # Its kernel for few queries keeps nothing for a gradient, and whoever asks for "causal" may want one.
+    few = isinstance(mask, str) and queries.shape[2] <= FEW_QUERIES
+    if not gpu.on_gpu() or queries.shape[-1] not in (64, 128) or few:
         return attention_ref(queries, keys, values, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import QWEN3, YARN, normal, relative_error
 
+import gpu
 import hub
 import ops
 
@@ -262,3 +263,21 @@ def test_scores_beyond_the_range_of_float16_are_finite():
     k = mx.full((1, 1, 3, 16), 300.0, dtype=mx.float16)  # a score of 240,000; float16 ends at 65,504
     out = ops.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
     assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))
+
+
+@pytest.mark.parametrize(("length", "is_fused"), [(1, False), (8, False), (9, True)])
+def test_a_causal_attention_of_few_queries_takes_no_kernel_that_has_no_gradient(length, is_fused, monkeypatch):
+    called = []
+
+    def fused(queries, keys, values, scale, mask):
+        called.append(mask)
+        return ops.attention_ref(queries, keys, values, mask)
+
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
+    queries, keys = mx.random.normal((2, 4, length, 64)), mx.random.normal((2, 2, length, 64))
+    gradient = mx.grad(lambda x: ops.attention(x, keys, keys, "causal").square().sum())(queries)
+    expected = mx.grad(lambda x: ops.attention_ref(x, keys, keys, "causal").square().sum())(queries)
+    assert bool(called) == is_fused and mx.allclose(gradient, expected)
+    ops.attention(queries[:, :, -1:], keys, keys, None)
+    assert called[-1] is None  # a decode step, which has no gradient

@@ -260,7 +260,10 @@ class Training:
     """What is trained, on what, and how."""
 
     model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
-    task: str = flag("", "demo, values or gsm8k: data, rewards and evaluation in one name")
+    task: str = flag(
+        "", "demo, values, gsm8k or rg:NAME,NAME=WEIGHT (--list-tasks): data, rewards and evaluation in one name"
+    )
+    task_config: str = flag("", "YAML with sizes, levels and held-out number of the problems of --task rg:NAME")
     data: str = flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=answer")
     rubric: str = flag("", "rubric YAML, instead of the task's")
@@ -364,6 +367,7 @@ class Config(JudgeSettings, Training):
     eval_limit: int = flag(0, "maximum held-out problems, evenly spread; 0: all", low=0)
     save_every: int = flag(20, "steps between checkpoints", low=1)
     keep: int = flag(3, "checkpoints to keep", low=1)
+    curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise")
     seed: int = flag(0, "seed for prompts, sampling and adapters", low=0)
 
     @property
@@ -396,6 +400,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
+    parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
     add_flags(parser, Config)
     return parser.parse_args(argv)
@@ -441,7 +446,7 @@ def resolve(
 
 def _task_recipe(task: str | None) -> dict[str, Any]:
     """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
-    path = Path(__file__).parent / "recipes" / f"{task}.yaml"
+    path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
     return load_recipe(path) if path.is_file() else {}
 
 

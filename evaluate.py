@@ -324,6 +324,7 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
     values = earned.values.reshape(-1, samples)
     measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
     if task.verifier is not None:
+        measured |= by_category(task.metric, values[:, 0], sampled.problems[::samples])
         right = values.sum(-1).astype(int)
         for k in sorted({1, samples}):
             measured[f"pass_at_{k}"] = np.array([pass_at_k(samples, int(r), k) for r in right])
@@ -334,6 +335,13 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
         "repeated": np.array([repeated(text) for text in sampled.texts]),
     }
     return measured | {name: by_problem(column, samples) for name, column in each.items()}
+
+
+def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[str, np.ndarray]:
+    """The values of each category, (P,) -> {"accuracy/lcm": (...)}; none where all problems are of one."""
+    categories = np.array([problem.get("category") for problem in problems], object)
+    known = sorted({category for category in categories if category is not None})
+    return {f"{name}/{category}": values[categories == category] for category in known if len(known) > 1}
 
 
 def by_criterion(
@@ -378,7 +386,18 @@ def make_witness(
 
 # settings of a run that `--run` takes from it and a flag replaces
 TAKEN = (
-    *("model", "task", "columns", "reward", "reward_weights", "rubric", "max_tokens", "rollout_batch_size", "thinking"),
+    *(
+        "model",
+        "task",
+        "task_config",
+        "columns",
+        "reward",
+        "reward_weights",
+        "rubric",
+        "max_tokens",
+        "rollout_batch_size",
+        "thinking",
+    ),
     *("eval_rubric", "eval_judge_model", *(field.name for field in dataclasses.fields(JudgeSettings))),
 )
 

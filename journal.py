@@ -83,6 +83,7 @@ class Step(NamedTuple):
     advantages: np.ndarray  # (B, G)
     result: update.UpdateResult
     peak_bytes: int
+    curriculum: dict[str, float]  # figures of the choice of prompts
 
 
 def mean(values: np.ndarray) -> float | None:
@@ -116,6 +117,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
             for name in draws[0].rewards.components
         },
+        **step.curriculum,
         "sampling/draws": len(draws),
         "sampling/signal_groups": num_signal,
         "sampling/unused_frac": 1 - advantages.size / num_rows,

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
+import curriculum
 import dispatch
 import evaluate
 import gwen
@@ -47,7 +48,11 @@ class Run:
         judges_itself = judges & {"", config.model} and not config.judge_url
         needs_base = not config.lora_rank and (config.beta or judges_itself)
         self.base = gwen.load(config.model)[0] if needs_base else None
-        self.prompt_ids = self._render(self.task.train, "training prompt")
+        # problems that are still to be made are as long as those held out
+        self.prompt_ids = self._render(self.task.train or self.task.held_out, "training prompt")
+        self.prompts = curriculum.make(
+            config, self.task, self.prompt_ids, lambda examples: self._render(examples, "training prompt")
+        )
         if config.eval_every:
             self._render(spread(self.task.held_out, config.eval_limit), "held-out prompt")
         self.judge = self._make_judge() if self.task.rubric else None
@@ -138,6 +143,7 @@ class Run:
             "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
+            "prompts": self.prompts.state(),
             "best_step": self.journal.best_step(),
         }
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
@@ -159,6 +165,7 @@ class Run:
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
+        self.prompts.restore(extra["prompts"])
         update.install(self.model, learner.trainable)
         self.end_step()
 

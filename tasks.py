@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import procedural
 import rubrics
 from answers import extract_answer, parse_number, same_number
 from config import Config
@@ -45,6 +46,7 @@ class Task(NamedTuple):
     metric: str  # "accuracy" where a verifier knows the right answer, else "score"
     verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
     witness: Path | None = None  # a second rubric, which only evaluations ask
+    problems: procedural.Problems | None = None  # without end, in place of `train`
 
 
 def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
@@ -58,7 +60,8 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     Raises ValueError when the task is unknown, or its data is missing or wrong.
     """
     if name not in _TASKS:
-        raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; the tasks are {', '.join(_TASKS)}")
+        known = f"the tasks are {', '.join(_TASKS)} and rg:NAME"
+        raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
     task, bundled, prepare = _TASKS[name]
     if data is None and held_out is None:
         if columns is not None:
@@ -89,7 +92,12 @@ def make(config: Config, held_out: str | None = None) -> Task:
 
     Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
     """
-    task = load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
+    if config.task.startswith("rg:"):
+        task = _procedural(config, held_out)
+    elif config.task_config:
+        raise ValueError(f"--task-config {config.task_config} is for --task rg:NAME, not for --task {config.task}")
+    else:
+        task = load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
     if config.rubric:
         task = task._replace(rubric=Path(config.rubric), witness=None)
     elif config.reward and "rubric" not in config.reward_weights:
@@ -400,6 +408,32 @@ GSM8K = Task(
     metric="accuracy",
     verifier=gsm8k_correct,
 )
+
+
+# ---- rg: problems without end
+
+
+def _procedural(config: Config, held_out: str | None) -> Task:
+    """The task rg:NAME. ValueError where it is asked for together with data, or with what needs prompts to return."""
+    if data := config.data or held_out:
+        raise ValueError(f"--data {data} and --task {config.task}, which makes its own problems; leave one of them out")
+    if config.curriculum:
+        raise ValueError(f"--curriculum remembers prompts, and none of --task {config.task} comes twice; leave it out")
+    mix = procedural.parse_mix(config.task, config.task_config or None)
+    if mix.raise_level_at is not None and config.reward:
+        raise ValueError(f"--reward replaces the scores that raise_level_at in {config.task_config} needs; drop one")
+    problems = procedural.Problems(mix)
+    return Task(
+        name=config.task,
+        train=[],
+        held_out=problems.held_out,
+        rewards={"correct": problems.score, "format": procedural.answered_once},
+        reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
+        rubric=None,
+        metric="accuracy",
+        verifier=problems.solved,
+        problems=problems,
+    )
 
 
 # ---- the tasks: each with its own data and the reader of a user's

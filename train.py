@@ -27,12 +27,13 @@ from tqdm import tqdm
 import checkpoint
 import gpu
 import gwen
+import procedural
 import run_files
 import sampler
 import tasks
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
-from examples import Example, epoch_indices
+from examples import Example
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
 from journal import CONSOLE_COLUMNS, PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
@@ -67,9 +68,12 @@ def train(config: Config, run: Run) -> None:
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
+        run.prompts.note(draws)
         # ---- everything below is reporting
         seconds, peak = clock.end_step(), mx.get_peak_memory()
-        run.journal.write_step(Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak))
+        run.journal.write_step(
+            Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
+        )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()
         is_best = evaluate_if_due(run)
@@ -99,9 +103,7 @@ def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw]
     draws: list[Draw] = []
     while True:
         number = run.num_draws + len(draws)
-        indices = epoch_indices(len(run.task.train), config.batch, number, config.seed)
-        examples = [run.task.train[index] for index in indices]
-        prompts = [run.prompt_ids[index] for index in indices]
+        examples, prompts = run.prompts.draw(number)
         with clock.phase("rollout") as done:
             rollout = sampler.rollout(
                 run.model,
@@ -151,6 +153,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         flags = given(args)
+        if args.list_tasks:
+            for lines in procedural.listing():
+                print(lines, flush=True)
+            return
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)

@@ -269,6 +269,20 @@ class Training:
     rubric: str = flag("", "rubric YAML, instead of the task's")
     reward: list[str] = flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
     reward_weights: dict[str, float] = flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=weights)
+    reward_format: str = flag(
+        "auto",
+        "how reward functions get prompts and completions; auto: as messages where the data's prompts are messages",
+        choices=("auto", "text", "messages"),
+    )
+    reward_workers: int = flag(
+        0, "processes that call reward functions row by row, side by side; 0: one call for all rows", low=0, high=2**10
+    )
+    reward_timeout: float = flag(
+        60.0,
+        "seconds for one row in --reward-workers; beyond it a row gets the call's lowest reward",
+        low=1e-3,
+        high=1e6,
+    )
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
     groups: int = flag(8, "G, completions per prompt", low=2, high=2**16)
     rollout_batch_size: int = flag(

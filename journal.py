@@ -106,6 +106,8 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
     num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
+    by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
+    num_none = int(sum(np.isnan(values).sum() for values in by_function))
     any_readable = np.isfinite(np.concatenate(rewards)).any()
     metrics: dict[str, Any] = {
         "step": step.number,
@@ -118,6 +120,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             for name in draws[0].rewards.components
         },
         **step.curriculum,
+        "reward/none": num_none,
         "sampling/draws": len(draws),
         "sampling/signal_groups": num_signal,
         "sampling/unused_frac": 1 - advantages.size / num_rows,

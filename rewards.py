@@ -7,8 +7,10 @@ is a ValueError of one line that names it.
 """
 
 import asyncio
+import functools
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -16,10 +18,12 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from answers import boxed, hash_answers
-from examples import RESERVED, Example, nearest, one_line, short
+from examples import RESERVED, TRAINER, Example, nearest, one_line, short
+from workers import LATE, Pool
 
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
 
@@ -27,7 +31,91 @@ Reward = Callable[..., list[float]]  # called by keyword: prompts, completions a
 # ---- a user's
 
 
-def load_reward(spec: str) -> tuple[str, Reward]:
+class Calling(NamedTuple):
+    """How a user's functions are called."""
+
+    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data
+    num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
+    timeout: float = 60.0  # seconds for a row there
+
+
+class UserReward:
+    """
+    A user's function, called with what TRL calls it with: see `call_reward`.
+
+    `step` is what it finds as `trainer_state.global_step`, the steps that are done. What it gives to `log_extra` and
+    `log_metric` is dropped. In workers it sees one row at a time, and a row that takes too long earns the lowest
+    reward of its call: earned it nothing, a policy would learn to stall a verifier that is about to say no.
+    """
+
+    def __init__(self, name: str, fn: Reward, spec: str, calling: Calling):
+        functools.update_wrapper(self, fn)
+        self.name, self.fn, self.calling, self.step = name, fn, calling, 0
+        self.pool = None
+        if calling.num_workers:
+            given = (str(Path(spec.rpartition(":")[0]).absolute()), name, calling.messages)
+            self.pool = Pool("rewards:row_scorer", given, num=calling.num_workers, limit=calling.timeout)
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self.pool is not None:
+            return self._by_row(self.pool, arguments)
+        if self.calling.messages:
+            if "prompts" in arguments:
+                arguments["prompts"] = [as_messages("user", prompt) for prompt in arguments["prompts"]]
+            if "completions" in arguments:
+                arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
+        own = {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": _drop, "log_metric": _drop}
+        wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
+        return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
+
+    def _by_row(self, pool: Pool, arguments: dict[str, Any]) -> list[float | None]:
+        num = max((len(column) for column in arguments.values()), default=0)
+        rows = [{name: [column[row]] for name, column in arguments.items()} for row in range(num)]
+        answers = pool.ask([(self.step, row) for row in rows])
+        if failed := next((answer.error for answer in answers if answer.error not in ("", LATE)), ""):
+            raise RowError(failed)
+        readable = [answer.value for answer in answers if answer.value is not None]
+        lowest = min(readable, default=None)
+        if late := sum(answer.error == LATE for answer in answers):
+            counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
+            limit = f"--reward-timeout {self.calling.timeout:g}"
+            print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
+        return [lowest if answer.error else answer.value for answer in answers]
+
+
+class RowError(ValueError):
+    """What a reward raised in a worker, told by it in full."""
+
+
+def _drop(*_: Any) -> None:
+    pass
+
+
+def as_messages(role: str, text: Any) -> list[dict[str, str]]:
+    """A prompt or completion as chat messages, which a prompt may be already."""
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def row_scorer(file: str, function: str, messages: bool) -> Callable[[tuple[int, dict[str, Any]]], float | None]:
+    """What a worker does: the step and the arguments of one row, lists of one, to its reward or None."""
+    name, reward = load_reward(f"{file}:{function}", Calling(messages))
+
+    def score(question: tuple[int, dict[str, Any]]) -> float | None:
+        reward.step, arguments = question  # type: ignore[attr-defined]
+        value = call(name, reward, arguments, 1)[0]
+        return None if math.isnan(value) else value
+
+    return score
+
+
+def tell_step(rewards: dict[str, Reward], step: int) -> None:
+    """Tells users' rewards how many steps are done."""
+    for reward in rewards.values():
+        if isinstance(reward, UserReward):
+            reward.step = step
+
+
+def load_reward(spec: str, calling: Calling | None = None) -> tuple[str, Reward]:
     """
     (name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as in soft_overlong:256:64.
 
@@ -53,7 +141,7 @@ def load_reward(spec: str) -> tuple[str, Reward]:
         raise ValueError(f"--reward {spec}: the file has no function {name!r}{hint}")
     if not callable(fn := getattr(module, name)):
         raise ValueError(f"--reward {spec}: {name} is of type {type(fn).__name__}, not a function")
-    return name, fn
+    return name, UserReward(name, fn, spec, calling or Calling())
 
 
 def _import_file(spec: str, path: Path) -> Any:
@@ -77,25 +165,34 @@ def call_reward(
     name: str, fn: Reward, prompts: Sequence[Any], completions: Sequence[str], columns: dict[str, Sequence[Any]]
 ) -> list[float]:
     """
-    The rewards of N completions by a function, sync or async, each a finite float.
+    The rewards of N completions by a function, sync or async, each a finite float; nan where it gave None.
 
     Called by keyword with copies of the lists: prompts, completions and the columns, all of them where `fn` takes
-    **kwargs, else those that it names. The trainer adds the column `num_tokens`, each completion's length in tokens.
+    **kwargs, else those that it names. The trainer adds the columns `completion_ids`, tokens without padding, and
+    `num_tokens`; a user's function also gets `trainer_state`, `log_extra` and `log_metric`, as from TRL.
 
     Raises ValueError naming the reward, and the column that is missing, what `fn` raised and where, or the row and its
     value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
-    chosen = {key: list(arguments[key]) for key in reward_columns(name, fn, arguments)}
+    return call(name, fn, arguments, len(completions))
+
+
+def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
+    """See `call_reward`."""
+    known = [*arguments, *TRAINER]
+    chosen = {key: list(arguments[key]) for key in reward_columns(name, fn, known) if key in arguments}
     try:
         rewards: Any = fn(**chosen)
         if inspect.isawaitable(rewards):
             rewards = asyncio.run(_awaited(rewards))
+    except RowError as error:
+        raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
         file = getattr(sys.modules.get(fn.__module__), "__file__", None)
         raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}") from error
-    return _checked_rewards(name, rewards, len(completions))
+    return _checked_rewards(name, rewards, num_rows)
 
 
 def _place(error: BaseException, file: str | None) -> str:
@@ -140,10 +237,9 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
     checked = []
     for row, value in enumerate(rewards):
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array of no axes
-        if value is None:
-            raise ValueError(f"reward {name} gave None for row {row} of {num_rows}; return a number for each")
-        number: Any = value if isinstance(value, Real) else float("nan")
-        if not abs(number) < 1e15:  # so written, it refuses nan; the square of more overflows float32
+        number: Any = value if isinstance(value, Real) else math.nan
+        # so written, it refuses nan; the square of more overflows float32
+        if value is not None and not abs(number) < 1e15:
             raise ValueError(f"reward {name} gave {short(value)} for row {row}; return a finite number below 1e15")
         checked.append(float(number))
     return checked

@@ -20,6 +20,7 @@ import gwen
 import judge
 import lora
 import preflight
+import rewards
 import sampler
 import tasks
 import update
@@ -128,6 +129,7 @@ class Run:
     def end_step(self) -> None:
         """The step is on record: the run may be saved again, and a Ctrl-C that had to wait takes effect."""
         self._boundary = (self.step, self.learner.num_changes)
+        rewards.tell_step(self.task.rewards, self.step)
         if self.stopping:
             raise KeyboardInterrupt
 

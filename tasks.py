@@ -30,7 +30,7 @@ from examples import (
     short,
     split_examples,
 )
-from rewards import Reward, boxed_once, load_reward, reward_arguments, reward_columns
+from rewards import Calling, Reward, boxed_once, load_reward, reward_arguments, reward_columns
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
 DATA = Path(__file__).parent / "data"
@@ -103,7 +103,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
     elif config.reward and "rubric" not in config.reward_weights:
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
     if config.reward:
-        task = _with_own_rewards(task, config.reward)
+        task = _with_own_rewards(task, config)
     if config.truncated == "punish":
         task = _with_punishment(task, config.max_tokens)
     task = _weighted(task, config.reward_weights)
@@ -119,13 +119,16 @@ def make(config: Config, held_out: str | None = None) -> Task:
     return task
 
 
-def _with_own_rewards(task: Task, specs: list[str]) -> Task:
+def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
-    loaded = [load_reward(spec) for spec in specs]
+    specs, examples = config.reward, task.train or task.held_out
+    is_chat = all(isinstance(example["prompt"], list) for example in examples)
+    messages = config.reward_format == "messages" or (config.reward_format == "auto" and is_chat)
+    loaded = [load_reward(spec, Calling(messages, config.reward_workers, config.reward_timeout)) for spec in specs]
     own = dict(loaded)
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(specs)}: two rewards have the same name")
-    if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s"}):
+    if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s", "none"}):
         raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
     rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
     return task._replace(rewards=own, reward_weights=dict.fromkeys(own, 1.0) | rubric)

@@ -129,7 +129,7 @@ def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollo
     columns: dict[str, Any] = {
         name: [example.get(name) for example in repeated] for name in examples[0] if name != "prompt"
     }
-    columns["num_tokens"] = np.array(rollout.mask).sum(-1).astype(int).tolist()
+    columns |= sampler.columns(rollout)
     prompts = [example["prompt"] for example in repeated]
     components: dict[str, np.ndarray] = {}
     with clock.phase("reward") as done:

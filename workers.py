@@ -171,8 +171,9 @@ def _seal() -> None:
     sys.addaudithook(refuse)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+def _said(error: BaseException) -> str:
+    """An error in one line; a ValueError is a line of ours."""
+    return str(error) if type(error) is ValueError else " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def serve(pipe: Connection, target: str, sealed: bool) -> None:
@@ -183,7 +184,7 @@ def serve(pipe: Connection, target: str, sealed: bool) -> None:
     try:
         answer = getattr(importlib.import_module(module), function)(*pipe.recv())
     except BaseException as error:
-        pipe.send(str(error) if type(error) is ValueError else _one_line(error))
+        pipe.send(_said(error))
         return
     if sealed:
         _seal()
@@ -202,11 +203,11 @@ def serve(pipe: Connection, target: str, sealed: bool) -> None:
             said = Answer(error=LATE)
         except BaseException as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            said = Answer(error=_one_line(error))
+            said = Answer(error=_said(error))
         try:
             pipe.send(tuple(said))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            pipe.send((None, _one_line(error)))
+            pipe.send((None, _said(error)))
 
 
 if __name__ == "__main__":

@@ -614,7 +614,6 @@ def test_help_is_no_mistake(capsys):
         ("exits", "reward exits raised SystemExit"),
         ("late", r"reward late raised TimeoutError: nobody answers, at \S+/mine.py:14"),
         ("deep", r"reward deep raised JSONDecodeError: .*, at \S+/mine.py:16"),  # raised in a library
-        ("missing", "reward missing gave None for row 1 of 4; return a number for each"),
         ("not_a_number", "reward not_a_number gave nan for row 0; return a finite number"),
         ("infinite", "reward infinite gave inf for row 0"),
         ("huge", r"reward huge gave -1e\+30 for row 0; return a finite number below 1e15"),

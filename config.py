@@ -261,7 +261,7 @@ class Training:
 
     model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
     task: str = flag(
-        "", "demo, values, gsm8k or rg:NAME,NAME=WEIGHT (--list-tasks): data, rewards and evaluation in one name"
+        "", "demo, values, gsm8k, math or rg:NAME,NAME=WEIGHT (--list-tasks): data, rewards and evaluation in one name"
     )
     task_config: str = flag("", "YAML with sizes, levels and held-out number of the problems of --task rg:NAME")
     data: str = flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")

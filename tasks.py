@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import procedural
 import rubrics
-from answers import extract_answer, parse_number, same_number
 from config import Config
 from examples import (
     Example,
@@ -30,7 +29,21 @@ from examples import (
     short,
     split_examples,
 )
-from rewards import Calling, Reward, boxed_once, load_reward, reward_arguments, reward_columns
+from rewards import (
+    MATH_INSTALL,
+    Calling,
+    Reward,
+    boxed,
+    boxed_once,
+    extract_answer,
+    has_math_verify,
+    load_reward,
+    math_correct,
+    parse_number,
+    reward_arguments,
+    reward_columns,
+    same_number,
+)
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
 DATA = Path(__file__).parent / "data"
@@ -63,6 +76,10 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
         known = f"the tasks are {', '.join(_TASKS)} and rg:NAME"
         raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
     task, bundled, prepare = _TASKS[name]
+    if name == "math" and not has_math_verify():
+        raise ValueError(f"--task math: {MATH_INSTALL}")
+    if name == "gsm8k" and has_math_verify():
+        task = task._replace(rewards=task.rewards | {"correct": math_correct}, verifier=math_correct)
     if data is None and held_out is None:
         if columns is not None:
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
@@ -413,6 +430,35 @@ GSM8K = Task(
 )
 
 
+# ---- math: competition mathematics, the answer is a formula
+
+
+def _math_bundled() -> Sides:
+    problem = "--task math has no data of its own; give problems with an answer or a solution"
+    raise ValueError(f"{problem}: --data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test")
+
+
+def _math_prepare(spec: str, columns: str | None) -> list[Example]:
+    """Records with `problem` (or `prompt`) and `answer`, or a `solution` whose last \\boxed{...} is the answer."""
+    records = read_records(spec)
+    present = {name for _, record in records if isinstance(record, dict) for name in record}
+    if columns is None and "problem" in present and "prompt" not in present:
+        columns = "prompt=problem"
+    examples = make_examples(spec, records, columns)
+    for (where, _), example in zip(records, examples, strict=True):
+        if example.get("answer") is None:
+            example["answer"] = "".join(boxed(str(example.get("solution")))[-1:])
+        if not str(example["answer"]).strip():
+            fix = "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
+            raise ValueError(f"{spec}, {where}: no answer; {fix}")
+        if example.get("system") is None and isinstance(example["prompt"], str):
+            example["system"] = GSM8K_SYSTEM
+    return examples
+
+
+MATH = GSM8K._replace(name="math", rewards={"correct": math_correct, "format": boxed_once}, verifier=math_correct)
+
+
 # ---- rg: problems without end
 
 
@@ -445,4 +491,5 @@ _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], l
     "demo": (DEMO, _demo_bundled, load_data),
     "values": (VALUES, _values_bundled, load_data),
     "gsm8k": (GSM8K, _gsm8k_bundled, _gsm8k_prepare),
+    "math": (MATH, _math_bundled, _math_prepare),
 }

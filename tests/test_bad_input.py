@@ -104,7 +104,6 @@ def a_dict(completions, **_): return {"reward": 1.0}
 async def late(completions, **_): raise TimeoutError("nobody answers")
 import json
 def deep(completions, **_): return [json.loads("{") for text in completions]
-def missing(completions, **_): return [1.0, None, 2.0, 3.0]
 def wants_more(completions, colour): return [1.0] * len(completions)
 def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(completions))]
 number = 3

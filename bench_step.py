@@ -32,18 +32,22 @@ import mlx.optimizers as optim
 import numpy as np
 
 import bench
+import bench_report
 import grpo
 import gwen
 import hub
+import ledger
 import lora
 import micro_batch
 import preflight
 import sampler
 import update
-from config import Parser, fail, resolve
+from config import Config, Parser, fail, resolve
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
 PHASES = ("rollout", "reward", "update")
+# flags that the process of one engine gets
+PASSED = "batch groups prompt_tokens max_tokens lora_rank warmup runs share_prefix token_budget seed".split()
 
 
 def make_prompts(args: argparse.Namespace, config: hub.ModelConfig) -> list[list[int]]:
@@ -60,13 +64,18 @@ def reward_of(place: int) -> float:
 # ---- engines: each runs some steps and gives the seconds of every phase of every step
 
 
-def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[dict[str, float]]:
-    """Steps as `train.py` takes them, with its defaults."""
-    flags = {"model": str(directory), "task": "demo", "batch": args.batch, "groups": args.groups}
+def settings(args: argparse.Namespace, model: str) -> Config:
+    """Those of a run of `train.py` that takes such steps."""
+    flags = {"model": model, "task": "demo", "batch": args.batch, "groups": args.groups}
     flags |= {"max_tokens": args.max_tokens, "lora_rank": args.lora_rank, "train_share_prefix": args.share_prefix}
     if args.token_budget:
         flags["train_token_budget"] = args.token_budget
-    config, _ = resolve(flags, None, None, gwen.choose_model)
+    return resolve(flags, None, None, gwen.choose_model)[0]
+
+
+def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[dict[str, float]]:
+    """Steps as `train.py` takes them, with its defaults."""
+    config = settings(args, str(directory))
     model = gwen.load_model(directory)
     lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
     prompts, tokenizer = make_prompts(args, model.config), hub.load_tokenizer(directory)
@@ -184,7 +193,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def child(args: argparse.Namespace, directory: Path, engine: str) -> dict[str, Any]:
     """`measure` in a process of its own."""
-    passed = {name: value for name, value in vars(args).items() if name not in ("model", "rounds", "engine", "engines")}
+    passed = {name: value for name, value in vars(args).items() if name in PASSED}
     flags = [text for name, value in passed.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, __file__, "--engine", engine, "--model", str(directory), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -215,10 +224,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     for turn in range(args.rounds):
         for engine in args.engines if turn % 2 == 0 else args.engines[::-1]:
             records[engine].append(child(args, directory, engine))
-    print(
-        f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
-        f"rank={args.lora_rank} model={args.model} warmup={args.warmup} runs={args.runs} rounds={args.rounds}"
-    )
+    print(f"Config: {describe(args)} warmup={args.warmup} runs={args.runs} rounds={args.rounds}")
     entries = {engine: summary(args, records[engine]) for engine in args.engines}
     for name, entry in entries.items():
         phases = " | ".join(f"{phase} {entry[f'{phase}_s']:.2f} s" for phase in PHASES)
@@ -238,6 +244,27 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     print(json.dumps({"config": vars(args), "engines": entries, "ratios": ratios} | bench.environment(*packages)))
 
 
+def print_ledger(args: argparse.Namespace) -> None:
+    """What such a step costs on a GPU, counted: see ledger.py."""
+    config, dtype = settings(args, args.model), gwen.DTYPES[args.dtype or "float16"]
+    config.train_token_budget, config.checkpoint_layers = args.token_budget or preflight.GPU_BUDGET, "off"
+    work = ledger.Work(gwen.load_config(args.model), dtype, config, args.prompt_tokens)
+    machines = {name: ledger.MACHINES[name] for name in args.machine or ledger.MACHINES}
+    phases = ledger.make(work)
+    print(f"Ledger: {describe(args)} in {args.dtype or 'float16'}, {config.train_token_budget} positions a micro-batch")
+    for line in ledger.lines(work, phases, machines):
+        print(line)
+    print(json.dumps({"config": vars(args), "ledger": ledger.record(work, phases, machines)}))
+
+
+def describe(args: argparse.Namespace) -> str:
+    """The shape of the work."""
+    return (
+        f"B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
+        f"rank={args.lora_rank} model={args.model}"
+    )
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
     parser = Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's.")
@@ -254,6 +281,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--share-prefix", choices=micro_batch.SHARING, default="auto", help="in our update")
     parser.add_argument("--token-budget", type=int, default=0, help="of our update; 0: as train.py takes it")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    parser.add_argument("--ledger", action="store_true", help="count what a GPU would do instead, and run nothing")
+    parser.add_argument("--machine", nargs="+", choices=tuple(ledger.MACHINES), help="in the ledger (default: all)")
+    parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the ledger's weights (default: float16)")
+    parser.add_argument("--report", action="store_true", help="measure this machine: a JSON file and a table row")
+    parser.add_argument("--quick", action="store_true", help="the same in two minutes, with shapes of its own")
+    parser.add_argument("--out", default="bench-report.json", metavar="FILE", help="of the report")
     parser.add_argument("--engine", choices=ENGINES, help="runs this one here and prints its record; for --model DIR")
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "groups": 2, "prompt_tokens": 2, "max_tokens": 1, "lora_rank": 1, "warmup": 0, "runs": 1}
@@ -268,6 +301,13 @@ def main(argv: list[str] | None = None) -> None:
         args = parse(argv)
         if args.engine:
             print(json.dumps(measure(args)))
+            return
+        if args.ledger:
+            print_ledger(args)
+            return
+        if args.report or args.quick:
+            vars(args).update(bench_report.QUICK if args.quick else {})
+            bench_report.write(args, settings(args, args.model))
             return
         with bench.model_directory(args.model) as directory:
             compare(args, directory)

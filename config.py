@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 import yaml
 
 LEVELS = ("token", "sequence")
+OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+TRACKERS = ("trackio", "tensorboard", "wandb")
 RENAMED = {  # words of earlier versions, which answer with the new ones; the new ones are TRL's
     "lr": "learning_rate",
     "loss": "loss_type",
@@ -147,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[
     for field in dataclasses.fields(settings):
         if names is not None and field.name not in names:
             continue
-        kind = float if field.type == float | None else field.type
+        kind = OPTIONAL.get(field.type, field.type)
         options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -162,7 +164,6 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
     words: dict[Any, str] = {
         int: "a whole number",
         float: "a finite number (in YAML 1.0e-4, not 1e-4)",
-        float | None: "a finite number (in YAML 1.0e-4, not 1e-4)",
         str: "a text",
         bool: "true or false",
         list[str]: "a list of texts",
@@ -172,11 +173,12 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
         if field.name not in values:
             continue
         value, name = values[field.name], flag_of(field.name)
-        if value is None and field.type == float | None:
+        if value is None and field.type in OPTIONAL:
             continue
-        if not _is_a(value, field.type):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[field.type]}")
-        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if field.type is int else None)
+        kind = OPTIONAL.get(field.type, field.type)
+        if not _is_a(value, kind):
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[kind]}")
+        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
         if low is not None and value < low:
             raise ValueError(f"{name} is {value}; it must be at least {low}")
         if high is not None and value > high:
@@ -189,7 +191,7 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
 
 def _is_a(value: Any, kind: Any) -> bool:
     """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
-    if kind in (float, float | None):
+    if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
     if kind == list[str]:
         return isinstance(value, list) and all(isinstance(one, str) for one in value)
@@ -383,6 +385,12 @@ class Config(JudgeSettings, Training):
     keep: int = flag(3, "checkpoints to keep", low=1)
     curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise")
     seed: int = flag(0, "seed for prompts, sampling and adapters", low=0)
+    report_every: int | None = flag(
+        None, "steps between two writings of the run's page; 0: never (default: with each evaluation)", low=0
+    )
+    report_to: list[str] = flag(
+        list, "trackers that get the run's figures, each an extra to install", nargs="*", choices=TRACKERS
+    )
 
     @property
     def sharing(self) -> bool | None:
@@ -400,7 +408,7 @@ AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadat
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
 # who judges
 CHANGEABLE = {
-    *("steps", "save_every", "keep", "eval_every", "eval_limit"),
+    *("steps", "save_every", "keep", "eval_every", "eval_limit", "report_every", "report_to"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
     *(field.name for field in dataclasses.fields(JudgeSettings)),
 }
@@ -416,6 +424,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, Config)
     return parser.parse_args(argv)
 

@@ -361,6 +361,16 @@ def by_criterion(
     return measured
 
 
+def make_judge(
+    config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any
+) -> judge.Judge | judge.RemoteJudge | None:
+    """The judge whose scores are rewards, where the task has a rubric. base: the model before training."""
+    if task.rubric is None:
+        return None
+    its_own = config.judge_model in ("", config.model)
+    return judge.make(config, task.rubric, lambda: (base, tokenizer) if its_own else gwen.load(config.judge_model))
+
+
 def make_witness(
     config: Config, task: tasks.Task, grader: judge.Grader | None, base: gwen.Model, tokenizer: Any
 ) -> judge.Grader | None:
@@ -451,12 +461,7 @@ def main(argv: list[str] | None = None) -> None:
         base = model
         if not is_base and not config.judge_url and any(name in ("", config.model) for name in judges):
             base, is_base = gwen.load(config.model)[0], True
-        grader = None
-        if scored and task.rubric is not None:
-            its_own = config.judge_model in ("", config.model)
-            grader = judge.make(
-                config, task.rubric, lambda: (base, tokenizer) if its_own else gwen.load(config.judge_model)
-            )
+        grader = make_judge(config, task, base, tokenizer) if scored else None
         witness = make_witness(config, task, grader, base, tokenizer)
         cache = next((one.cache for one in (grader, witness) if one is not None), None)
         known = args.judge_cache or (Path(args.run) / "judge_scores.jsonl" if args.run else None)

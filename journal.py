@@ -3,9 +3,10 @@ What a run leaves on record: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and
 
 Seconds are billed to phases by a clock. A step's figures and completions are made by pure functions: a step goes in,
 dictionaries come out. A figure that nobody measured is None; `docs/reference.md` explains the keys. `Journal` writes
-them, says what ails the run, and knows its best evaluation.
+them, says what ails the run, knows its best evaluation, and keeps the page, the live line and the trackers up to date.
 
-What is left out: the page, which is in report.py, and the state to go on from, in checkpoint.py.
+What is left out: the console's lines, which are in console.py, the page, in page.py, and the state to go on from, in
+checkpoint.py.
 """
 
 import base64
@@ -23,11 +24,15 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
+import gpu
 import health
+import page
 import rubrics
 import sampler
+import trackers
 import update
 from config import Config
+from console import Live, comparison, console_line, evaluation_line, say, warn
 from examples import spread
 from groups import Draw, advantages_of, has_signal
 from run_files import JsonLines
@@ -38,7 +43,8 @@ MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluat
 class PhaseClock:
     """Seconds by phase within one step; phases do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        self.on_phase = on_phase  # hears of each phase that begins
         self.seconds: dict[str, float] = {}
         self._begin = time.perf_counter()
         self._running: str | None = None
@@ -47,6 +53,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
         """Bills what happens inside to `name`; the body must end with `done(*arrays)`, which waits for them."""
         assert self._running is None, f"phase {name} inside phase {self._running}"
+        self.on_phase(name)
         self._running, finished, begin = name, False, time.perf_counter()
 
         def done(*arrays: Any) -> None:
@@ -58,6 +65,7 @@ class PhaseClock:
             yield done
         finally:
             self._running = None
+            gpu.end_phase()
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
@@ -206,63 +214,6 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
         }
 
 
-# ---- the console
-
-# the prefix of a step's line leaves room for a number, and none for its name
-CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
-
-
-def _fixed(value: float | None, digits: int) -> str:
-    """So many decimals; a loss that overflowed or was never computed and rewards that nobody could read are nan."""
-    return "nan" if value is None else f"{value:.{digits}f}"
-
-
-def console_line(metrics: dict[str, Any], num_steps: int) -> str:
-    """
-    The one line of a step, as a rule within 100 columns; `CONSOLE_COLUMNS` says what stands in it.
-
-    Other people's scripts read its beginning: add at the end only.
-    """
-    loss, reward = _fixed(metrics["loss"], 4), _fixed(metrics["reward/mean"], 6)
-    return (
-        f"step {metrics['step']}/{num_steps} | loss {loss} | reward {reward} | "
-        f"{metrics['step/s']:.1f}s | rollout {metrics['rollout/tok_s']:.1f} tok/s | "
-        f"train {metrics['train/tok_s']:.1f} tok/s | {metrics['reward/zero_std_frac']:.0%}"
-    )
-
-
-def with_interval(record: dict[str, Any], name: str) -> str:
-    """A figure of an evaluation with its 95% confidence interval, "0.475 \u00b1 0.043", as far as it has them."""
-    value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
-    if value is None:
-        return "unreadable"
-    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
-
-
-def evaluation_line(record: dict[str, Any]) -> str:
-    """The one line of an evaluation."""
-    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
-    if record.get("eval/witness") is not None:
-        shown.insert(1, "witness")
-    parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {record['eval/num']} problems"
-
-
-def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
-    """The lines that compare two evaluations, each figure with its 95% interval."""
-    figure = "accuracy" if "eval/accuracy" in last else "score"
-    nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
-    if sum(name.startswith("reward/") for name in nested) == 1:  # the figure itself, or what it is compared with
-        nested = [name for name in nested if not name.startswith("reward/")]
-    lines = []
-    for name in (figure, "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
-        if last.get(f"eval/{name}") is not None:
-            before, after = with_interval(first, name), with_interval(last, name)
-            lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({last['eval/num']} problems)"
-    return "\n".join(lines)
-
-
 # ---- the files
 
 
@@ -286,7 +237,29 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = self.metrics.read(), self.evals.read()
+        trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of the last steps of this process
+        self.live = Live(config)
+        self.live.note(self.steps, self.evaluations)
+        self.page: page.Live | None = None
+        self.trackers: trackers.Trackers | None = None
+
+    def __enter__(self) -> "Journal":
+        """From here on the run is shown: its live line, its page, its trackers."""
+        self.live.__enter__()
+        if self.config.report_every != 0:
+            self.page = page.Live(self.dir, warn)
+        if self.config.report_to:
+            self.trackers = trackers.Trackers(self.config.report_to, self.dir, warn)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.live.__exit__()
+        with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+            if self.page is not None:
+                self.page.update(due=True, at_the_end=True)
+            if self.trackers is not None:
+                self.trackers.finish()
 
     def write_step(self, step: Step) -> None:
         """Writes a step's figures and completions, of everything that was drawn, and prints its line."""
@@ -296,10 +269,13 @@ class Journal:
         self.steps.append(figures)
         for completion in completion_records(self.config, step):
             self.rollouts.write(completion)
-        print(console_line(figures, self.config.steps), flush=True)
+        say(console_line(figures, self.config.steps))
         if step.result.skipped:
-            print(f"step {step.number}: the gradient was not finite; the step changed nothing", file=sys.stderr)
+            warn(f"step {step.number}: the gradient was not finite; the step changed nothing")
         self.warn(step.number)
+        self.live.note(self.steps, self.evaluations)
+        if self.trackers is not None:
+            self.trackers.look()
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and its answers, evenly spread, and prints its line."""
@@ -308,8 +284,9 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
-        print(evaluation_line(record), flush=True)
+        say(evaluation_line(record))
         self.warn(step)
+        self.live.note(self.steps, self.evaluations)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
@@ -322,7 +299,20 @@ class Journal:
         for finding in health.examine(self.steps, self.evaluations):
             if finding.name not in given:
                 self.warnings.write({"step": step} | finding._asdict())
-                print(f"WARNING after step {step}: {finding.text}.", file=sys.stderr, flush=True)
+                warn(f"WARNING after step {step}: {finding.text}.")
+
+    def update_page(self, step: int) -> None:
+        """Writes the page where it is due: every `report_every` steps, else with each evaluation, else checkpoint."""
+        if self.page is None:
+            return
+        config = self.config
+        if config.report_every is not None:
+            is_due = step % config.report_every == 0
+        elif config.eval_every:
+            is_due = bool(self.evaluations) and self.evaluations[-1]["step"] == step
+        else:
+            is_due = step % config.save_every == 0
+        self.page.update(is_due)
 
     def best_step(self) -> int | None:
         """The step with the best held-out figure, the first of equals; None where nothing could be scored."""

@@ -10,7 +10,7 @@ All prompts of a call form a tree (`prompt_tree.py`): the preamble, under it the
 under these the criteria. Where the judge puts less than half of its mass on the scores, or writes none, the score is
 nan, never neutral. `make` gives a judge on a server instead where the settings name one (`remote_judge.py`).
 
-Axes: N completions, J criteria, M rows of a batch.
+Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
 
 import json
@@ -142,7 +142,7 @@ class Judge(Grader):
     def _read_logits(self, logits: mx.array) -> list[Evaluation]:
         """Expectations over the score tokens at the first answer position, of rows (M, V)."""
         logprobs = softmax.log_softmax(logits)
-        values, mass = rubrics.from_logprobs(logprobs, self.score_ids, self.min_mass)
+        values, mass = from_logprobs(logprobs, self.score_ids, self.min_mass)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
         return list(map(Evaluation, values, mass, likeliest))
 
@@ -169,6 +169,19 @@ class Judge(Grader):
             for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
+
+
+def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
+    """
+    Expectations over the score tokens `ids`, and their mass, of rows of log-probabilities (M, V).
+
+    A row whose mass is below `min_mass` has the score nan.
+    """
+    by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
+    mass = by_score.sum(-1)
+    expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
+    shares = np.array(mass)
+    return np.where(shares.astype(float) >= min_mass, np.array(expected), math.nan).tolist(), shares.tolist()
 
 
 def make(

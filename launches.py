@@ -18,6 +18,7 @@ long reduction, attention over many keys), and copies that its own operations ma
 import contextlib
 import functools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -75,14 +76,14 @@ class Held(NamedTuple):
 
 
 @functools.cache
-def _kernel(name: str, num_inputs: int) -> Any:
+def _kernel(maker: Any, name: str, num_inputs: int) -> Any:
     inputs = [f"x{place}" for place in range(num_inputs)]
-    return mx.fast.metal_kernel(FAST + name, inputs, ["out"], "// never run", ensure_row_contiguous=False)
+    return maker(FAST + name, inputs, ["out"], "// never run", ensure_row_contiguous=False)
 
 
 def _launch(name: str, operands: Sequence[mx.array], shape: Sequence[int]) -> mx.array:
     grid = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    made = _kernel(name, len(operands))(
+    made = _kernel(mx.fast.metal_kernel, name, len(operands))(
         inputs=list(operands), output_shapes=[tuple(shape)], output_dtypes=[operands[0].dtype], **grid
     )
     return made[0]
@@ -292,10 +293,26 @@ def as_on_a_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(mx.fast, name, stand_in(name)))
         stack.enter_context(mock.patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)))
         stack.enter_context(mock.patch.object(mx.metal, "is_available", lambda: True))
+        stack.enter_context(mock.patch.object(gpu, "check_calls", lambda _: None))
         for op in gpu.OPS.values():
             stack.enter_context(mock.patch.object(op, "check", lambda _: ""))
             stack.enter_context(mock.patch.object(op, "_runs", {}))
         yield
+
+
+def build_seconds(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) -> float:
+    """Seconds of this processor that building the graph of one call takes, the least of three; nothing is computed."""
+
+    def hollow(*_: Any, **__: Any) -> Callable[..., list[mx.array]]:  # makers of kernels that are never run
+        return lambda *, output_shapes, output_dtypes, **_: list(map(mx.zeros, output_shapes, output_dtypes))
+
+    seconds = []
+    with as_on_a_gpu() if on_gpu else contextlib.nullcontext(), mock.patch.object(mx.fast, "metal_kernel", hollow):
+        for _ in range(3):
+            begin = time.process_time()
+            function(*inputs)
+            seconds.append(time.process_time() - begin)
+    return min(seconds)
 
 
 def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) -> list[Launch]:
@@ -311,16 +328,21 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
         mx.export_function(nodes.append, function, *inputs)
     held: dict[str, Held] = {}
     zeros: set[str] = set()
+    given: set[str] = set()
     launches: list[Launch] = []
     for node in nodes:
         if node["type"] in ("inputs", "constants"):
             for name, array, *rest in node[node["type"]]:
                 shape, dtype = (array, rest[0]) if isinstance(array, tuple) else (array.shape, array.dtype)
                 held[name] = Held(name, row_major(shape), dtype.size)
+                given.add(name)
                 if not isinstance(array, tuple) and array.size == 1 and not array.item():
                     zeros.add(name)
         if node["type"] != "primitive" or (_cut and _is_nothing(node, held, zeros)):
             continue
+        for name in ({name for name, *_ in node["inputs"]} & zeros) - given:  # that something reads after all
+            launches.append(_fill(name, held))
+            zeros.remove(name)
         found = [held[name] for name, *_ in node["inputs"]]
         views = views_of(node, [one.layout for one in found])
         for place, ((name, shape, dtype), view) in enumerate(zip(node["outputs"], views, strict=True)):
@@ -346,7 +368,7 @@ def per_layer(step: Callable[[int], tuple[Callable[..., Any], list[mx.array]]]) 
 
 
 # Of zeros, which MLX gives as the gradient of what was cut off: these are zeros too.
-LINEAR = [*VIEWS, "AsType", "Matmul", "Multiply", "Negative", "Contiguous"]
+LINEAR = [*VIEWS, "AsType", "Contiguous", "Full", "Matmul", "Multiply", "Negative"]
 
 
 def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) -> bool:
@@ -368,6 +390,13 @@ def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) ->
                 zeros.add(out)
             return True
     return False
+
+
+def _fill(name: str, held: dict[str, Held]) -> Launch:
+    """The launch that makes zeros."""
+    held[name] = Held(name, row_major(held[name].layout.shape), held[name].itemsize)
+    size = held[name].layout.size
+    return Launch("fill", "Full", 0, size * held[name].itemsize, 0, ((name, size),))
 
 
 def row_major(shape: Sequence[int]) -> np.ndarray:
@@ -446,23 +475,30 @@ def attention_flops(queries: Sequence[int], keys: Sequence[int], value_dim: int,
     return 2 * rows * heads * pairs * (size + value_dim)
 
 
-def command_buffers(launches: Sequence[Launch], most_operations: int, most_elements: int) -> int:
+def command_buffers(
+    launches: Sequence[Launch], most_operations: int = 40, most_elements: int = 40
+) -> list[list[Launch]]:
     """
-    How many command buffers MLX puts launches into, by two limits of the machine.
+    The command buffers that MLX puts launches into, by two limits of the machine.
 
     One ends after the launch with which it has more operations than the first, or with which the buffers that it binds
-    have more than so many times 2**20 elements, whatever their type; each counts once.
-    Source: `CommandEncoder::needs_commit` and `set_input_array` in MLX's backend/metal/device.cpp.
+    have more than so many times 2**20 elements, whatever their type; each counts once. The defaults are those of base
+    chips; those of Pro and Max have 50 of both.
+    Source: `CommandEncoder::needs_commit` and `set_input_array` in MLX's backend/metal/device.cpp, and the same limits
+    in the binary of mlx-metal 0.32.4.
     """
-    num_buffers, operations, elements, bound = 0, 0, 0, set[str]()
+    made: list[list[Launch]] = []
+    current: list[Launch] = []
+    elements, bound = 0, set[str]()
     for launch in launches:
-        operations += 1
+        current.append(launch)
         for buffer, size in launch.buffers:
             elements += size if buffer not in bound else 0
             bound.add(buffer)
-        if operations > most_operations or elements >> 20 > most_elements:
-            num_buffers, operations, elements, bound = num_buffers + 1, 0, 0, set()
-    return num_buffers + (operations > 0)
+        if len(current) > most_operations or elements >> 20 > most_elements:
+            made.append(current)
+            current, elements, bound = [], 0, set()
+    return made + [current] * bool(current)
 
 
 def views_of(node: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray | None]:

@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+import gpu
 import gwen
 import hub
 import ops
@@ -110,6 +111,12 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+    if gpu.backend() and gpu.is_wanted():  # what `gwen.check_kernels` could not know: the rank
+        widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
+        with gpu.recording() as calls:
+            for size in sorted(widths):
+                ops.tall_product(*(gpu.normal(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size)))
+        gpu.check_calls(calls)
 
 
 @contextlib.contextmanager

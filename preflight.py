@@ -175,6 +175,12 @@ def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
             return
 
 
+def limit_cache(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+    """Lets MLX keep as many freed buffers as the run leaves free of a GPU's memory."""
+    layers = config.num_checkpointed(model.num_hidden_layers)
+    gpu.limit_cache(estimate(model, dtype, config, prompt_lengths, layers).total)
+
+
 def advice(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
     """The flags that make a run fit which does not, or as far as flags can."""
 

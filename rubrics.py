@@ -6,7 +6,7 @@ every token once and what is judged cannot close its section or speak in another
 trainer sees: it asks each different question once and remembers the scores. How a question is asked is left to its
 children in judge.py and remote_judge.py.
 
-Axes: N completions, J criteria, M rows of a batch, V vocabulary.
+Axes: N completions, J criteria.
 """
 
 import difflib
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
@@ -238,21 +237,12 @@ def score_token_ids(tokenizer: Any) -> list[list[int]]:
     return found
 
 
-def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
-    """
-    Expectations over the score tokens `ids`, and their mass, of rows of log-probabilities (M, V).
-
-    A row whose mass is below `min_mass` has the score nan.
-    """
-    by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
-    mass = by_score.sum(-1)
-    expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
-    shares = np.array(mass)
-    return np.where(shares.astype(float) >= min_mass, np.array(expected), math.nan).tolist(), shares.tolist()
-
-
 def from_first_tokens(first: dict[str, float], min_mass: float) -> tuple[float, float]:
-    """The same of the likeliest first tokens alone, from their texts to their log-probabilities."""
+    """
+    Expectation over the scores and their mass, of the likeliest first tokens: their texts to their log-probabilities.
+
+    Where the mass is below `min_mass` the score is nan.
+    """
     by_score = np.zeros(6)
     for token, logprob in first.items():
         by_score[digit_of(token) or 0] += math.exp(logprob)

@@ -6,7 +6,6 @@ settings, in run_files.py.
 """
 
 from pathlib import Path
-from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 from mlx.utils import tree_flatten, tree_unflatten
@@ -17,7 +16,6 @@ import curriculum
 import dispatch
 import evaluate
 import gwen
-import judge
 import lora
 import preflight
 import rewards
@@ -34,8 +32,7 @@ class Run:
 
     def __init__(self, config: Config, run_dir: Path):
         self.config, self.dir = config, run_dir
-        self.step = 0
-        self.num_draws = 0  # batches of prompts that the steps so far have drawn
+        self.step = self.num_draws = 0  # steps, and batches of prompts that they have drawn, so far
         self.task = tasks.make(config)
         self.model, self.tokenizer = gwen.load(config.model)
         eos_ids = self.model.config.eos_ids
@@ -43,43 +40,26 @@ class Run:
         self.sampling = sampler.params_of(config, eos_ids, pad_id)
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
-        # a model whose own weights are trained needs a second one to stay what it was
-        judges = {config.judge_model} if self.task.rubric else set()
-        judges |= {config.eval_judge_model or config.judge_model} if self.task.witness and config.eval_every else set()
-        judges_itself = judges & {"", config.model} and not config.judge_url
-        needs_base = not config.lora_rank and (config.beta or judges_itself)
-        self.base = gwen.load(config.model)[0] if needs_base else None
+        self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
         # problems that are still to be made are as long as those held out
         self.prompt_ids = self._render(self.task.train or self.task.held_out, "training prompt")
         self.prompts = curriculum.make(
             config, self.task, self.prompt_ids, lambda examples: self._render(examples, "training prompt")
         )
-        if config.eval_every:
-            self._render(spread(self.task.held_out, config.eval_limit), "held-out prompt")
-        self.judge = self._make_judge() if self.task.rubric else None
-        self.witness = None
-        if config.eval_every:
-            self.witness = evaluate.make_witness(config, self.task, self.judge, self.base or self.model, self.tokenizer)
+        held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
+        self._render(held_out, "held-out prompt")
+        before_training = self.base or self.model, self.tokenizer
+        self.judge = evaluate.make_judge(config, self.task, *before_training)
+        self.witness = evaluate.make_witness(config, self.task, self.judge, *before_training) if held_out else None
         self.learner = update.Learner(self.model, config, self.base)
         lengths = [len(ids) for ids in self.prompt_ids]
-        num_held_out = len(spread(self.task.held_out, config.eval_limit)) if config.eval_every else 0
-        self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, num_held_out))
+        self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
         shape = (self.model.config, self.model.head_weight.dtype, config, lengths)
         preflight.settle(*shape)
+        preflight.limit_cache(*shape)
         self.memory = preflight.line(*shape)
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()
-
-    def _make_judge(self) -> judge.Judge | judge.RemoteJudge:
-        config = self.config
-        assert self.task.rubric is not None
-
-        def load() -> tuple[gwen.Model, Any]:
-            if config.judge_model not in ("", config.model):
-                return gwen.load(config.judge_model)
-            return self.base or self.model, self.tokenizer
-
-        return judge.make(config, self.task.rubric, load)
 
     def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
         """Ids of every prompt. ValueError names one that leaves no room for its completion."""
@@ -98,8 +78,8 @@ class Run:
         self.journal = Journal(self.config, self.dir, self.task.metric, self.step, keep_scores=is_paid)
         if self.judge is not None:
             self.judge.cache.fill(self.journal.judge_scores.read())
-        if self.judge is not None and is_paid:  # now, for no step may come to its end
-            self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
+            if is_paid:  # now, for no step may come to its end
+                self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
 
     def evaluate(self) -> None:
         """Every held-out problem, on record."""
@@ -175,3 +155,11 @@ class Run:
         state = self.state()
         checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
         checkpoint.publish(self.dir, state)
+
+
+def needs_base(config: Config, task: tasks.Task) -> bool:
+    """Whether a second model has to stay what the first one was: where the model's own weights are trained."""
+    judges = {config.judge_model} if task.rubric else set()
+    judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
+    judges_itself = judges & {"", config.model} and not config.judge_url
+    return not config.lora_rank and bool(config.beta or judges_itself)

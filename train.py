@@ -27,15 +27,18 @@ from tqdm import tqdm
 import checkpoint
 import gpu
 import gwen
+import page
 import procedural
 import run_files
 import sampler
 import tasks
+import trackers
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
+from console import CONSOLE_COLUMNS, warn
 from examples import Example
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
-from journal import CONSOLE_COLUMNS, PhaseClock, Step, evaluation_is_due
+from journal import PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
 from rewards import call_reward
 from run import Run
@@ -43,9 +46,10 @@ from run import Run
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
-    learner, clock = run.learner, PhaseClock()
+    learner, clock = run.learner, PhaseClock(run.journal.live.begin)
     if evaluate_if_due(run):
         run.save()
+    run.journal.update_page(run.step)
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
@@ -79,6 +83,7 @@ def train(config: Config, run: Run) -> None:
         is_best = evaluate_if_due(run)
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
+        run.journal.update_page(run.step)
 
 
 def evaluate_if_due(run: Run) -> bool:
@@ -89,6 +94,7 @@ def evaluate_if_due(run: Run) -> bool:
     """
     if not evaluation_is_due(run.config, run.step, run.dir):
         return False
+    run.journal.live.begin("evaluating")
     run.evaluate()
     return run.journal.best_step() == run.step
 
@@ -105,15 +111,19 @@ def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw]
         number = run.num_draws + len(draws)
         examples, prompts = run.prompts.draw(number)
         with clock.phase("rollout") as done:
-            rollout = sampler.rollout(
-                run.model,
-                prompts,
-                run.sampling,
-                group_size=config.groups,
-                key=(config.seed << 32) + number + 1,
-                batch_size=run.batch_size,
-                share_prefix=config.sharing,
-            )
+            try:
+                rollout = sampler.rollout(
+                    run.model,
+                    prompts,
+                    run.sampling,
+                    group_size=config.groups,
+                    key=(config.seed << 32) + number + 1,
+                    batch_size=run.batch_size,
+                    share_prefix=config.sharing,
+                )
+            except sampler.NotFinite as error:
+                said = tasks.prompt_text(examples[error.prompt]["prompt"])
+                raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
         chosen, advantages = choose_groups(config, draws)
@@ -160,8 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
-        if gpu.on_gpu():
-            mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
+        trackers.check(config.report_to)
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
             print(as_yaml(config), end="")
@@ -191,12 +200,16 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(run.memory, flush=True)
         print(CONSOLE_COLUMNS, flush=True)
-        with _stoppable(run):
+        with run.journal, _stoppable(run):
             train(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
         if (best := run.journal.best_step()) is not None:
             print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if (written := run_dir / "report.html").is_file():
+            print(f"page: {written}")
+            if args.open:
+                page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
@@ -218,22 +231,27 @@ def _stoppable(run: Run) -> Any:
         if run.is_whole or run.stopping:
             raise KeyboardInterrupt
         run.stopping = True
-        print("\nthe step is being finished; Ctrl-C again gives it up", file=sys.stderr)
+        warn("\nthe step is being finished; Ctrl-C again gives it up")
 
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         yield
     except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
+        if gpu.is_watchdog(error):
+            what = (
+                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
+                "(pmset displaysleepnow), or let less be done at once; "
+            )
         if run.is_whole:
             run.save()
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error):
+        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
             raise ValueError(said) from error
-        print(f"\n{said}", file=sys.stderr)
+        warn(f"\n{said}")
         if what:  # a mistake of ours or of MLX's, to be seen whole
             raise
         sys.exit(130)
@@ -250,7 +268,8 @@ def _go_on(run: Run, error: BaseException) -> str:
     Where memory ran out in the update, it takes less: rollouts and judges see to it themselves.
     """
     less = ""
-    if gpu.is_out_of_memory(error) and not isinstance(error, ValueError):  # those are of the user's rewards
+    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
+    if too_much and not isinstance(error, ValueError):  # those are of the user's rewards
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):

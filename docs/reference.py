@@ -29,11 +29,13 @@ SECTIONS = {
     "lora_rank": "Adapters",
     "judge_model": "Judge",
     "eval_rubric": "Evaluation and checkpoints",
+    "report_every": "The run's page and trackers",
 }
 COMMAND = {
     "--config FILE": "Read settings from FILE instead of the task's recipe. A run's `config.yaml` repeats that run.",
     "--run-dir DIR": "Where to record the run (default: `runs/TASK-TIME`).",
     "--resume DIR": "Continue the run in DIR. [Some settings may change](runs.md#resume).",
+    "--open": "Open the run's page in a browser at the end.",
     "--print-config": "Print every setting as YAML and exit.",
 }
 ENVIRONMENT = {

@@ -70,6 +70,7 @@ def test_a_mistake_is_answered_in_one_line(flags, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_competitor_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
     monkeypatch.setattr(bench_step, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:

@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 import checkpoint
 import gwen
 import lora
-import train
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +181,7 @@ def killed_at(number):
 
 
 def published(run, model, step, keep):
-    train.publish(run, save(run, model, step, keep))
+    checkpoint.publish(run, save(run, model, step, keep))
 
 
 def contents(run):
@@ -207,7 +206,7 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
         loaded = checkpoint.load(run)
         assert same(loaded, state(model, loaded.step)) and loaded.step in (1, step)
         survived.append(loaded.step)
-        train.publish(run, loaded)
+        checkpoint.publish(run, loaded)
         for name in ("adapter", "adapter-best"):
             for file in checkpoint.path_of(run, loaded.step).joinpath("adapter").iterdir():
                 assert (run / name / file.name).read_bytes() == file.read_bytes()

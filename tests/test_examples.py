@@ -26,6 +26,7 @@ def written(path: Path, content: str | bytes) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_same_records_come_out_of_every_kind_of_file(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -214,12 +215,14 @@ OPTIONAL = {"system": JSON, "answer": JSON, "category": JSON, "completions": JSO
 RECORD = st.fixed_dictionaries({"prompt": st.text(max_size=8) | MESSAGES | JSON}, optional=OPTIONAL) | JSON
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.binary(max_size=80), st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
 def test_random_bytes_are_data_or_one_line(tmp_path, content, ending):
     loads_or_says_why(tmp_path / f"fuzz{ending}", content)
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.lists(RECORD, max_size=4), st.booleans())
 def test_random_json_lines_are_data_or_one_line(tmp_path, records, escape):
@@ -227,6 +230,7 @@ def test_random_json_lines_are_data_or_one_line(tmp_path, records, escape):
     loads_or_says_why(tmp_path / "fuzz.jsonl", text.encode("utf-8", "surrogatepass"))
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.lists(RECORD, max_size=4), st.sampled_from([None, "prompt=content", "answer=prompt,prompt=answer"]))
 def test_a_random_json_list_is_data_or_one_line(tmp_path, records, columns):
@@ -238,12 +242,14 @@ def test_a_random_json_list_is_data_or_one_line(tmp_path, records, columns):
         assert type(error) is ValueError and "\n" not in str(error), repr(error)
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.text(alphabet='prompt,"\n\r;\ta\x00', max_size=40) | st.text(max_size=40))
 def test_random_csv_is_data_or_one_line(tmp_path, text):
     loads_or_says_why(tmp_path / "fuzz.csv", ("prompt,answer\n" + text).encode("utf-8", "surrogatepass"))
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.data())
 def test_a_damaged_parquet_file_is_data_or_one_line(tmp_path, data):

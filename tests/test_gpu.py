@@ -255,6 +255,7 @@ def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do():
     assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.OPS)
 
 
+@pytest.mark.slow
 def test_the_doctor_refuses_a_variable_it_does_not_know():
     for environment, words in (({"GWEN_KERNELS": "fast"}, "GWEN_KERNELS='fast'"), ({"GWEN_DTYPE": "int4"}, "'int4'")):
         done = run_doctor(**environment)

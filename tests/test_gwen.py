@@ -547,6 +547,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_named(directory, tokenizer)
         gwen.load(directory)
 
 
+@pytest.mark.slow
 def test_loading_a_tokenizer_prints_nothing_and_runs_no_code(model_directory, tmp_path):
     shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -577,6 +578,7 @@ JSON = st.recursive(
 KEYS = [*QWEN3, "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "partial_rotary_factor"]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -698,6 +700,7 @@ def test_an_adapter_directory_without_an_adapter_is_named(directory, tmp_path):
         gwen.load_model(directory, mx.float32, adapter)
 
 
+@pytest.mark.slow
 def test_a_hub_model_in_the_cache_loads_without_the_hub(model_directory, tmp_path):
     snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / ("0" * 40)
     shutil.copytree(model_directory, snapshot)

@@ -361,6 +361,7 @@ def test_a_hostile_completion_takes_bounded_time(text):
     assert time.process_time() - begin < 2, "300,000 characters, a hundred times what a model writes"
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.text(alphabet="0123456789.,/-+eE^=$%{}\\ #\nboxedfracnswri", max_size=60) | st.text(max_size=60))
 def test_any_text_can_be_scored(text):

@@ -105,7 +105,7 @@ def test_the_defaults_are_those_of_the_table():
     named = ("batch", "groups", "temp", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "old_logprobs")
     assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, None, "dapo", "group", "step"]
     assert (config.importance_sampling_level, config.lora_rank, config.judge_chunk_size) == ("token", 16, 24)
-    assert sampler.params_of(config).support == {}
+    assert sampler.params_of(config).support is None
 
 
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
@@ -600,6 +600,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run.step, run.num_draws, run.judge.tree.chunk.size = 7, 19, 6
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
+    run.end_step()
     run.save()
     other = make_run(tmp_path)
     other.restore(checkpoint.load(tmp_path))
@@ -651,7 +652,7 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
         ((update, "accumulate"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
         ((update, "accumulate"), "before", 6, 3),  # the second epoch: the step is finished first
         ((update, "hold"), "before", 5, 3),
-        ((train.Run, "report"), "before", 3, 3),
+        ((journal.Journal, "write_step"), "before", 3, 3),
         ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
         ((evaluate, "evaluate"), "after", 4, 5),  # the last one
@@ -694,7 +695,7 @@ def test_ctrl_c_after_an_update_that_was_skipped_finishes_the_step_too(tmp_path,
 
 def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path, monkeypatch):
     flags = ("--max-tokens", "1", "--truncated", "mask")
-    run = interrupted_run(tmp_path, monkeypatch, (train.Run, "report"), "before", 2, flags=flags)
+    run = interrupted_run(tmp_path, monkeypatch, (journal.Journal, "write_step"), "before", 2, flags=flags)
     assert checkpoint.load(run).step == 2
     metrics = records(run / "metrics.jsonl")
     assert [record["forwards_per_completion"] for record in metrics] == [0, 0]

@@ -1,4 +1,4 @@
-"""Workers: answers in order and side by side, limits that hold against everything, and the seal."""
+"""Workers: answers in order and side by side, limits that always hold, and a seal against hostile text."""
 
 import contextlib
 import os

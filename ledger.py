@@ -1,0 +1,472 @@
+"""
+What a step costs on a GPU, phase by phase, counted without one: launches, bytes, FLOPs, command buffers, and the time
+that a machine's roofline gives. `uv run bench_step.py --ledger` prints it.
+
+Each phase is traced (`launches.py`) with one layer and with a few, and the rest of the layers are as these. Its time is
+the sum over launches of the longer of two: the time to move their bytes, and that to compute their FLOPs, at the
+published peaks of a chip. No machine reaches either, and waits between launches come on top, so a measured time is
+longer. The least bytes of a phase are those that no program could leave away: weights, caches, masters and gradients.
+
+What is left out: rewards, tokenizing, what the host does beside building graphs.
+
+Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion positions, M rows of a micro-batch,
+L layers, V vocabulary, J criteria.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
+
+import gwen
+import hub
+import launches
+import lora
+import micro_batch
+import prompt_tree
+import sampler
+import softmax
+import update
+from config import Config
+from kv_cache import KVCache, SlotCache, TreeCache
+from launches import Launch
+
+JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
+FEW = 4  # layers, beside one, that a phase is traced with
+
+
+class Machine(NamedTuple):
+    """What a machine can do at most."""
+
+    bandwidth: float  # bytes a second
+    flops: dict[mx.Dtype, float]  # of matmuls, a second
+    limits: tuple[int, int] = (40, 40)  # of a command buffer: operations, and 2**20 elements
+    launch_s: float = 0.0  # what each launch costs beside that
+    matmul_bandwidth: float = 0.0  # bytes a second of a product that memory bounds, where they differ
+
+
+def _chip(bandwidth: float, cores: int, clock: float, limit: int, matrix: int = 256) -> Machine:
+    """GB/s, GPU cores, GHz, the limit of a command buffer, and FLOPs of 16-bit matmuls a core and cycle."""
+    rates = {mx.float32: 256, mx.float16: matrix, mx.bfloat16: matrix}
+    flops = {dtype: cores * clock * 1e9 * rate for dtype, rate in rates.items()}
+    return Machine(bandwidth * 1e9, flops, (limit, limit))
+
+
+# Bandwidths are Apple's, from the technical specifications of each machine at support.apple.com, for the largest GPU.
+# A core has 128 FP32 ALUs, of two operations a cycle, and is no faster in 16 bits (github.com/philipturner/
+# metal-benchmarks); M5's has matrix units with 1,024 16-bit operations a cycle (tzakharko.github.io/
+# apple-neural-accelerators-benchmark). Apple publishes no clocks: 1.278 GHz of M1 and 1.398 GHz of M2 are from
+# metal-benchmarks, those of M3 and M4 from hmc-tech.com/gpu, M5's 1.578 GHz from michaelstinkerings.org/
+# apple-m5-gpu-roofline-analysis, which measured 122 GB/s and 3.76 TFLOPS of its float32; M5 Pro and Max are taken to
+# have it too. Limits: see `launches.command_buffers`.
+MACHINES = {
+    "M1": _chip(68.25, 8, 1.278, 40),
+    "M1 Pro": _chip(200, 16, 1.296, 50),
+    "M1 Max": _chip(400, 32, 1.296, 50),
+    "M2": _chip(100, 10, 1.398, 40),
+    "M2 Pro": _chip(200, 19, 1.398, 50),
+    "M2 Max": _chip(400, 38, 1.398, 50),
+    "M3": _chip(100, 10, 1.398, 40),
+    "M3 Pro": _chip(150, 18, 1.398, 50),
+    "M3 Max": _chip(400, 40, 1.398, 50),
+    "M4": _chip(120, 10, 1.470, 40),
+    "M4 Pro": _chip(273, 20, 1.578, 50),
+    "M4 Max": _chip(546, 40, 1.678, 50),
+    "M5": _chip(153, 10, 1.578, 40, 1024),
+    "M5 Pro": _chip(307, 20, 1.578, 50, 1024),
+    "M5 Max": _chip(614, 40, 1.578, 50, 1024),
+}
+
+
+class Work(NamedTuple):
+    """A step: the model's shape and type, and the settings of the run."""
+
+    model: hub.ModelConfig
+    dtype: mx.Dtype
+    config: Config  # batch, groups, max_tokens, lora_rank, train_token_budget and the rest
+    prompt_tokens: int
+    on_gpu: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        return self.config.batch * self.config.groups
+
+
+class Phase(NamedTuple):
+    """One phase, traced with one layer and with a few."""
+
+    name: str
+    times: float  # a step
+    least_bytes: float  # each time
+    one: list[Launch]
+    few: list[Launch]
+    extra: float  # layers beyond one, in units of those that `few` has more than `one`
+    build_s: float  # to build its graph in Python, each time
+
+    def total(self, measure: Callable[[Sequence[Launch]], float]) -> float:
+        """What a measure gives for all layers."""
+        one = measure(self.one)
+        return one + self.extra * (measure(self.few) - one)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.total(lambda held: sum(launch.read + launch.written for launch in held))
+
+    @property
+    def flops(self) -> float:
+        return self.total(lambda held: sum(launch.flops for launch in held))
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Launches by kind."""
+        names = dict.fromkeys(launch.kind for launch in self.few)
+        return {kind: round(self.total(functools.partial(_number, kind))) for kind in names}
+
+    def buffers(self, machine: Machine) -> float:
+        return self.total(lambda held: len(launches.command_buffers(held, *machine.limits)))
+
+    def seconds(self, machine: Machine, dtype: mx.Dtype) -> float:
+        return self.total(lambda held: roofline(held, machine, dtype))
+
+    def longest_buffer(self, machine: Machine, dtype: mx.Dtype) -> float:
+        """Seconds of the command buffer that takes the longest."""
+        return max(roofline(held, machine, dtype) for held in launches.command_buffers(self.few, *machine.limits))
+
+
+def _number(kind: str, held: Sequence[Launch]) -> int:
+    return sum(launch.kind == kind for launch in held)
+
+
+def roofline(held: Sequence[Launch], machine: Machine, dtype: mx.Dtype) -> float:
+    """Seconds that launches take at a machine's peaks, one after the other."""
+    rate, products = machine.flops[dtype], machine.matmul_bandwidth or machine.bandwidth
+    return sum(
+        max(
+            (launch.read + launch.written) / (products if launch.kind == "matmul" else machine.bandwidth),
+            launch.flops / rate,
+        )
+        + machine.launch_s
+        for launch in held
+    )
+
+
+# ---- phases: each gives a function of arrays, and the arrays
+
+
+Traced = tuple[Callable[..., Any], list[mx.array]]
+
+
+def make_model(work: Work, num_layers: int) -> gwen.Model:
+    """The model with fewer layers; nothing of it is ever computed."""
+    model = gwen.Model(dataclasses.replace(work.model, num_hidden_layers=num_layers))
+    model.set_dtype(work.dtype)
+    if work.config.lora_rank:
+        lora.apply(model, work.config.lora_rank, work.config.lora_scale, work.config.lora_targets)
+    return model
+
+
+def closed(
+    model: gwen.Model,
+    run: Callable[..., Any],
+    given: list[mx.array],
+    places: Sequence[tuple[Any, str]] = (),
+    *,
+    learns: bool = False,
+) -> Traced:
+    """
+    `run` as a function of the model's weights, of arrays that objects hold in these places, and of what is given.
+
+    learns: adapters are among the weights; else they are fixed, with the copies that they make of themselves.
+    """
+    if not learns:
+        fixed = [layer for _, layer in lora.layers(model)]
+        mx.eval([(layer.lora_a, layer.lora_b) for layer in fixed])
+        mx.eval([layer.rounded(model.head_weight.dtype) for layer in fixed])
+    parameters = [(n, array) for n, array in tree_flatten(model.parameters()) if learns or "lora_" not in n]
+    names, weights = (list(column) for column in zip(*parameters, strict=True))
+
+    def function(*arrays: mx.array) -> Any:
+        model.update(tree_unflatten(list(zip(names, arrays[: len(names)], strict=True))))
+        rest = arrays[len(names) :]
+        for (holder, name), array in zip(places, rest, strict=False):
+            setattr(holder, name, array)
+        return run(*rest[len(places) :])
+
+    return function, [*weights, *(getattr(holder, name) for holder, name in places), *given]
+
+
+def prefill(work: Work, num_layers: int) -> Traced:
+    """All prompts of a step, as `sampler.prefill` takes them."""
+    model, num_prompts = make_model(work, num_layers), work.config.batch
+    columns = max(sampler.prefill_tokens() // num_prompts, 1)
+
+    def run(tokens: mx.array) -> list[mx.array]:
+        cache = KVCache(num_layers, work.prompt_tokens)
+        for begin in range(0, work.prompt_tokens, columns):
+            hidden = model.hidden(tokens[:, begin : begin + columns], cache)
+        return [hidden[:, -1] @ model.head_weight.T, *cache.arrays()]
+
+    return closed(model, run, [mx.zeros((num_prompts, work.prompt_tokens), mx.int32)])
+
+
+def decode(work: Work, num_layers: int) -> Traced:
+    """A step in the middle of completions: a token of every row is drawn, and the next one's logits are made."""
+    model, config, num_rows, length = make_model(work, num_layers), work.model, work.num_rows, work.prompt_tokens
+    lengths = [length] * work.config.batch
+    shape = (len(lengths), config.num_key_value_heads, length, config.head_dim)
+    prompts = KVCache(num_layers, length)
+    for layer in prompts.layers:
+        layer.length = length
+        layer.keys = layer.values = mx.zeros((*shape[:2], layer.capacity, shape[3]), work.dtype)
+    share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
+    cache = SlotCache(prompts, lengths, work.config.max_tokens, share)
+    cache.advance(work.config.max_tokens // 2)
+    cache.assign([row // work.config.groups for row in range(num_rows)], [0] * num_rows)
+    for slots in cache.layers:
+        slots.reserve(num_rows)
+    places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
+    places += [(held, name) for held in cache.layers for name in ("keys", "values")]
+    mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
+    params = sampler.params_of(work.config)
+
+    def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
+        drawn = sampler.choose_token(logits, numbers, params)
+        hidden = model.hidden(drawn[0][:, None], cache)
+        written = [array for slots in cache.layers for array in slots.arrays()]
+        return [*drawn[:2], hidden[:, -1] @ model.head_weight.T, *written]
+
+    given = [mx.zeros((num_rows, config.vocab_size), work.dtype), mx.zeros((num_rows, 4))]
+    return closed(model, run, given, places)
+
+
+def judge(work: Work, num_layers: int) -> Traced:
+    """A chunk of evaluations by logits: answers under their question, and criteria under each, adapters off."""
+    model, config = make_model(work, num_layers), work.model
+    num_criteria = max(work.config.judge_chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
+    num_answers = num_criteria // NUM_CRITERIA
+    num_questions = max(num_answers // work.config.groups, 1)
+
+    class Level:
+        """Keys and values of a level of one layer."""
+
+        def __init__(self, num_rows: int, length: int):
+            shape = (num_rows, config.num_key_value_heads, length, config.head_dim)
+            self.keys = self.values = mx.zeros(shape, work.dtype)
+
+    levels = [
+        [Level(1, JUDGE_HEAD) for _ in range(num_layers)],
+        [Level(num_questions, work.prompt_tokens) for _ in range(num_layers)],
+    ]
+    places = [(held, name) for level in levels for held in level for name in ("keys", "values")]
+
+    def run(answers: mx.array, criteria: mx.array) -> mx.array:
+        cache = TreeCache(num_layers).child([JUDGE_HEAD])
+        for layer, held in zip(cache.layers, levels[0], strict=True):
+            layer.parts = [(held.keys, held.values)]
+        cache = cache.child([work.prompt_tokens] * num_questions, [0] * num_questions)
+        for layer, held in zip(cache.layers, levels[1], strict=True):
+            layer.parts.append((held.keys, held.values))
+        parents = [row * num_questions // num_answers for row in range(num_answers)]
+        cache = cache.child([work.config.max_tokens] * num_answers, parents)
+        with lora.disabled(model):
+            model.hidden(answers, cache)
+            cache = cache.child([JUDGE_CRITERION] * num_criteria, [row // NUM_CRITERIA for row in range(num_criteria)])
+            ends = prompt_tree.at_ends(model.hidden(criteria, cache), [JUDGE_CRITERION] * num_criteria)
+        return softmax.log_softmax(ends @ model.head_weight.T)
+
+    tokens = [(num_answers, work.config.max_tokens), (num_criteria, JUDGE_CRITERION)]
+    return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
+
+
+def batches_of(work: Work) -> tuple[list[micro_batch.MicroBatch], update.Targets]:
+    """The micro-batches of a step whose completions all have the most tokens, and what their loss is made of."""
+    shape, config = (work.num_rows, work.config.max_tokens), work.config
+    empty = sampler.Rollout(mx.zeros(shape, mx.int32), mx.zeros(shape), mx.ones(shape), [], None)  # type: ignore[arg-type]
+    prompts = [[row // config.groups] * work.prompt_tokens for row in range(work.num_rows)]
+    made = micro_batch.micro_batches(prompts, empty, config.train_token_budget, config.train_share_prefix)
+    advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.max_tokens
+    mx.eval(made, advantages, empty.mask)
+    return made, update.Targets(advantages, None, empty.mask, work.num_rows, num_items, num_items)
+
+
+def forward(work: Work, num_layers: int) -> Traced:
+    """The loss of a micro-batch, without its gradient."""
+    model = make_model(work, num_layers)
+    learner, (batches, targets) = update.Learner(model, work.config), batches_of(work)
+
+    def run() -> list[mx.array]:
+        loss, logprobs, sums = update.objective(learner, model, batches[0], None, targets)
+        return [loss, logprobs, *sums.values()]
+
+    return closed(model, run, [], learns=True)
+
+
+def gradient(work: Work, num_layers: int) -> Traced:
+    """The loss of a micro-batch and its gradient, added to what the step has so far."""
+    model = make_model(work, num_layers)
+    learner, (batches, targets) = update.Learner(model, work.config), batches_of(work)
+    so_far = [mx.zeros(array.shape) for _, array in tree_flatten(model.trainable_parameters())]
+
+    def run(*so_far: mx.array) -> list[mx.array]:
+        share = nn.value_and_grad(model, lambda m: update.objective(learner, m, batches[0], None, targets))
+        (loss, logprobs, sums), part = share(model)
+        flat = [array.astype(mx.float32) / learner.loss_scale.value for _, array in tree_flatten(part)]
+        joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
+        return [loss, logprobs, *sums.values(), *joined]
+
+    return closed(model, run, so_far, learns=True)
+
+
+def optimizer(work: Work, num_layers: int) -> Traced:
+    """Clipping, AdamW on the masters, and the masters into the model."""
+    model = make_model(work, num_layers)
+    learner = update.Learner(model, work.config)
+    names, masters = (list(column) for column in zip(*learner.trainable.items(), strict=True))
+    state_names, state = (list(column) for column in zip(*tree_flatten(learner.optimizer.state), strict=True))
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        grads, held, states = (
+            list(arrays[begin:end])
+            for begin, end in ((0, len(names)), (len(names), 2 * len(names)), (2 * len(names), None))
+        )
+        learner.optimizer.state = tree_unflatten(list(zip(state_names, states, strict=True)))
+        clipped, norm = optim.clip_grad_norm(tree_unflatten(list(zip(names, grads, strict=True))), 1.0)
+        changed = learner.optimizer.apply_gradients(clipped, tree_unflatten(list(zip(names, held, strict=True))))
+        update.install(model, dict(tree_flatten(changed)))
+        made = [array for _, array in tree_flatten([changed, learner.optimizer.state, model.trainable_parameters()])]
+        return [norm, *made]
+
+    gradients = [mx.zeros(array.shape) for array in masters]
+    return closed(model, run, [*gradients, *masters, *state], learns=True)
+
+
+# ---- the ledger
+
+
+def least_bytes(work: Work) -> dict[str, float]:
+    """Of each phase, what no program could leave away."""
+    shapes = tree_flatten(make_model(work, work.model.num_hidden_layers).parameters())
+    weights = sum(array.nbytes for name, array in shapes if work.model.tie_word_embeddings or "embed" not in name)
+    adapters = sum(array.nbytes for name, array in shapes if "lora_" in name)
+    config, size = work.config, work.dtype.size
+    column = 2 * work.model.num_hidden_layers * work.model.num_key_value_heads * work.model.head_dim * size
+    share = sampler.shares_prefix(work.num_rows, [work.prompt_tokens] * config.batch, work.num_rows, work.dtype)
+    prompts = column * work.prompt_tokens * (config.batch if share else work.num_rows)
+    own = column * work.num_rows * config.max_tokens / 2
+    answers = max(config.judge_chunk_size // NUM_CRITERIA, 1)
+    judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.groups, 1))
+    batch = batches_of(work)[0][0]
+    kept = size * batch.num_positions * work.model.hidden_size * work.model.num_hidden_layers
+    masters = 4 * sum(array.size for _, array in tree_flatten(make_model(work, 1).trainable_parameters()))
+    masters = adapters if config.lora_rank else 4 * weights / size
+    return {
+        "prefill": weights + column * work.prompt_tokens * config.batch,
+        "decode": weights + prompts + own + column * work.num_rows,
+        "judge": weights - adapters + judged,
+        "forward": weights,
+        "backward": weights + 2 * kept + masters,  # one array a layer is kept, the gradient of the weights written
+        "optimizer": 7 * masters,  # the gradient, masters and two moments read, these three written
+    }
+
+
+def make(work: Work) -> list[Phase]:
+    """The ledger of a step."""
+    with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
+        least, num_batches = least_bytes(work), len(batches_of(work)[0])
+    chunks = work.num_rows * NUM_CRITERIA / max(work.config.judge_chunk_size // NUM_CRITERIA, 1) / NUM_CRITERIA
+    times = {"prefill": 1, "decode": work.config.max_tokens - 1, "judge": chunks}
+    makers = {"prefill": prefill, "decode": decode, "judge": judge, "forward": forward, "gradient": gradient}
+    made = {}
+    for name, maker in (makers | {"optimizer": optimizer}).items():
+        made[name] = phase_of(work, name, maker, times.get(name, num_batches), least.get(name, 0.0))
+    made["optimizer"] = made["optimizer"]._replace(times=1)
+    backward = made["gradient"]
+    made["gradient"] = backward._replace(
+        name="backward",
+        least_bytes=least["backward"],
+        one=_without(backward.one, made["forward"].one),
+        few=_without(backward.few, made["forward"].few),
+        build_s=backward.build_s - made["forward"].build_s,
+    )
+    return list(made.values())
+
+
+def phase_of(work: Work, name: str, maker: Callable[[Work, int], Traced], times: float, least: float) -> Phase:
+    num_layers = work.model.num_hidden_layers
+    traces: list[list[Launch]] = []
+    few = min(FEW, num_layers)
+    with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
+        for count in (1, few):
+            function, inputs = maker(work, count)
+            traces.append(launches.trace(function, *inputs, on_gpu=work.on_gpu))
+        function, inputs = maker(work, num_layers)
+        build_s = launches.build_seconds(function, *inputs, on_gpu=work.on_gpu)
+    extra = (num_layers - 1) / (few - 1) if few > 1 else 0.0
+    return Phase(name, times, least, traces[0], traces[1], extra, build_s)
+
+
+def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
+    """What is left of launches when others are taken away, of which each does the same as one of them."""
+    gone = Counter(launch[:5] for launch in others)
+    left = []
+    for launch in held:
+        if gone[launch[:5]]:
+            gone[launch[:5]] -= 1
+        else:
+            left.append(launch)
+    return left
+
+
+def record(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
+    """The ledger as one JSON object."""
+    base = next(iter(machines.values()))
+    return {
+        phase.name: {
+            "times": phase.times,
+            "launches": phase.kinds,
+            "bytes": round(phase.num_bytes),
+            "least_bytes": round(phase.least_bytes),
+            "flops": round(phase.flops),
+            "command_buffers": round(phase.buffers(base)),
+            "build_ms": round(phase.build_s * 1e3, 2),
+            "roofline_ms": {n: round(phase.seconds(m, work.dtype) * 1e3, 3) for n, m in machines.items()},
+        }
+        for phase in phases
+    }
+
+
+def lines(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
+    """The ledger in words: what each phase does, and how long it takes where."""
+    yield (
+        f"{'phase':<10} {'a step':>7} {'launches':>9} {'matmul':>7} {'kernel':>7} {'fast':>5} {'elem.':>6} {'copy':>5} "
+        f"{'other':>6} {'MB':>9} {'least MB':>9} {'ratio':>6} {'GFLOP':>8} {'buffers':>8} {'build ms':>9}"
+    )
+    base = next(iter(machines.values()))
+    for phase in phases:
+        kinds = phase.kinds
+        named = [kinds.get(kind, 0) for kind in ("matmul", "kernel", "fast", "elementwise", "copy")]
+        yield (
+            f"{phase.name:<10} {phase.times:>7.4g} {sum(kinds.values()):>9} {named[0]:>7} {named[1]:>7} {named[2]:>5} "
+            f"{named[3]:>6} {named[4]:>5} {sum(kinds.values()) - sum(named):>6} {phase.num_bytes / 1e6:>9.1f} "
+            f"{phase.least_bytes / 1e6:>9.1f} {phase.num_bytes / phase.least_bytes:>6.2f} {phase.flops / 1e9:>8.1f} "
+            f"{phase.buffers(base):>8.0f} {phase.build_s * 1e3:>9.1f}"
+        )
+    yield ""
+    names = "".join(f"{phase.name + ' ms':>13}" for phase in phases)
+    yield f"{'roofline':<8}{names} {'step s':>8} {'tok/s':>7} {'longest buffer ms':>18}"
+    for name, machine in machines.items():
+        each = [phase.seconds(machine, work.dtype) for phase in phases]
+        step = sum(one * phase.times for one, phase in zip(each, phases, strict=True))
+        longest = max(phase.longest_buffer(machine, work.dtype) for phase in phases)
+        tokens = work.num_rows * work.config.max_tokens
+        yield (
+            f"{name:<8}{''.join(f'{one * 1e3:>13.2f}' for one in each)} {step:>8.2f} {tokens / step:>7.0f} "
+            f"{longest * 1e3:>18.1f}"
+        )

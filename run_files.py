@@ -7,6 +7,7 @@ What is left out: the logs, which are in run.py, and the state to go on from, in
 import itertools
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def of_run(run: str, flags: dict[str, Any]) -> Config:
 
 def choose_run_dir(config: Config, asked: str | None) -> Path:
     """Where a new run is to be recorded. ValueError when something is there that was asked for."""
-    path = Path(asked or Path("runs") / f"{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(
+        asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', config.task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     if asked and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(_exists(path))
     return path

@@ -32,6 +32,7 @@ import mlx.optimizers as optim
 import numpy as np
 
 import bench
+import bench_report
 import grpo
 import gwen
 import hub
@@ -283,6 +284,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ledger", action="store_true", help="count what a GPU would do instead, and run nothing")
     parser.add_argument("--machine", nargs="+", choices=tuple(ledger.MACHINES), help="in the ledger (default: all)")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the ledger's weights (default: float16)")
+    parser.add_argument("--report", action="store_true", help="measure this machine: a JSON file and a table row")
+    parser.add_argument("--quick", action="store_true", help="the same in two minutes, with shapes of its own")
+    parser.add_argument("--out", default="bench-report.json", metavar="FILE", help="of the report")
     parser.add_argument("--engine", choices=ENGINES, help="runs this one here and prints its record; for --model DIR")
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "groups": 2, "prompt_tokens": 2, "max_tokens": 1, "lora_rank": 1, "warmup": 0, "runs": 1}
@@ -300,6 +304,10 @@ def main(argv: list[str] | None = None) -> None:
             return
         if args.ledger:
             print_ledger(args)
+            return
+        if args.report or args.quick:
+            vars(args).update(bench_report.QUICK if args.quick else {})
+            bench_report.write(args, settings(args, args.model))
             return
         with bench.model_directory(args.model) as directory:
             compare(args, directory)

@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 import yaml
 
 LEVELS = ("token", "sequence")
+OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+TRACKERS = ("trackio", "tensorboard", "wandb")
 RENAMED = {  # words of earlier versions, which answer with the new ones; the new ones are TRL's
     "lr": "learning_rate",
     "loss": "loss_type",
@@ -147,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[
     for field in dataclasses.fields(settings):
         if names is not None and field.name not in names:
             continue
-        kind = float if field.type == float | None else field.type
+        kind = OPTIONAL.get(field.type, field.type)
         options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -162,7 +164,6 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
     words: dict[Any, str] = {
         int: "a whole number",
         float: "a finite number (in YAML 1.0e-4, not 1e-4)",
-        float | None: "a finite number (in YAML 1.0e-4, not 1e-4)",
         str: "a text",
         bool: "true or false",
         list[str]: "a list of texts",
@@ -172,11 +173,12 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
         if field.name not in values:
             continue
         value, name = values[field.name], flag_of(field.name)
-        if value is None and field.type == float | None:
+        if value is None and field.type in OPTIONAL:
             continue
-        if not _is_a(value, field.type):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[field.type]}")
-        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if field.type is int else None)
+        kind = OPTIONAL.get(field.type, field.type)
+        if not _is_a(value, kind):
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[kind]}")
+        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
         if low is not None and value < low:
             raise ValueError(f"{name} is {value}; it must be at least {low}")
         if high is not None and value > high:
@@ -189,7 +191,7 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
 
 def _is_a(value: Any, kind: Any) -> bool:
     """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
-    if kind in (float, float | None):
+    if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
     if kind == list[str]:
         return isinstance(value, list) and all(isinstance(one, str) for one in value)
@@ -260,12 +262,29 @@ class Training:
     """What is trained, on what, and how."""
 
     model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
-    task: str = flag("", "demo, values or gsm8k: data, rewards and evaluation in one name")
+    task: str = flag(
+        "", "demo, values, gsm8k, math or rg:NAME,NAME=WEIGHT (--list-tasks): data, rewards and evaluation in one name"
+    )
+    task_config: str = flag("", "YAML with sizes, levels and held-out number of the problems of --task rg:NAME")
     data: str = flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=answer")
     rubric: str = flag("", "rubric YAML, instead of the task's")
     reward: list[str] = flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
     reward_weights: dict[str, float] = flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=weights)
+    reward_format: str = flag(
+        "auto",
+        "how reward functions get prompts and completions; auto: as messages where the data's prompts are messages",
+        choices=("auto", "text", "messages"),
+    )
+    reward_workers: int = flag(
+        0, "processes that call reward functions row by row, side by side; 0: one call for all rows", low=0, high=2**10
+    )
+    reward_timeout: float = flag(
+        60.0,
+        "seconds for one row in --reward-workers; beyond it a row gets the call's lowest reward",
+        low=1e-3,
+        high=1e6,
+    )
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
     groups: int = flag(8, "G, completions per prompt", low=2, high=2**16)
     rollout_batch_size: int = flag(
@@ -364,7 +383,14 @@ class Config(JudgeSettings, Training):
     eval_limit: int = flag(0, "maximum held-out problems, evenly spread; 0: all", low=0)
     save_every: int = flag(20, "steps between checkpoints", low=1)
     keep: int = flag(3, "checkpoints to keep", low=1)
+    curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise")
     seed: int = flag(0, "seed for prompts, sampling and adapters", low=0)
+    report_every: int | None = flag(
+        None, "steps between two writings of the run's page; 0: never (default: with each evaluation)", low=0
+    )
+    report_to: list[str] = flag(
+        list, "trackers that get the run's figures, each an extra to install", nargs="*", choices=TRACKERS
+    )
 
     @property
     def sharing(self) -> bool | None:
@@ -382,7 +408,7 @@ AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadat
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
 # who judges
 CHANGEABLE = {
-    *("steps", "save_every", "keep", "eval_every", "eval_limit"),
+    *("steps", "save_every", "keep", "eval_every", "eval_limit", "report_every", "report_to"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
     *(field.name for field in dataclasses.fields(JudgeSettings)),
 }
@@ -396,7 +422,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
+    parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, Config)
     return parser.parse_args(argv)
 
@@ -441,7 +469,7 @@ def resolve(
 
 def _task_recipe(task: str | None) -> dict[str, Any]:
     """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
-    path = Path(__file__).parent / "recipes" / f"{task}.yaml"
+    path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
     return load_recipe(path) if path.is_file() else {}
 
 

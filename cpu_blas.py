@@ -13,7 +13,8 @@ MLX's CPU backend calls malloc and free for every array. By default glibc gives 
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
 768: 90 ms against 30); here the heap keeps what it once had.
 
-On macOS nothing happens: MLX uses Accelerate.
+On macOS MLX uses Accelerate, and no library is loaded. What MLX and the GPU's driver read once from the environment is
+set here, before MLX is imported; a value of the user's stays.
 """
 
 import ctypes
@@ -42,6 +43,11 @@ GEMM(sgemm, float)
 GEMM(dgemm, double)
 """
 
+
+# With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
+# (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5 and on CUDA, where MLX by
+# default rounds what it multiplies to 10 bits.
+ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"}
 
 # One row (a decode step, which OpenBLAS hands to its matrix-vector kernel), a small product and one beyond the 100^3 up
 # to which OpenBLAS uses other kernels for small matrices.
@@ -125,6 +131,8 @@ def _keep_freed_memory() -> None:
 
 def _load() -> str:
     """Loads the first library that works and returns its description; prints one line when there is none."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if sys.platform != "linux":
         return "the platform's"
     if "mlx.core" in sys.modules:  # which has bound its BLAS already

@@ -51,7 +51,8 @@ def weigh(
     The weighted sum of the components, (N,) each.
 
     An unreadable score becomes the mean that it would be compared with. So the judge neither rewards nor punishes that
-    completion, and its verifiers count in full.
+    completion, and its verifiers count in full. A reward function that gave None for a completion is left out of that
+    completion's sum.
     """
     for (name, values), weight in zip(components.items(), weights, strict=True):
         if (np.abs(weight * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
@@ -60,7 +61,12 @@ def weigh(
             )
     given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     axis = None if config.advantage == "reinforce" else 1
-    parts = np.stack([fill(part, axis) for part in given])
+    parts = np.stack(
+        [
+            fill(part, axis) if name == "rubric" else np.nan_to_num(part)
+            for name, part in zip(components, given, strict=True)
+        ]
+    )
     # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
     filled = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
     total = np.where(np.isnan(given).all(axis=0), np.nan, filled)

@@ -19,11 +19,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+import adapters
 import gpu
 import hub
 import ops
+import softmax
 from config import Parser, fail
-from kv_cache import Cache, Held, LayerState, Mask, Parts, TreeLayer
+from kv_cache import Cache, Held, KVCache, LayerState, Mask, Parts, SlotCache, TreeLayer
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -226,12 +228,42 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
         weights[name] = array.astype(dtype)
     if adapter is not None:
-        weights = hub.merge_adapter(weights, adapter)
+        weights = adapters.merge(weights, adapter)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
     model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
+    gpu.hold_memory()
     for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
         mx.eval(part.parameters())
+    check_kernels(model)
     return model
+
+
+def check_kernels(model: Model) -> None:
+    """Before the first step: kernels agree with their expressions at this model's sizes, or are off and named."""
+    if gpu.backend() and gpu.is_wanted():
+        gpu.check_calls(rehearse(model))
+
+
+def rehearse(model: Model) -> list[gpu.Call]:
+    """What one layer and the draw of a token call in a prefill and a decode step, on a few tokens."""
+    layers, head, vocab = model.layers, model.head_weight, model.config.vocab_size
+    ids = mx.array([[1, 2, 3], [3, 2, 1]]) % vocab
+    model.layers = layers[:1]
+    try:
+        with gpu.recording() as calls:
+            prompts = KVCache(1, 3, mx.array([1, 0]))
+            model.hidden(ids, prompts)
+            for share, starts in ((True, [0] * 4), (True, [0, 0, 1, 1]), (False, [0] * 4)):
+                slots = SlotCache(prompts, [2, 3], 4, share)
+                slots.advance(1)
+                slots.assign([0, 0, 1, 1], starts)
+                model.hidden(mx.array([[1]] * 4), slots)
+            hidden = model.hidden(ids)
+            softmax.sample_token(hidden[:, -1] @ head.T, mx.full((2, 4), 0.5), 0.7)
+            softmax.log_softmax(hidden[:, -1] @ head.T)
+    finally:
+        model.layers = layers
+    return calls
 
 
 def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[str, str]:
@@ -242,7 +274,7 @@ def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[
     if asked:
         return asked, "as asked"
     if adapter:
-        return hub.adapter_base(adapter), "which the adapter was trained on"
+        return adapters.base_of(adapter), "which the adapter was trained on"
     if not gpu.on_gpu():
         return "demo", "the default without a GPU"
     try:
@@ -300,6 +332,8 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
             array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
         model.load_weights([(path, laid_out(path, array.astype(dtype)))], strict=False)
         mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
+    gpu.hold_memory()
+    check_kernels(model)
     return model
 
 

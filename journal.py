@@ -2,10 +2,10 @@
 What a run records: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the lines on the console.
 
 A clock bills seconds to phases. Pure functions turn a step into dictionaries of figures and completions. A figure that
-was not measured is None; `docs/reference.md` explains the keys. `Journal` writes them, prints warnings, and knows the
-best evaluation.
+was not measured is None; `docs/reference.md` explains the keys. `Journal` writes them, prints warnings, knows the best
+evaluation, and keeps the page, the live line and the trackers up to date.
 
-What is left out: the report page (report.py) and the state to resume from (checkpoint.py).
+What is left out: console lines (console.py), the page (page.py), and the state to resume from (checkpoint.py).
 """
 
 import base64
@@ -23,11 +23,15 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
+import gpu
 import health
+import page
 import rubrics
 import sampler
+import trackers
 import update
 from config import Config
+from console import Live, comparison, console_line, evaluation_line, say, warn
 from examples import spread
 from groups import Draw, advantages_of, has_signal
 from run_files import JsonLines
@@ -38,7 +42,8 @@ MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the he
 class PhaseClock:
     """Seconds by phase within one step; phases do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        self.on_phase = on_phase  # hears of each phase that begins
         self.seconds: dict[str, float] = {}
         self._begin = time.perf_counter()
         self._running: str | None = None
@@ -47,6 +52,7 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
         """Bills the time of its body to `name`; the body must end with `done(*arrays)`, which waits for them."""
         assert self._running is None, f"phase {name} inside phase {self._running}"
+        self.on_phase(name)
         self._running, finished, begin = name, False, time.perf_counter()
 
         def done(*arrays: Any) -> None:
@@ -58,6 +64,7 @@ class PhaseClock:
             yield done
         finally:
             self._running = None
+            gpu.end_phase()
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
@@ -83,6 +90,7 @@ class Step(NamedTuple):
     advantages: np.ndarray  # (B, G)
     result: update.UpdateResult
     peak_bytes: int
+    curriculum: dict[str, float]  # figures of the choice of prompts
 
 
 def mean(values: np.ndarray) -> float | None:
@@ -105,6 +113,8 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
     num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
+    by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
+    num_none = int(sum(np.isnan(values).sum() for values in by_function))
     any_readable = np.isfinite(np.concatenate(rewards)).any()
     metrics: dict[str, Any] = {
         "step": step.number,
@@ -116,6 +126,8 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
             for name in draws[0].rewards.components
         },
+        **step.curriculum,
+        "reward/none": num_none,
         "sampling/draws": len(draws),
         "sampling/signal_groups": num_signal,
         "sampling/unused_frac": 1 - advantages.size / num_rows,
@@ -201,67 +213,6 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
         }
 
 
-# ---- the console
-
-# a step's line has room for its last number but not for a name
-CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
-
-
-def _fixed(value: float | None, digits: int) -> str:
-    """`value` with this many decimals; None is shown as nan: an overflowed or missing loss, unreadable rewards."""
-    return "nan" if value is None else f"{value:.{digits}f}"
-
-
-def console_line(metrics: dict[str, Any], num_steps: int) -> str:
-    """
-    The line of a step, usually within 100 columns; `CONSOLE_COLUMNS` names its fields.
-
-    Scripts parse its beginning: add fields at the end only.
-    """
-    loss, reward = _fixed(metrics["loss"], 4), _fixed(metrics["reward/mean"], 6)
-    return (
-        f"step {metrics['step']}/{num_steps} | loss {loss} | reward {reward} | "
-        f"{metrics['step/s']:.1f}s | rollout {metrics['rollout/tok_s']:.1f} tok/s | "
-        f"train {metrics['train/tok_s']:.1f} tok/s | {metrics['reward/zero_std_frac']:.0%}"
-    )
-
-
-def with_interval(record: dict[str, Any], name: str) -> str:
-    """A figure of an evaluation with its 95% confidence interval if it has one, as in "0.475 \u00b1 0.043"."""
-    value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
-    if value is None:
-        return "unreadable"
-    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
-
-
-def _problems(record: dict[str, Any]) -> str:
-    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
-
-
-def evaluation_line(record: dict[str, Any]) -> str:
-    """The line of an evaluation."""
-    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
-    if record.get("eval/witness") is not None:
-        shown.insert(1, "witness")
-    parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {_problems(record)}"
-
-
-def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
-    """Compares two evaluations, one line per figure, each with its 95% interval."""
-    figure = "accuracy" if "eval/accuracy" in last else "score"
-    nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
-    if sum(name.startswith("reward/") for name in nested) == 1:  # alone it adds nothing to the figure
-        nested = [name for name in nested if not name.startswith("reward/")]
-    lines = []
-    for name in (figure, "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
-        if last.get(f"eval/{name}") is not None:
-            before, after = with_interval(first, name), with_interval(last, name)
-            lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({_problems(last)})"
-    return "\n".join(lines)
-
-
 # ---- the files
 
 
@@ -285,7 +236,29 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = self.metrics.read(), self.evals.read()
+        trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
+        self.live = Live(config)
+        self.live.note(self.steps, self.evaluations)
+        self.page: page.Live | None = None
+        self.trackers: trackers.Trackers | None = None
+
+    def __enter__(self) -> "Journal":
+        """From here on the run is shown: its live line, its page, its trackers."""
+        self.live.__enter__()
+        if self.config.report_every != 0:
+            self.page = page.Live(self.dir, warn)
+        if self.config.report_to:
+            self.trackers = trackers.Trackers(self.config.report_to, self.dir, warn)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.live.__exit__()
+        with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+            if self.page is not None:
+                self.page.update(due=True, at_the_end=True)
+            if self.trackers is not None:
+                self.trackers.finish()
 
     def write_step(self, step: Step) -> None:
         """Writes a step's figures and all sampled completions, and prints its line."""
@@ -295,10 +268,13 @@ class Journal:
         self.steps.append(figures)
         for completion in completion_records(self.config, step):
             self.rollouts.write(completion)
-        print(console_line(figures, self.config.steps), flush=True)
+        say(console_line(figures, self.config.steps))
         if step.result.skipped:
-            print(f"step {step.number}: the gradient was not finite; the step changed nothing", file=sys.stderr)
+            warn(f"step {step.number}: the gradient was not finite; the step changed nothing")
         self.warn(step.number)
+        self.live.note(self.steps, self.evaluations)
+        if self.trackers is not None:
+            self.trackers.look()
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers, and prints its line."""
@@ -307,8 +283,9 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
-        print(evaluation_line(record), flush=True)
+        say(evaluation_line(record))
         self.warn(step)
+        self.live.note(self.steps, self.evaluations)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""
@@ -321,7 +298,20 @@ class Journal:
         for finding in health.examine(self.steps, self.evaluations):
             if finding.name not in given:
                 self.warnings.write({"step": step} | finding._asdict())
-                print(f"WARNING after step {step}: {finding.text}.", file=sys.stderr, flush=True)
+                warn(f"WARNING after step {step}: {finding.text}.")
+
+    def update_page(self, step: int) -> None:
+        """Writes the page where it is due: every `report_every` steps, else with each evaluation, else checkpoint."""
+        if self.page is None:
+            return
+        config = self.config
+        if config.report_every is not None:
+            is_due = step % config.report_every == 0
+        elif config.eval_every:
+            is_due = bool(self.evaluations) and self.evaluations[-1]["step"] == step
+        else:
+            is_due = step % config.save_every == 0
+        self.page.update(is_due)
 
     def best_step(self) -> int | None:
         """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""

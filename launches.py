@@ -293,6 +293,7 @@ def as_on_a_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(mx.fast, name, stand_in(name)))
         stack.enter_context(mock.patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)))
         stack.enter_context(mock.patch.object(mx.metal, "is_available", lambda: True))
+        stack.enter_context(mock.patch.object(gpu, "check_calls", lambda _: None))
         for op in gpu.OPS.values():
             stack.enter_context(mock.patch.object(op, "check", lambda _: ""))
             stack.enter_context(mock.patch.object(op, "_runs", {}))

@@ -49,6 +49,7 @@ class Machine(NamedTuple):
     flops: dict[mx.Dtype, float]  # of matmuls, a second
     limits: tuple[int, int] = (40, 40)  # of a command buffer: operations, and 2**20 elements
     launch_s: float = 0.0  # what each launch costs beside that
+    matmul_bandwidth: float = 0.0  # bytes a second of a product that memory bounds, where they differ
 
 
 def _chip(bandwidth: float, cores: int, clock: float, limit: int, matrix: int = 256) -> Machine:
@@ -145,9 +146,13 @@ def _number(kind: str, held: Sequence[Launch]) -> int:
 
 def roofline(held: Sequence[Launch], machine: Machine, dtype: mx.Dtype) -> float:
     """Seconds that launches take at a machine's peaks, one after the other."""
-    rate = machine.flops[dtype]
+    rate, products = machine.flops[dtype], machine.matmul_bandwidth or machine.bandwidth
     return sum(
-        max((launch.read + launch.written) / machine.bandwidth, launch.flops / rate) + machine.launch_s
+        max(
+            (launch.read + launch.written) / (products if launch.kind == "matmul" else machine.bandwidth),
+            launch.flops / rate,
+        )
+        + machine.launch_s
         for launch in held
     )
 

@@ -167,6 +167,20 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     return cache, logits
 
 
+class NotFinite(ValueError):
+    """
+    A token was drawn with a log-probability that is no number, as where float16 overflows. prompt: its place in those
+    that were given.
+    """
+
+    def __init__(self, prompt: int, position: int, dtype: mx.Dtype):
+        super().__init__(
+            f"token {position + 1} of a completion of prompt {prompt + 1} has a log-probability that is not finite in "
+            f"{dtype}; start again with GWEN_DTYPE=bfloat16, or with float32"
+        )
+        self.prompt = prompt
+
+
 class Job(NamedTuple):
     """A row that is to be sampled."""
 
@@ -186,7 +200,7 @@ class Record:
         self.logprobs = np.zeros(shape, np.float32)
         self.entropies = np.zeros(shape, np.float32) if params.entropy else None
         self.done = np.zeros(num_rows, bool)
-        self.progress = progress
+        self.progress, self.num_drawn = progress, 0
 
     @property
     def columns(self) -> list[np.ndarray]:
@@ -201,6 +215,14 @@ class Record:
             if begin < end:
                 for out, column in zip(self.columns, new, strict=True):
                     out[job.row, begin:end] = column[slot, : end - begin]
+
+    def tick(self, num_tokens: int) -> None:
+        """So many tokens more were drawn; shown, and nothing else."""
+        self.num_drawn += num_tokens
+        if self.progress is not None and not self.progress.disable:
+            speed = self.num_drawn / self.progress.format_dict["elapsed"]
+            self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
+            self.progress.update(0)
 
     def complete(self, jobs: list[Job]) -> None:
         """These rows have ended and are written."""
@@ -243,6 +265,7 @@ def decode(
     places, last, last_of_all = assign()
     drawn: list[tuple[mx.array, ...]] = []  # of each step that is not in the record: ids, logprobs, perhaps entropies
     num_columns, written = len(record.columns), 0  # steps that are in the record
+    num_idle = 0  # slots at the last look
     for step in itertools.count():
         numbers = table[mx.minimum(places + step, len(table) - 1)]
         token, *others = choose_token(logits, numbers, params)
@@ -256,6 +279,8 @@ def decode(
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
         idle = np.flatnonzero(np.array(ended_before)).tolist()  # wait
+        record.tick(LOOK_EVERY * (len(running) - (num_idle + len(idle)) // 2))
+        num_idle = len(idle)
         if len(idle) == len(running) and not waiting:
             break
         handed = idle[: len(waiting)] if len(idle) >= len(running) / 16 else []
@@ -264,6 +289,7 @@ def decode(
             continue
         record.write(running, starts, written, drawn)
         record.complete([running[slot] for slot in handed + dropped])
+        num_idle -= len(handed + dropped)
         drawn, written = [], step + 1
         for slot in handed:
             running[slot], starts[slot] = waiting.popleft(), step + 1
@@ -291,8 +317,8 @@ def continue_greedily(
     """
     num_rows = logits.shape[0]
     flat, lengths = cache.flat()
-    # On a GPU a copy, for which MLX has a kernel; else read where it lies.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
+    # Read where it lies; on a GPU without the kernel that does so, copied for MLX's own.
+    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
     jobs = [Job(row, row, limit) for row in range(num_rows)]
     decode(model, slots, logits, jobs, record, num_rows)
@@ -359,7 +385,8 @@ def rollout(
     share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets `shares_prefix`
     decide. These two affect speed and memory only.
     The log-probabilities are those of the distribution that was sampled, its support restricted as `params` says.
-    Raises ValueError for an empty prompt, for non-finite logits, and when memory does not suffice for one row.
+    Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and when memory does not suffice
+    for one row.
     """
     num_rows = len(prompts) * group_size
     if not prompts or not all(prompts):
@@ -372,7 +399,7 @@ def rollout(
     waiting = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
 
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
-    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None) as progress:
+    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
         record = Record(num_rows, params, key, progress)
         while waiting:
             # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
@@ -408,6 +435,8 @@ def rollout(
     lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
     width = int(lengths_of.max())
     mask = np.arange(width) < lengths_of[:, None]
+    for row, position in np.argwhere(mask & ~np.isfinite(record.logprobs[:, :width])).tolist()[:1]:
+        raise NotFinite(row // group_size, position, model.head_weight.dtype)
     logprobs, *entropies = (mx.array(np.where(mask, x[:, :width], np.float32(0))) for x in record.columns[1:])
     return Rollout(
         mx.array(np.where(mask, record.ids[:, :width], params.pad_id)),
@@ -425,6 +454,13 @@ def rollout(
         ),
         entropies[0] if params.entropy else None,
     )
+
+
+def columns(rollout: Rollout) -> dict[str, list[Any]]:
+    """What rewards are told of each row: its tokens without padding, and how many they are."""
+    lengths = np.array(rollout.mask).sum(-1).astype(int).tolist()
+    ids = np.array(rollout.completion_ids).tolist()
+    return {"completion_ids": [row[:num] for row, num in zip(ids, lengths, strict=True)], "num_tokens": lengths}
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:

@@ -28,14 +28,18 @@ from tqdm import tqdm
 import checkpoint
 import gpu
 import gwen
+import page
+import procedural
 import run_files
 import sampler
 import tasks
+import trackers
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
-from examples import Example, epoch_indices
+from console import CONSOLE_COLUMNS, warn
+from examples import Example
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
-from journal import CONSOLE_COLUMNS, PhaseClock, Step, evaluation_is_due
+from journal import PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
 from rewards import call_reward
 from run import Run
@@ -43,9 +47,10 @@ from run import Run
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; `run` holds everything that outlives a step."""
-    learner, clock = run.learner, PhaseClock()
+    learner, clock = run.learner, PhaseClock(run.journal.live.begin)
     if evaluate_if_due(run):
         run.save()
+    run.journal.update_page(run.step)
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
@@ -69,14 +74,18 @@ def train(config: Config, run: Run) -> None:
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
+        run.prompts.note(draws)
         # ---- everything below is reporting
         seconds, peak = clock.end_step(), mx.get_peak_memory()
-        run.journal.write_step(Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak))
+        run.journal.write_step(
+            Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
+        )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()
         is_best = evaluate_if_due(run)
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
+        run.journal.update_page(run.step)
 
 
 def evaluate_if_due(run: Run) -> bool:
@@ -87,6 +96,7 @@ def evaluate_if_due(run: Run) -> bool:
     """
     if not evaluation_is_due(run.config, run.step, run.dir):
         return False
+    run.journal.live.begin("evaluating")
     run.evaluate()
     return run.journal.best_step() == run.step
 
@@ -101,19 +111,21 @@ def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
     max_draws = config.dynamic_sampling_cap if config.dynamic_sampling else 1
     draws: list[Draw] = []
     for number in range(run.num_draws, run.num_draws + max_draws):
-        indices = epoch_indices(len(run.task.train), config.batch, number, config.seed)
-        examples = [run.task.train[index] for index in indices]
-        prompts = [run.prompt_ids[index] for index in indices]
+        examples, prompts = run.prompts.draw(number)
         with clock.phase("rollout") as done:
-            rollout = sampler.rollout(
-                run.model,
-                prompts,
-                run.sampling,
-                group_size=config.groups,
-                key=(config.seed << 32) + number + 1,  # another for every batch of every seed
-                batch_size=run.batch_size,
-                share_prefix=config.sharing,
-            )
+            try:
+                rollout = sampler.rollout(
+                    run.model,
+                    prompts,
+                    run.sampling,
+                    group_size=config.groups,
+                    key=(config.seed << 32) + number + 1,  # another for every batch of every seed
+                    batch_size=run.batch_size,
+                    share_prefix=config.sharing,
+                )
+            except sampler.NotFinite as error:
+                said = tasks.prompt_text(examples[error.prompt]["prompt"])
+                raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
         if has_signal(choose_groups(config, draws)[1]).all():
@@ -129,7 +141,7 @@ def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollo
     columns: dict[str, Any] = {
         name: [example.get(name) for example in repeated] for name in examples[0] if name != "prompt"
     }
-    columns["num_tokens"] = np.array(rollout.mask).sum(-1).astype(int).tolist()
+    columns |= sampler.columns(rollout)
     prompts = [example["prompt"] for example in repeated]
     components: dict[str, np.ndarray] = {}
     with clock.phase("reward") as done:
@@ -153,11 +165,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         flags = given(args)
+        if args.list_tasks:
+            for lines in procedural.listing():
+                print(lines, flush=True)
+            return
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
-        if gpu.on_gpu():
-            mx.set_cache_limit(10**9)  # else MLX keeps every freed buffer, which a 16 GB machine cannot spare
+        trackers.check(config.report_to)
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
         if args.print_config:
             print(as_yaml(config), end="")
@@ -187,12 +202,16 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(run.memory, flush=True)
         print(CONSOLE_COLUMNS, flush=True)
-        with _stoppable(run):
+        with run.journal, _stoppable(run):
             train(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
         if (best := run.journal.best_step()) is not None:
             print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if (written := run_dir / "report.html").is_file():
+            print(f"page: {written}")
+            if args.open:
+                page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:  # during loading; `_stoppable` handles it during the steps
@@ -213,22 +232,27 @@ def _stoppable(run: Run) -> Any:
         if run.is_whole or run.stopping:
             raise KeyboardInterrupt
         run.stopping = True
-        print("\nfinishing this step; press Ctrl-C again to abandon it", file=sys.stderr)
+        warn("\nfinishing this step; press Ctrl-C again to abandon it")
 
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
         yield
     except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
+        if gpu.is_watchdog(error):
+            what = (
+                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
+                "(pmset displaysleepnow), or let less be done at once; "
+            )
         if run.is_whole:
             run.save()
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error):
+        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
             raise ValueError(said) from error
-        print(f"\n{said}", file=sys.stderr)
+        warn(f"\n{said}")
         if what:  # a bug of ours or of MLX's: show the traceback
             raise
         sys.exit(130)
@@ -245,7 +269,8 @@ def _go_on(run: Run, error: BaseException) -> str:
     If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
     """
     less = ""
-    if gpu.is_out_of_memory(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
+    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):

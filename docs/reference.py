@@ -29,11 +29,13 @@ SECTIONS = {
     "lora_rank": "Adapters",
     "judge_model": "Judge",
     "eval_rubric": "Evaluation and checkpoints",
+    "report_every": "The run's page and trackers",
 }
 COMMAND = {
     "--config FILE": "Read settings from FILE instead of the task's recipe. A run's `config.yaml` repeats that run.",
     "--run-dir DIR": "Where to record the run (default: `runs/TASK-TIME`).",
     "--resume DIR": "Continue the run in DIR. [Some settings may change](runs.md#resume).",
+    "--open": "Open the run's page in a browser at the end.",
     "--print-config": "Print every setting as YAML and exit.",
 }
 ENVIRONMENT = {
@@ -51,6 +53,12 @@ METRICS = {
     "reward/std": "Standard deviation of rewards within a group, averaged over groups.",
     "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within `--signal-floor`.",
     "reward/NAME": "Mean of one reward before weighting.",
+    "reward/none": "Rewards left out of a completion's sum, because their function gave None for it.",
+    "curriculum/problems": "Problems that `--task rg:NAME` has made for training so far, repeated ones included.",
+    "curriculum/level/<name>": "The level of a data set of `--task rg:NAME` that has one.",
+    "curriculum/expected": "`--curriculum`: variance expected of the drawn prompts' rewards on the run's range.",
+    "curriculum/seen_frac": "`--curriculum`: share of the prompts that were drawn before.",
+    "curriculum/resting_frac": "`--curriculum`: share of the prompts that rest, having been solved whole.",
     "sampling/draws": "Batches of prompts drawn; more than 1 only with `--dynamic-sampling`.",
     "sampling/signal_groups": "Groups drawn that have signal.",
     "sampling/unused_frac": "Share of completions in groups that were drawn and not trained on: the price of "

@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 import checkpoint
 import gwen
 import lora
-import train
 
 
 @pytest.fixture(scope="module")

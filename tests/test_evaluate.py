@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from small_run import make_config
 
+import console
 import evaluate
 import gwen
-import journal
 import judge
 import lora
 import rubrics
@@ -138,12 +138,12 @@ def test_a_line_of_an_evaluation_has_its_intervals_within_100_columns():
     figures = {"score": -10.1234, "witness": -10.1234, "greedy": -10.1234}
     record = {f"eval/{name}": value for name, value in figures.items()} | {"eval/num": 1319}
     record |= {f"eval/{name}_ci95": 10.0432 for name in figures}
-    line = journal.evaluation_line(record)
+    line = console.evaluation_line(record)
     assert line.startswith("eval/score -10.123 \u00b1 10.043 | witness -10.123 \u00b1 10.043 | greedy")
     assert len(line) <= 100
     empty = {"eval/accuracy": None, "eval/accuracy_ci95": None, "eval/greedy": 0.5, "eval/greedy_ci95": None}
-    line = journal.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
-    assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problems"
+    line = console.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
+    assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problem"
 
 
 # ---- what stands beside

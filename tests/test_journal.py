@@ -1,6 +1,4 @@
-"""The clock bills work to its phase; logs survive a crash; the console line is what other people's scripts expect."""
-
-import re
+"""The clock bills work to its phase; logs survive a crash."""
 
 import mlx.core as mx
 import pytest
@@ -79,37 +77,6 @@ def test_a_log_is_cut_back_to_a_step_and_loses_a_torn_last_line(tmp_path):
 def test_a_log_refuses_numbers_that_are_not_json(tmp_path):
     with pytest.raises(ValueError):
         run_files.JsonLines(tmp_path / "x.jsonl").write({"loss": float("nan")})
-
-
-METRICS = {
-    "step": 1,
-    "loss": 0.01138,
-    "reward/mean": -0.171875,
-    "step/s": 105.49,
-    "rollout/tok_s": 607.41,
-    "train/tok_s": 91.62,
-    "reward/zero_std_frac": 0.25,
-}
-
-
-def test_the_console_line_begins_as_other_peoples_scripts_expect():
-    line = journal.console_line(METRICS, 100)
-    assert line.startswith(
-        "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | "
-    )
-    assert re.fullmatch(r"step \d+/\d+( \| [^|]+)+", line)
-
-
-def test_the_console_line_ends_with_the_share_of_groups_without_signal_within_100_columns():
-    metrics = METRICS | {"reward/zero_std_frac": 1.0}
-    line = journal.console_line(metrics, 100)
-    assert line.endswith(" | 100%") and len(line) <= 100
-    assert len(line.split(" | ")) == len(journal.CONSOLE_COLUMNS.split(", "))
-
-
-def test_what_was_not_measured_is_no_number_on_the_console():
-    unknown = journal.console_line(METRICS | {"loss": None, "reward/mean": None}, 100)
-    assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
 
 
 def test_the_environment_names_versions_device_and_blas():

@@ -2,20 +2,27 @@
 
 import base64
 import functools
+import html
 import html.parser
 import json
 import random
 import re
 import shutil
 import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import yaml
 from tokenizers import Tokenizer
 
+import charts
+import history
 import hub
+import page
 import report
+import train
 
 HOSTILE = (
     *(
@@ -125,10 +132,10 @@ def make_run(folder):
 class Reader(html.parser.HTMLParser):
     """The elements, attributes and text of a page."""
 
-    def __init__(self, page):
+    def __init__(self, markup):
         super().__init__()
         self.elements, self.attributes, self.texts, self.open = [], [], [], []
-        self.feed(page)
+        self.feed(markup)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append(tag)
@@ -139,13 +146,13 @@ class Reader(html.parser.HTMLParser):
         self.texts.append((self.open[-1] if self.open else "", data))
 
 
-def data_of(page):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+def data_of(markup):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', markup, re.S)[1])
 
 
 def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(run):
-    page = report.write(run).read_text()
-    text = re.sub(r"\s+", " ", "".join(part for _, part in Reader(page).texts))
+    markup = page.write(run).read_text()
+    text = re.sub(r"\s+", " ", "".join(part for _, part in Reader(markup).texts))
     for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "160", "a laptop", "became right"):
         assert said in text, said
     for said in ("Two plus three is six.", "Nine is five.", "It fell. Try a higher --temp", "learning_rate"):
@@ -154,18 +161,18 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 
 def test_what_changed_since_before_training_is_marked(run):
-    marked = re.findall(r"<mark>(.*?)</mark>", report.write(run).read_text())
+    marked = re.findall(r"<mark>(.*?)</mark>", page.write(run).read_text())
     assert "five" in marked and "Two" not in marked
 
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
-    answers = report.make_answers(report.load(run))
+    answers = page.make_answers(history.load(run))
     assert answers["paid"] == [{"name": "correct", "num": 4, "most": 1.0, "before": 0, "after": 1}]
     assert answers["counts"] == {"became right": 3, "stayed wrong": 1}
 
 
 def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantage(run):
-    held = data_of(report.write(run).read_text())["completions"]
+    held = data_of(page.write(run).read_text())["completions"]
     written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert held["of"] == len(held["groups"]) == 8
     assert held["criteria"] == ["correct", "working", "sentence"]
@@ -182,7 +189,7 @@ def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantag
 
 
 def test_a_character_of_several_tokens_is_one_piece(run):
-    decode = report.token_decoder(report.load(run))
+    decode = page.token_decoder(history.load(run))
     ids = demo_tokenizer().encode("a\u2014\U0001f642b", add_special_tokens=False).ids
     pieces = decode(ids)
     assert "".join(text for text, _ in pieces) == demo_tokenizer().decode(ids)
@@ -191,19 +198,19 @@ def test_a_character_of_several_tokens_is_one_piece(run):
 
 
 def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
-    charts = {chart["title"]: chart for chart in report.make_charts([report.load(run)])}
-    shown = charts["Reward"]["series"][0]["shown"]
+    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run)])}
+    shown = drawn["Reward"]["series"][0]["shown"]
     assert shown == {"x": [1, 2, 3, 4], "s": [1.6, 3.2, 4.8, 6.4], "y": [0.1, 0.2, 0.3, 0.4]}
-    assert charts["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
-    assert [series["label"] for series in charts["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
-    assert [mark["step"] for mark in charts["Entropy"]["marks"]] == [3]
+    assert drawn["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
+    assert [series["label"] for series in drawn["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
+    assert [mark["step"] for mark in drawn["Entropy"]["marks"]] == [3]
 
 
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
-    charts = {chart["title"]: chart for chart in report.make_charts([report.load(run), report.load(other)])}
-    assert [s["label"] for s in charts["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
-    assert "other" in report.write(run, others=[str(other)]).read_text()
+    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run), history.load(other)])}
+    assert [s["label"] for s in drawn["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
+    assert "other" in page.write(run, others=[str(other)]).read_text()
 
 
 @pytest.mark.parametrize(
@@ -218,12 +225,12 @@ def test_several_runs_stand_over_each_other(run):
     ],
 )
 def test_what_a_browser_would_obey_is_shown_as_its_code(text, seen):
-    assert report.visible(text) == seen
+    assert history.visible(text) == seen
 
 
 def test_a_line_of_100_kb_is_folded_and_says_so():
-    folded = report.fold("a" * 50_000 + "b" * 50_000)
-    assert len(folded) < 1.01 * report.MOST_TEXT
+    folded = history.fold("a" * 50_000 + "b" * 50_000)
+    assert len(folded) < 1.01 * history.MOST_TEXT
     assert folded.startswith("a") and folded.endswith("b") and "80,000 characters are left out" in folded
 
 
@@ -240,9 +247,11 @@ def hostile_run(folder):
         named = {"prompt": text, "answer": text, "category": text, "completion": text, "finish_reason": text}
         lines.append(line | place | named | {"rewards": {text: 1.0}})
     write_lines(folder / "rollouts.jsonl", lines)
-    details = [answer_record(step, number, text, 1.0) for step in (0, 4) for number, text in enumerate(texts[:200])]
-    for detail, text in zip(details, texts, strict=False):
-        detail |= {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
+    details = []
+    for step, shift in ((0, 0), (4, 1)):
+        for number, text in enumerate(texts):
+            named = {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
+            details.append(answer_record(step, number, texts[number - shift], float(shift)) | named)
     write_lines(folder / "eval_answers.jsonl", details)
     write_lines(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
     write_lines(folder / "changes.jsonl", [{"step": 1, "setting": t, "was": t, "is": t} for t in HOSTILE])
@@ -256,30 +265,30 @@ def hostile_run(folder):
 
 
 def test_of_2000_hostile_strings_none_becomes_markup(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MOST_COMPLETIONS", 10**8)
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
     folder = tmp_path / "hostile"
     texts = hostile_run(folder)
-    page = report.write(folder).read_text()
+    markup = page.write(folder).read_text()
     harmless = make_run(tmp_path / "harmless")
-    ours = Reader(report.write(harmless).read_text())
-    read = Reader(page)
+    ours = Reader(page.write(harmless).read_text())
+    read = Reader(markup)
     assert set(read.elements) <= set(ours.elements) | {"li", "ul"}
     assert read.elements.count("script") == 2
     assert {name for name, _ in read.attributes} <= {name for name, _ in ours.attributes}
     assert not [value for name, value in read.attributes if name in ("href", "src") and not value.startswith("#")]
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", page)
-    shown = [row["text"] for group in data_of(page)["completions"]["groups"] for row in group["rows"]]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup)
+    shown = [row["text"] for group in data_of(markup)["completions"]["groups"] for row in group["rows"]]
     written = [json.loads(json.dumps(text)) for text in texts]  # where two surrogates met, they are a character now
-    assert sorted(shown) == sorted(report.fold(text) for text in written)
+    assert sorted(shown) == sorted(history.fold(text) for text in written)
 
 
 def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(run, monkeypatch):
-    monkeypatch.setattr(report, "MOST_COMPLETIONS", 4000)
-    page = report.write(run).read_text()
-    held = data_of(page)["completions"]
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 4000)
+    markup = page.write(run).read_text()
+    held = data_of(markup)["completions"]
     assert len(json.dumps(held["groups"])) <= 4000
     assert {group["step"] for group in held["groups"]} >= {1, 3}
-    assert f"{len(held['groups'])} of 8 groups are in this page" in page
+    assert f"{len(held['groups'])} of 8 groups are in this page" in markup
 
 
 def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
@@ -287,10 +296,37 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    assert "4 of 6" in report.write(run).read_text()
+    assert "4 of 6" in page.write(run).read_text()
     for path in run.glob("*.jsonl"):
         path.write_text("")
-    assert "No evaluation has been written yet." in report.write(run).read_text()
+    assert "No evaluation has been written yet." in page.write(run).read_text()
+
+
+def test_the_page_of_a_run_that_goes_on_waits_until_pages_have_cost_a_hundredth_of_its_time(run, monkeypatch):
+    now, written, told = [0.0], [], []
+    monkeypatch.setattr(page.time, "perf_counter", lambda: now[0])
+
+    def write(run_dir):
+        written.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(page, "write", write)
+    live = page.Live(run, told.append)
+    for second, is_due in {10: True, 100: True, 390: False, 500: False, 590: True, 650: False}.items():
+        now[0] = second
+        live.update(is_due)
+    assert written == [10, 500, 650]  # 400 s pay for two pages, 600 s for three; what had to wait is made up for
+    live.update(False, at_the_end=True)
+    assert len(written) == 4 and not told
+
+
+def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
+    told = []
+    (run / "eval.jsonl").write_text("not JSON\n")
+    live = page.Live(run, told.append)
+    for _ in range(3):
+        live.update(True, at_the_end=True)
+    assert len(told) == 1 and "eval.jsonl, line 1" in told[0]
 
 
 def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
@@ -348,12 +384,12 @@ def browse(tmp_path):
     if browser is None:
         pytest.skip("no Chromium is installed")
 
-    def browse(page, program=""):
+    def browse(markup, program=""):
         path = tmp_path / "page.html"
         if program:  # a test's own script, which the page's policy would refuse
-            page = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", page)
-            page = page.replace("</body>", f"<script>{program}</script></body>")
-        path.write_text(page)
+            markup = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", markup)
+            markup = markup.replace("</body>", f"<script>{program}</script></body>")
+        path.write_text(markup)
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         flags += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
         command = [browser, *flags, "--dump-dom", path.as_uri()]
@@ -366,8 +402,8 @@ def browse(tmp_path):
 @pytest.mark.slow
 def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
     """A request to a network would be an error on the console: the page's policy refuses every one."""
-    page = report.write(run).read_text()
-    shown, errors = browse(page)
+    markup = page.write(run).read_text()
+    shown, errors = browse(markup)
     assert errors == []
     cards = re.findall(r'<article class="row">(.*?)</article>', shown, re.S)
     written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()][-4:]
@@ -394,22 +430,88 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
         found.push(document.getElementById("found").textContent);
         document.title = JSON.stringify(found);
     """
-    shown, errors = browse(page, program)
+    shown, errors = browse(markup, program)
     assert errors == []
     told = re.search("<title>(.*?)</title>", shown)[1]
     assert json.loads(told) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
     assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
 
-    hostile_run(tmp_path / "hostile")
-    hostile = report.write(tmp_path / "hostile").read_text()
+
+@pytest.mark.slow
+def test_of_2000_hostile_strings_in_every_place_none_runs_and_none_breaks_the_layout(tmp_path, monkeypatch, browse):
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
+    monkeypatch.setattr(page, "MOST_ANSWERS", 10**8)
+    folder = tmp_path / "a<img src=x onerror=window.pwned=1>"
+    hostile_run(folder)
     program = """
-        change = (value) => {
-            form.elements.text.value = value; form.dispatchEvent(new Event("input", {bubbles: true}));
+        let seen = 0;
+        const look = () => {
+            seen += document.querySelectorAll("#shown .row").length;
+            if (document.documentElement.scrollWidth > innerWidth) document.title = "wide";
         };
-        change("pwned"); change("<"); change("&");
-        const wide = document.documentElement.scrollWidth > innerWidth;
-        document.title = `${window.pwned} ${wide}`;
+        const search = (value) => {
+            form.elements.text.value = value; form.dispatchEvent(new Event("input", {bubbles: true})); look();
+        };
+        groups.forEach((group, i) => { choose(i); look(); });
+        search("pwned"); search("<"); search("&");
+        const problems = document.querySelectorAll("#held-out .problem").length;
+        if (document.title !== "wide") document.title = `${window.pwned} ${seen} ${problems}`;
     """
-    shown, errors = browse(hostile, program)
+    shown, errors = browse(page.write(folder, others=[str(folder)]).read_text(), program)
     assert errors == []
-    assert re.search("<title>(.*?)</title>", shown)[1] == "undefined false"
+    assert re.search("<title>(.*?)</title>", shown)[1] == f"undefined {2000 + 3 * 60} 2000"
+
+
+SMALL = ["--model", "demo", "--batch", "2", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
+
+
+@pytest.mark.slow
+def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_recorded(tmp_path, capsys, browse):
+    folder = tmp_path / "demo"
+    train.main([*SMALL, "--steps", "3", "--eval-every", "2", "--run-dir", str(folder)])
+    assert f"page: {folder / 'report.html'}" in capsys.readouterr().out
+    program = """
+        const texts = groups.map((group, i) => {
+            choose(i);
+            const cards = [...document.querySelectorAll("#shown .row")];
+            return cards.map((card) => card.querySelector("bdi.text").textContent);
+        });
+        form.elements.low.value = "0.9"; form.dispatchEvent(new Event("input", {bubbles: true}));
+        const good = document.querySelectorAll("#shown .row").length;
+        const answers = [...document.querySelectorAll("#held-out .problem")].map(
+            (problem) => [...problem.querySelectorAll(".said")].map((said) => said.textContent));
+        document.title = JSON.stringify([texts, good, answers]);
+    """
+    shown, errors = browse((folder / "report.html").read_text(), program)
+    assert errors == []
+    texts, good, answers = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown)[1]))
+    written = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert len(written) == 3 * 2 * 4
+    tokenizer = demo_tokenizer()
+    expected = {}
+    for line in sorted(written, key=lambda line: -line["advantage"]):
+        expected.setdefault((line["step"], line["group"]), []).append(
+            tokenizer.decode(line["ids"], skip_special_tokens=False)
+        )
+    assert texts == [expected[place] for place in sorted(expected)]
+    assert good == sum(line["reward"] >= 0.9 for line in written)
+    held_out = [json.loads(line) for line in (folder / "eval_answers.jsonl").read_text().splitlines()]
+    of_problem = {}
+    for line in held_out:
+        of_problem.setdefault(line["problem"], []).append(line["completions"][0])
+    assert answers == [of_problem[problem] for problem in sorted(of_problem)]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_a_page(tmp_path):
+    folder = tmp_path / "killed"
+    root = page.TEMPLATES.parent
+    command = [sys.executable, str(root / "train.py"), *SMALL, "--steps", "500", "--run-dir", str(folder)]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 300
+    while not (folder / "report.html").is_file() and time.monotonic() < end:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    markup = (folder / "report.html").read_text()
+    assert "of 500" in markup and len(data_of(markup)["charts"]) > 0

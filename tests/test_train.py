@@ -23,6 +23,7 @@ from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
 
+import adapters
 import checkpoint
 import dispatch
 import evaluate
@@ -105,7 +106,7 @@ def test_the_defaults_are_those_of_the_table():
     named = ("batch", "groups", "temp", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "old_logprobs")
     assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, None, "dapo", "group", "step"]
     assert (config.importance_sampling_level, config.lora_rank, config.judge_chunk_size) == ("token", 16, 24)
-    assert sampler.params_of(config).support == {}
+    assert sampler.params_of(config).support is None
 
 
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
@@ -374,15 +375,15 @@ def test_without_evaluations_there_is_no_best_adapter(tmp_path, capsys):
 def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path):
     run, tokens = tmp_path / "run", mx.array([[1, 5, 9, 2, 30]])
     train.main([*SMALL, "--steps", "2", "--eval-every", "1", "--save-every", "1", "--run-dir", str(run)])
-    adapters = [*checkpoint.saved(run), run, run / "adapter-best"]
-    assert len(adapters) == 5
-    for path in adapters:
+    places = [*checkpoint.saved(run), run, run / "adapter-best"]
+    assert len(places) == 5
+    for path in places:
         ours = gwen.load("demo", adapter=path)[0](tokens)
-        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(hub.find_adapter(path)))
+        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(adapters.find(path)))
         peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
         np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
-        assert hub.adapter_base(path) == "demo"
-    first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in adapters[:3])
+        assert adapters.base_of(path) == "demo"
+    first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in places[:3])
     assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
 
 
@@ -600,6 +601,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run.step, run.num_draws, run.judge.tree.chunk.size = 7, 19, 6
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
+    run.end_step()
     run.save()
     other = make_run(tmp_path)
     other.restore(checkpoint.load(tmp_path))
@@ -651,7 +653,7 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
         ((update, "accumulate"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
         ((update, "accumulate"), "before", 6, 3),  # the second epoch: the step is finished first
         ((update, "hold"), "before", 5, 3),
-        ((train.Run, "report"), "before", 3, 3),
+        ((journal.Journal, "write_step"), "before", 3, 3),
         ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
         ((evaluate, "evaluate"), "after", 4, 5),  # the last one
@@ -694,7 +696,7 @@ def test_ctrl_c_after_an_update_that_was_skipped_finishes_the_step_too(tmp_path,
 
 def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path, monkeypatch):
     flags = ("--max-tokens", "1", "--truncated", "mask")
-    run = interrupted_run(tmp_path, monkeypatch, (train.Run, "report"), "before", 2, flags=flags)
+    run = interrupted_run(tmp_path, monkeypatch, (journal.Journal, "write_step"), "before", 2, flags=flags)
     assert checkpoint.load(run).step == 2
     metrics = records(run / "metrics.jsonl")
     assert [record["forwards_per_completion"] for record in metrics] == [0, 0]

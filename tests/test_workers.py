@@ -1,5 +1,6 @@
-"""Workers: answers in order and side by side, limits that hold against everything, and a seal that hostile text meets."""
+"""Workers: answers in order and side by side, limits that always hold, and a seal against hostile text."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,10 +20,8 @@ def stubborn(seconds):
     """Catches the alarm, as a library with a bare `except` does."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
+        with contextlib.suppress(BaseException):
             time.sleep(seconds)
-        except BaseException:
-            pass
     return "awake"
 
 

@@ -1,0 +1,247 @@
+"""
+What one machine does with one model, in one command: `uv run bench_step.py --model M --report`, or `--quick`.
+
+Seconds to load; prefill, decoding at few and many rows, judging and an update; peak memory; the same with kernels off
+where there is a GPU; how far sampler and trainer disagree on log-probabilities before the first update; and what the
+ledger predicts of it. One JSON file holds all of it, and one row of a Markdown table the figures that a reader
+compares. What is left out: other engines, which bench_step.py and bench_rollout.py run.
+
+Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion tokens.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import bench
+import gpu
+import grpo
+import gwen
+import launches
+import ledger
+import lora
+import micro_batch
+import ops
+import preflight
+import sampler
+import update
+from config import Config
+
+QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
+ROWS = (1, 4, 16, 64)  # at which decoding is timed
+CPU_LAUNCH_S = 3e-6  # of MLX's CPU backend, beside the work: 3 us an operation on an Intel Xeon
+
+
+class Subject(NamedTuple):
+    """What is measured."""
+
+    args: argparse.Namespace
+    config: Config
+    model: gwen.Model
+    tokenizer: Any
+    prompts: list[list[int]]  # (B, P)
+
+
+def timed(function: Callable[[], Any], runs: int) -> tuple[float, Any]:
+    """Median seconds of a call, after one that is not counted, and what the last one gave."""
+    function()
+    seconds, result = [], None
+    for _ in range(runs):
+        begin = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds), result
+
+
+def rollout(subject: Subject, num_rows: int) -> sampler.Rollout:
+    """Completions of exactly T tokens, so many rows at once, in groups as large as a step's where they suffice."""
+    size = min(num_rows, subject.args.groups)
+    prompts = [subject.prompts[place % len(subject.prompts)] for place in range(num_rows // size)]
+    distinct = [[*prompt[:-1], place + 1] for place, prompt in enumerate(prompts)]
+    params = sampler.SamplingParams(subject.args.max_tokens)
+    return sampler.rollout(subject.model, distinct, params, group_size=size, key=subject.args.seed, batch_size=num_rows)
+
+
+def rollouts(subject: Subject) -> dict[str, Any]:
+    """Tokens a second of decoding at each number of rows, and of the prefill of a step."""
+    args, decoded, prefilled = subject.args, {}, 0.0
+    most = args.batch * args.groups
+    for num_rows in sorted({*(rows for rows in ROWS if rows < most), most}):
+        rollout(subject, num_rows)  # not counted: it makes the kernels
+        stats = [rollout(subject, num_rows).stats for _ in range(args.runs)]
+        decoded[num_rows] = num_rows * (args.max_tokens - 1) / statistics.median(one.decode_s for one in stats)
+        prefilled = statistics.median(one.prefill_s for one in stats)
+    return {
+        "decode_tok_s": decoded,
+        "prefill_s": prefilled,
+        "prefill_tok_s": args.batch * args.prompt_tokens / prefilled,
+    }
+
+
+def judging(subject: Subject) -> dict[str, float]:
+    """Evaluations a second of a judge that reads the probabilities of scores, its preamble included."""
+    work, tokenizer = bench.make_judge_work(subject.args, subject.tokenizer), bench.Legible(subject.tokenizer)
+
+    def judge() -> Any:
+        with lora.disabled(subject.model):
+            return bench.judge_ours(work, model=subject.model, tokenizer=tokenizer, mode="logits", chunk_size=24)
+
+    seconds, _ = timed(judge, subject.args.runs)
+    return {"judge_s": seconds, "judge_eval_s": len(work.ids) / seconds}
+
+
+def updates(subject: Subject) -> dict[str, Any]:
+    """Tokens a second of an update, and what its first one found of the policy that sampled against the trainer's."""
+    args, config = subject.args, subject.config
+    learner, held = update.Learner(subject.model, config), rollout(subject, args.batch * args.groups)
+    rewards = np.array([[place * 7 % 5 / 4 for place in range(args.groups)]] * args.batch)
+    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
+    rows = [[*prompt[:-1], place + 1] for place, prompt in enumerate(subject.prompts) for _ in range(args.groups)]
+    found: list[update.UpdateResult] = []
+
+    def once() -> None:
+        batches = micro_batch.micro_batches(rows, held, config.train_token_budget, config.train_share_prefix)
+        found.append(update.update(learner, batches, held, advantages, None, 1e-6))
+
+    seconds, _ = timed(once, args.runs)
+    means = found[0].means
+    names = {"logprob_abs_mean": "gap", "logprob_abs_max": "gap_max", "ratio_mean": "trust", "ratio_max": "trust_max"}
+    agreement = {f"mismatch/{name}": means[key] for name, key in names.items()} | {"kl": means["kl"]}
+    return {"update_s": seconds, "update_tok_s": held.mask.size / seconds, "agreement": agreement}
+
+
+@contextlib.contextmanager
+def kernels(choice: str) -> Iterator[None]:
+    """Inside, kernels are on or off."""
+    before = os.environ.get("GWEN_KERNELS")
+    os.environ["GWEN_KERNELS"] = choice
+    try:
+        yield
+    finally:
+        os.environ.pop("GWEN_KERNELS")
+        if before is not None:
+            os.environ["GWEN_KERNELS"] = before
+
+
+def this_machine(subject: Subject) -> tuple[ledger.Machine, dict[str, float]]:
+    """
+    The machine at hand for the ledger, a chip of its table or by measured peaks; and these peaks.
+
+    A CPU's are those that it reaches in the model's own work: bytes of swiglu, which is mostly an exponential, and
+    bytes of a product with few rows, whose weights OpenBLAS packs before it multiplies.
+    """
+    model, args = subject.model, subject.args
+    dtype, width = model.head_weight.dtype, model.config.intermediate_size
+    bandwidth, rate = bench.memory_bandwidth(), bench.matmul_rate(dtype)
+    peaks = {"bandwidth_gb_s": bandwidth / 1e9, "matmul_tflops": rate / 1e12}
+    if gpu.on_gpu():
+        chip = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
+        return ledger.MACHINES.get(chip, ledger.Machine(bandwidth, {dtype: rate})), peaks
+    gate_up, few = (
+        mx.ones((256, 2 * width), dtype),
+        mx.ones((args.batch * args.groups, model.config.hidden_size), dtype),
+    )
+    mx.eval(gate_up, few)
+
+    def reached(function: Callable[..., mx.array], *arrays: mx.array) -> float:
+        held = launches.trace(function, *arrays, on_gpu=False)
+        return sum(one.read + one.written for one in held) / bench.best_seconds(lambda: function(*arrays))
+
+    elementwise = reached(ops.swiglu, gate_up)
+    products = reached(lambda x, weight: x @ weight.T, few, model.head_weight)
+    peaks |= {"swiglu_gb_s": elementwise / 1e9, "few_rows_gb_s": products / 1e9}
+    return ledger.Machine(elementwise, {dtype: rate}, launch_s=CPU_LAUNCH_S, matmul_bandwidth=products), peaks
+
+
+def predictions(subject: Subject, machine: ledger.Machine) -> dict[str, float]:
+    """Seconds of each phase of a step by the ledger."""
+    work = ledger.Work(
+        subject.model.config, subject.model.head_weight.dtype, subject.config, subject.args.prompt_tokens, gpu.on_gpu()
+    )
+    held = {phase.name: phase.times * phase.seconds(machine, work.dtype) for phase in ledger.make(work)}
+    return {
+        **{f"{name}_s": held[name] for name in ("prefill", "decode", "judge")},
+        "update_s": held["forward"] + held["backward"] + held["optimizer"],
+    }
+
+
+def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """All figures of one model on this machine."""
+    begin = time.perf_counter()
+    model, tokenizer = gwen.load(config.model)
+    figures: dict[str, Any] = {"load_s": time.perf_counter() - begin}
+    lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+    ordinary = np.setdiff1d(np.arange(min(model.config.vocab_size, 8192)), model.config.eos_ids)
+    prompts = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
+    preflight.settle(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
+    subject = Subject(args, config, model, tokenizer, prompts)
+    machine, figures["peaks"] = this_machine(subject)
+    mx.reset_peak_memory()
+    figures |= rollouts(subject) | updates(subject)
+    figures["peak_gb"] = mx.get_peak_memory() / 1e9
+    figures |= judging(subject)
+    most = max(figures["decode_tok_s"])
+    figures["decode_s"] = most * (args.max_tokens - 1) / figures["decode_tok_s"][most]
+    figures["step_s"] = sum(figures[f"{phase}_s"] for phase in ("prefill", "decode", "update"))
+    if gpu.on_gpu():
+        with kernels("off"):
+            without = rollouts(subject) | updates(subject)
+        figures["kernels_off"] = {"decode_tok_s": without["decode_tok_s"][most], "update_s": without["update_s"]}
+    figures["dtype"] = str(model.head_weight.dtype).removeprefix("mlx.core.")
+    figures["predicted"] = predictions(subject, machine)
+    return figures
+
+
+COLUMNS = (
+    "machine | memory | model | dtype | B x G, P + T | load s | prefill tok/s | decode tok/s by rows | judge eval/s | "
+    "update tok/s | step s | peak GB | kernels off: decode, update | log-probability gap, mean and largest | "
+    "ledger / measured: prefill, decode, judge, update"
+)
+
+
+def row(args: argparse.Namespace, figures: dict[str, Any], machine: str) -> str:
+    """One row of the table in docs/benchmarks.md."""
+    off, gap = figures.get("kernels_off"), figures["agreement"]
+    shares = [figures["predicted"][name] / figures[name] for name in ("prefill_s", "decode_s", "judge_s", "update_s")]
+    most = max(figures["decode_tok_s"])
+    cells = [
+        machine,
+        f"{gpu.memory_size() / 1e9:.0f} GB",
+        args.model,
+        figures["dtype"],
+        f"{args.batch} x {args.groups}, {args.prompt_tokens} + {args.max_tokens}",
+        f"{figures['load_s']:.1f}",
+        f"{figures['prefill_tok_s']:.0f}",
+        ", ".join(f"{rows}: {rate:.0f}" for rows, rate in figures["decode_tok_s"].items()),
+        f"{figures['judge_eval_s']:.1f}",
+        f"{figures['update_tok_s']:.0f}",
+        f"{figures['step_s']:.1f}",
+        f"{figures['peak_gb']:.2f}",
+        f"{off['decode_tok_s'] / figures['decode_tok_s'][most]:.2f}, {figures['update_s'] / off['update_s']:.2f}"
+        if off
+        else "no GPU",
+        f"{gap['mismatch/logprob_abs_mean']:.2g}, {gap['mismatch/logprob_abs_max']:.2g}",
+        ", ".join(f"{share:.2f}" for share in shares),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def write(args: argparse.Namespace, config: Config) -> None:
+    """Measures, prints the row, and writes the file. OSError when it cannot be written."""
+    path = Path(args.out)
+    with path.open("a", encoding="utf-8"):  # before minutes of measuring
+        pass
+    figures, held = measure(args, config), bench.environment()
+    line = row(args, figures, str(gpu.environment("")["machine"]))
+    path.write_text(json.dumps({"config": vars(args), "row": line, **figures, **held}, indent=1) + "\n", "utf-8")
+    print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count(' | ') + 1)}\n{line}")
+    print(f"{path}: all figures. The row belongs into docs/benchmarks.md; a pull request with both is welcome.")

@@ -1,0 +1,194 @@
+"""
+What a run shows in a terminal while it goes: lines that scroll, and under them one live line that says what is done
+now, how fast, and how long it will take. Where the output is no terminal there are the lines alone.
+
+What is left out: what the figures are, in journal.py.
+"""
+
+import functools
+import re
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+import cpu_blas  # noqa: F401  (before mlx)
+from tqdm import tqdm
+
+from config import Config
+from health import Records
+
+PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
+
+
+def say(line: str, file: TextIO | None = None) -> None:
+    """Prints a line above what is live, at once."""
+    file = sys.stdout if file is None else file
+    tqdm.write(line, file=file)
+    file.flush()
+
+
+def warn(line: str) -> None:
+    say(line, sys.stderr)
+
+
+# ---- the lines
+
+# the prefix of a step's line leaves room for a number, and none for its name
+CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
+WIDTH = 100  # columns of a step's line
+
+
+def console_line(metrics: dict[str, Any], num_steps: int) -> str:
+    """
+    The one line of a step, within `WIDTH` columns; `CONSOLE_COLUMNS` says what stands in it.
+
+    Other people's scripts read its beginning: add at the end only. Where the numbers are too long for the line, the end
+    is dropped, and then digits: 1234567.891 becomes 1.2e6.
+    """
+    begin = f"step {metrics['step']}/{num_steps}"
+    for digits in (None, 6, 5, 4, 3, 2, 1):
+        number = functools.partial(_number, digits=digits)
+        line = (
+            f"{begin} | loss {number(metrics['loss'], 4)} | reward {number(metrics['reward/mean'], 6)} | "
+            f"{number(metrics['step/s'], 1)}s | rollout {number(metrics['rollout/tok_s'], 1)} tok/s | "
+            f"train {number(metrics['train/tok_s'], 1)} tok/s"
+        )
+        end = f" | {metrics['reward/zero_std_frac']:.0%}"
+        if len(line + end) <= WIDTH:
+            return line + end
+        if len(line) <= WIDTH:
+            break
+    return line
+
+
+def _number(value: float | None, decimals: int, digits: int | None) -> str:
+    """
+    So many decimals, or so many digits where that is shorter.
+
+    A loss that overflowed or was never computed and rewards that nobody could read are nan.
+    """
+    if value is None:
+        return "nan"
+    text = f"{value:.{decimals}f}"
+    if digits is None:
+        return text
+    short = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", f"{round(value, decimals):.{digits}g}")
+    return min(text, short, key=len)
+
+
+def with_interval(record: dict[str, Any], name: str) -> str:
+    """A figure of an evaluation with its 95% confidence interval, "0.475 \u00b1 0.043", as far as it has them."""
+    value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
+    if value is None:
+        return "unreadable"
+    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
+
+
+def _problems(record: dict[str, Any]) -> str:
+    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
+
+
+def evaluation_line(record: dict[str, Any]) -> str:
+    """The one line of an evaluation."""
+    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
+    if record.get("eval/witness") is not None:
+        shown.insert(1, "witness")
+    parts = [f"{name} {with_interval(record, name)}" for name in shown]
+    return f"eval/{' | '.join(parts)} | {_problems(record)}"
+
+
+def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
+    """The lines that compare two evaluations, each figure with its 95% interval."""
+    figure = "accuracy" if "eval/accuracy" in last else "score"
+    nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
+    if sum(name.startswith("reward/") for name in nested) == 1:  # the figure itself, or what it is compared with
+        nested = [name for name in nested if not name.startswith("reward/")]
+    lines = []
+    for name in (figure, "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
+        if last.get(f"eval/{name}") is not None:
+            before, after = with_interval(first, name), with_interval(last, name)
+            lines.append(f"{name}: before {before}, after {after}")
+    lines[0] = f"held-out {lines[0]} ({_problems(last)})"
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes, or hours and minutes."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# ---- what is live
+
+
+def seconds_left(config: Config, steps: Records, evals: Records) -> float | None:
+    """
+    Seconds until a run ends, from the records of its steps and evaluations; None before its first step ended.
+
+    A step takes what the last ten took, an evaluation what the last one took; saving counts for nothing.
+    """
+    if not steps:
+        return None
+    done, recent = steps[-1]["step"], [step["step/s"] for step in steps[-10:]]
+    left = (config.steps - done) * sum(recent) / len(recent)
+    if config.eval_every and evals:
+        marks = set(range(0, config.steps, config.eval_every)) | {config.steps}
+        left += sum(mark > done for mark in marks) * evals[-1]["eval/s"]
+    return left
+
+
+class Live:
+    """The live line of a run: `with` shows it and takes it away again."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.phase, self.step, self.speed = "", 0, ""
+        self.left: float | None = None
+        self.known_at = 0.0  # when `left` was true
+        self.bar: Any = None
+        self.over = threading.Event()
+
+    def text(self) -> str:
+        """Steps done, phase, tokens a second of the last step, time left."""
+        parts = [f"{self.step}/{self.config.steps} steps", self.phase, self.speed]
+        if self.left is not None:
+            passed = time.perf_counter() - self.known_at
+            parts.append(f"{duration(max(self.left - passed, 0.0))} left")
+        return " | ".join(part for part in parts if part)
+
+    def __enter__(self) -> "Live":
+        bar = tqdm(total=self.config.steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
+        if not bar.disable:
+            self.bar = bar
+            threading.Thread(target=self._count_down, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def _count_down(self) -> None:
+        while not self.over.wait(1.0):
+            self.draw()
+
+    def draw(self) -> None:
+        if (bar := self.bar) is not None:
+            bar.n = self.step
+            bar.set_description_str(self.text())
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self.phase = PHASES.get(phase, phase)
+        self.draw()
+
+    def note(self, steps: Records, evals: Records) -> None:
+        """A step or an evaluation has ended, the last of these."""
+        if steps:
+            self.step, self.speed = steps[-1]["step"], f"{steps[-1]['rollout/tok_s']:,.0f} tok/s"
+        self.left, self.known_at = seconds_left(self.config, steps, evals), time.perf_counter()
+        self.draw()

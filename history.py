@@ -1,0 +1,182 @@
+"""
+A run read back: what its files say so far, its headline's figures, and its texts made safe to show.
+
+Everything is read from the run's own files, so a run that is going on or was killed can be read too. What is left out:
+writing those files, what a figure means (docs/reference.md), and how it is shown.
+"""
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+
+import health
+import run_files
+from console import duration, with_interval
+from health import Records
+
+MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
+
+
+class History(NamedTuple):
+    """What a run has written so far."""
+
+    dir: Path
+    settings: dict[str, Any]
+    env: dict[str, Any]
+    steps: Records
+    evals: Records
+    warnings: Records
+    changes: Records
+
+    @property
+    def name(self) -> str:
+        return self.dir.resolve().name
+
+
+# ---- reading a run
+
+
+def load(run: str | Path) -> History:
+    """What the run in a directory has written. ValueError where there is none."""
+    folder = Path(run)
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
+    settings = run_files.settings_of(str(folder))
+    env_file = folder / "env.json"
+    env = json.loads(env_file.read_text()) if env_file.is_file() else {}
+    names = ("metrics", "eval", "warnings", "changes")
+    return History(folder, settings, env, *(list(records(folder / f"{name}.jsonl")) for name in names))
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, none where there is no file; a last line that is still being written is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def answers_by_step(run: History) -> dict[int, dict[int, dict[str, Any]]]:
+    """Held-out answers by evaluation, then by problem."""
+    found: dict[int, dict[int, dict[str, Any]]] = {}
+    for record in records(run.dir / "eval_answers.jsonl"):
+        found.setdefault(record["step"], {})[record["problem"]] = record
+    return found
+
+
+# ---- text that nobody vouches for
+
+
+def visible(text: str) -> str:
+    """
+    Text whose every character is seen: what would turn, hide or break the text around it is spelled as its code.
+
+    That is control and format characters (bidirectional overrides, zero-width marks, fillers, tags), lone surrogates,
+    which no file can hold, and line separators. Line feeds, tabs and the joiners of emoji and scripts stay.
+    """
+    return _UNSEEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
+
+
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
+    r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
+)
+
+
+def fold(text: str) -> str:
+    """A visible text of at most about `MOST_TEXT` characters, which says how many it lacks."""
+    if len(text) > MOST_TEXT:
+        half = MOST_TEXT // 2
+        text = f"{text[:half]}\n\u2026 {len(text) - 2 * half:,} characters are left out here \u2026\n{text[-half:]}"
+    return visible(text)
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt to read: text as it is, messages each with its role unless there is only one."""
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]["content"]
+    if isinstance(prompt, list):
+        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return fold(str(prompt))
+
+
+def optional_text(value: Any) -> str:
+    return "" if value is None else fold(str(value))
+
+
+def changes(before: str, after: str) -> list[tuple[str, bool]]:
+    """`after` in pieces, each with whether it is new since `before`: word by word, and sentence by sentence if long."""
+    parts = r"\w+|\s+|[^\w\s]" if len(before) * len(after) < 10**5 else r"[^.!?\n]*[.!?\n]+|[^.!?\n]+"
+    old, new = re.findall(parts, before), re.findall(parts, after)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    pieces = [("".join(new[low:high]), kind != "equal") for kind, _, _, low, high in matcher.get_opcodes()]
+    return [piece for piece in pieces if piece[0]]
+
+
+# ---- figures
+
+
+def figure_of(run: History) -> tuple[str, Records]:
+    """The held-out figure's name, as "accuracy", and the evaluations that have it."""
+    key, evals = health.held_out(run.evals)
+    return key.removeprefix("eval/"), evals
+
+
+def seconds_at(run: History) -> dict[int, float]:
+    """Seconds of training until the end of each step, evaluations not counted."""
+    seconds = itertools.accumulate(step.get("step/s") or 0.0 for step in run.steps)
+    return {0: 0.0} | {step["step"]: total for step, total in zip(run.steps, seconds, strict=True)}
+
+
+def num_tokens(run: History) -> int:
+    """Tokens sampled in training."""
+    rows = run.settings["batch"] * run.settings["groups"]
+    lengths = [step["completion/mean_tokens"] * step.get("sampling/draws", 1) for step in run.steps]
+    return round(rows * sum(lengths))
+
+
+def before_after(run: History) -> tuple[str, str]:
+    """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
+    figure, evals = figure_of(run)
+    shown = [with_interval(record, figure) for record in (evals[:1] + evals[-1:])]
+    return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
+
+
+def time_to_best(run: History) -> str:
+    """Seconds of training until the first evaluation with the best figure."""
+    figure, evals = figure_of(run)
+    if not evals:
+        return "-"
+    best = max(evals, key=lambda record: record[f"eval/{figure}"])
+    return f"{duration(seconds_at(run).get(best['step'], 0.0))} (step {best['step']})"
+
+
+def facts(run: History) -> dict[str, str]:
+    """The headline's figures by name."""
+    figure, _ = figure_of(run)
+    before, after = before_after(run)
+    training = sum(step.get("step/s") or 0.0 for step in run.steps)
+    evaluating = sum(record.get("eval/s") or 0.0 for record in run.evals)
+    peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
+    return {
+        f"held-out {figure} before": before,
+        f"held-out {figure} after": after,
+        "steps": f"{run.steps[-1]['step'] if run.steps else 0} of {run.settings.get('steps', '?')}",
+        "training": duration(training),
+        "evaluations": duration(evaluating),
+        f"best {figure} after": time_to_best(run),
+        "tokens sampled": f"{num_tokens(run):,}",
+        "peak memory": "-" if peak is None else f"{peak:.2f} GB",
+    }

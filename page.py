@@ -1,0 +1,390 @@
+"""
+The page of a run, `report.html`: one file that needs no server and no network, made from `templates/`.
+
+Held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers. What is left out:
+reading a run, which is in history.py, and its curves, in charts.py.
+
+Text of prompts, completions and settings is hostile. The template escapes it, `visible` shows what a browser would
+obey, and the page's policy lets no script run but ours.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import shlex
+import time
+import webbrowser
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import jinja2
+import numpy as np
+
+import charts
+import history
+import hub
+import rubrics
+import run_files
+from history import MOST_TEXT, History, changes, fold, optional_text, prompt_text, visible
+
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabilities
+MOST_ANSWERS = 1_000_000  # characters of held-out answers
+ALARMING = 0.05  # share of the last answers that are wrong and get the most a reward gives
+NUM_FIRST = 6  # problems on the first screen
+MOST_COST = 0.01  # of a run's time, for all of its pages but the last
+
+
+# ---- held-out answers
+
+
+def is_right(value: float | None) -> bool | None:
+    return None if value is None else value >= 1.0
+
+
+def kind_of(first: float | None, last: float | None, verified: bool) -> str:
+    """How an answer went from the first evaluation to the last."""
+    if first is None or last is None:
+        return "unreadable"
+    if verified:
+        names = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
+        return names[int(first >= 1), int(last >= 1)]
+    return "rose" if last > first else "fell" if last < first else "stayed"
+
+
+def make_answers(run: History) -> dict[str, Any]:
+    """Held-out problems with their answers before, during and after training, and how many went which way."""
+    by_step = history.answers_by_step(run)
+    if not by_step:
+        return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0, "paid": []}
+    steps = sorted(by_step)
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    verified = history.figure_of(run)[0] == "accuracy"
+    problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
+    rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
+    counts = Counter(row["kind"] for row in rows)
+    size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
+    shown = spread(rows, max(NUM_FIRST, int(len(rows) * MOST_ANSWERS / size)))
+    return {
+        "rows": shown,
+        "first": first_rows(shown, counts),
+        "columns": [when(step, chosen) for step in chosen],
+        "counts": dict(counts.most_common()),
+        "left_out": len(rows) - len(shown),
+        "paid": paid_though_wrong(by_step, chosen) if verified else [],
+    }
+
+
+def when(step: int, chosen: list[int]) -> str:
+    if step == 0:
+        return "before training"
+    return f"after step {step}" + (", the last evaluation" if step == chosen[-1] else "")
+
+
+def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
+    """One problem: its records of some evaluations side by side, what differs from the first marked."""
+    cells: list[dict[str, Any]] = []
+    for detail in details:
+        value, text = detail["values"][0], fold(detail["completions"][0])
+        rewards = {visible(name): values[0] for name, values in detail["rewards"].items()}
+        cells.append(
+            {
+                "text": text,
+                "pieces": changes(cells[0]["text"], text) if cells else [(text, False)],
+                "value": value,
+                "right": is_right(value) if verified else None,
+                "rewards": rewards,
+            }
+        )
+    return {
+        "problem": details[0]["problem"],
+        "prompt": prompt_text(details[0]["prompt"]),
+        "answer": optional_text(details[0].get("answer")),
+        "category": optional_text(details[0].get("category")),
+        "kind": kind_of(cells[0]["value"], cells[-1]["value"], verified),
+        "cells": cells,
+    }
+
+
+def spread(rows: list[Any], most: int) -> list[Any]:
+    """At most so many of them, evenly spread."""
+    return [rows[index * len(rows) // most] for index in range(most)] if len(rows) > most else rows
+
+
+def first_rows(rows: list[dict[str, Any]], counts: Counter[str]) -> list[dict[str, Any]]:
+    """The problems of the first screen: of each kind one, then the kind that is least represented for its number."""
+    waiting = {kind: [row for row in rows if row["kind"] == kind] for kind, _ in counts.most_common()}
+    taken: dict[str, list[dict[str, Any]]] = {kind: [] for kind in waiting}
+    while sum(map(len, taken.values())) < NUM_FIRST and any(waiting.values()):
+        kind = max((k for k in waiting if waiting[k]), key=lambda k: counts[k] / (len(taken[k]) or 1e-9))
+        taken[kind].append(waiting[kind].pop(0))
+    return [row for kind in taken for row in taken[kind]]
+
+
+def paid_though_wrong(by_step: dict[int, dict[int, dict[str, Any]]], chosen: list[int]) -> list[dict[str, Any]]:
+    """Of each training reward, how many wrong answers got the most it ever gave, at the first and last evaluation."""
+    everything = [detail for step in by_step.values() for detail in step.values()]
+    found = []
+    for name in everything[0]["rewards"]:
+        given = [detail["rewards"][name][0] for detail in everything if detail["rewards"].get(name)]
+        given = [value for value in given if value is not None]
+        if not given or min(given) == max(given):
+            continue
+        wrong = []
+        for step in (chosen[0], chosen[-1]):
+            details = by_step[step].values()
+            wrong.append(
+                sum(d["rewards"][name][0] == max(given) and is_right(d["values"][0]) is False for d in details)
+            )
+        num = len(by_step[chosen[-1]])
+        if wrong[-1] >= ALARMING * num:
+            found.append({"name": visible(name), "num": num, "most": max(given), "before": wrong[0], "after": wrong[1]})
+    return found
+
+
+# ---- completions
+
+
+def make_completions(run: History) -> dict[str, Any]:
+    """Whole groups of training completions within `MOST_COMPLETIONS`, of steps that are evenly spread."""
+    path = run.dir / "rollouts.jsonl"
+    places: dict[int, dict[int, list[tuple[int, int]]]] = {}  # step -> group -> where its lines are
+    offset = 0
+    if path.is_file():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n") and (match := _PLACE.match(line)):
+                    step, group = int(match[1]), int(match[2])
+                    places.setdefault(step, {}).setdefault(group, []).append((offset, len(line)))
+                offset += len(line)
+    decode = token_decoder(run)
+    number = sum(map(len, places.values()))
+    # a completion takes about as much room in the page as its line; the exact size is known once it is made
+    most = max(1, min(number, number * MOST_COMPLETIONS // max(1, offset)))
+    while True:
+        groups = [make_group(path, where, decode) for where in choose_groups(places, most)]
+        size = sum(len(json.dumps(group)) for group in groups)
+        if size <= MOST_COMPLETIONS or len(groups) <= 1:
+            break
+        most = max(1, int(len(groups) * MOST_COMPLETIONS / size * 0.95))
+    return {"groups": groups, "of": number, "steps": len(places), "criteria": criteria(run, groups)}
+
+
+_PLACE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
+
+
+def choose_groups(places: dict[int, dict[int, list[tuple[int, int]]]], most: int) -> list[list[tuple[int, int]]]:
+    """The lines of at most so many groups: as many of each step, and where that is less than one, of fewer steps."""
+    steps = spread(sorted(places), most)
+    each = max(1, most // max(1, len(steps)))
+    return [places[step][group] for step in steps for group in spread(sorted(places[step]), each)]
+
+
+def make_group(path: Path, places: list[tuple[int, int]], decode: Any) -> dict[str, Any]:
+    """One group: its prompt once, its completions by descending advantage."""
+    lines = []
+    with path.open("rb") as file:
+        for offset, length in places:
+            file.seek(offset)
+            lines.append(json.loads(file.read(length)))
+    lines.sort(key=lambda line: -math.inf if line.get("advantage") is None else -line["advantage"])
+    first = lines[0]
+    return {
+        "step": first["step"],
+        "group": first["group"],
+        "prompt": prompt_text(first["prompt"]),
+        "answer": optional_text(first.get("answer")),
+        "category": optional_text(first.get("category")),
+        "rows": [make_row(line, decode) for line in lines],
+    }
+
+
+def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
+    """One completion: its text, whole or in tokens with their log-probabilities, and what it earned."""
+    row: dict[str, Any] = {"text": fold(line["completion"])}
+    if decode is not None and len(line["completion"]) <= MOST_TEXT:
+        logprobs = np.frombuffer(base64.b64decode(line["logprobs"]), "<f2").astype(np.float64)
+        pieces = decode(line["ids"])
+        ends = np.cumsum([number for _, number in pieces]).astype(int)
+        totals = np.concatenate([[0.0], np.cumsum(logprobs)])[np.concatenate([[0], ends])]
+        row = {
+            "tokens": [visible(text) for text, _ in pieces],
+            "logprobs": [round(value, 2) for value in np.diff(totals).tolist()],
+        }
+    scores = line.get("judge_scores")
+    parts = {visible(name): value for name, value in line["rewards"].items()}
+    return row | {
+        "advantage": line.get("advantage") and round(line["advantage"], 3),
+        "reward": line["reward"] and round(line["reward"], 4),
+        "rewards": {name: value and round(value, 4) for name, value in parts.items()},
+        "scores": scores and [score and round(score, 2) for score in scores],
+        "finish": visible(str(line["finish_reason"])),
+        "unreadable": line["reward"] is None or None in parts.values() or None in (scores or ()),
+    }
+
+
+def token_decoder(run: History) -> Any:
+    """
+    A function from ids to (text, number of ids) pieces, None where the run's tokenizer is not on this machine.
+
+    A character that several tokens spell is one piece. The library `tokenizers` loads in a tenth of a second what
+    transformers takes seconds for.
+    """
+    directory = local_model(run.settings["model"])
+    if directory is None or not (directory / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer  # here: a page without completions does without
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    known: dict[tuple[int, ...], str] = {}
+
+    def decode(ids: list[int]) -> list[tuple[str, int]]:
+        pieces, begin = [], 0
+        for end in range(1, len(ids) + 1):
+            part = tuple(ids[begin:end])
+            if part not in known:
+                known[part] = tokenizer.decode(list(part), skip_special_tokens=False)
+            # an unfinished character decodes to U+FFFD; none takes more than four tokens
+            if not known[part].endswith("\ufffd") or len(part) == 4 or end == len(ids):
+                pieces.append((known[part], len(part)))
+                begin = end
+        return pieces
+
+    return decode
+
+
+def local_model(model: str) -> Path | None:
+    """The directory of a model that is on this machine already; the network is not asked."""
+    if model == "demo" or model.startswith("random:"):
+        return hub.DEMO
+    if Path(model).is_dir():
+        return Path(model)
+    if model.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    repo, _, revision = model.partition("@")
+    held = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
+    return Path(held).parent if isinstance(held, str) else None
+
+
+def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
+    """Names of the judge's criteria in the order of its scores; numbers where the rubric is gone or another now."""
+    number = max((len(row["scores"] or ()) for group in groups for row in group["rows"]), default=0)
+    path = Path(
+        run.settings.get("rubric") or Path(__file__).parent / "data" / f"{run.settings.get('task')}_rubric.yaml"
+    )
+    if number and path.is_file():
+        names = [visible(criterion.name) for criterion in rubrics.load_rubric(path).criteria]
+        if len(names) == number:
+            return names
+    return [f"criterion {index + 1}" for index in range(number)]
+
+
+# ---- the page
+
+
+def page(runs: list[History]) -> str:
+    """The HTML of the first run, with the curves of the others over its own."""
+    run, curves, script = runs[0], charts.make_charts(runs), (TEMPLATES / "report.js").read_text()
+    completions = make_completions(run)
+    plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
+    return template().render(
+        name=visible(run.name),
+        task=visible(str(run.settings.get("task", "?"))),
+        model=visible(str(run.settings["model"])),
+        written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        command=command_of(run),
+        facts=history.facts(run),
+        others=[(visible(other.name), *history.before_after(other)) for other in runs[1:]],
+        answers=make_answers(run),
+        charts=curves,
+        thinned=-(-len(run.steps) // charts.MOST_POINTS),
+        completions=completions,
+        warnings=[visible_values(record) for record in run.warnings],
+        changes=[visible_values(record) for record in run.changes],
+        env=visible_values(run.env),
+        settings={visible(str(name)): fold(str(value)) for name, value in run.settings.items()},
+        plot=plot,
+        data={"charts": [shown_values(chart) for chart in curves], "completions": completions, "plot": plot},
+        css=(TEMPLATES / "report.css").read_text(),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # rewards in their own order
+    return environment.get_template("report.html.j2")
+
+
+def command_of(run: History) -> str:
+    """The command that repeats the run."""
+    recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
+    return visible(f"uv run train.py --config {recipe} --run-dir {again}")
+
+
+def visible_values(record: dict[str, Any]) -> dict[str, str]:
+    return {name: visible(str(value)) for name, value in record.items()}
+
+
+def shown_values(chart: dict[str, Any]) -> dict[str, Any]:
+    """What the pointer reads in a chart."""
+    return {"most": chart["most"], "series": [s["shown"] | {"label": s["label"]} for s in chart["series"]]}
+
+
+def write(run_dir: str | Path, out: str | Path | None = None, others: list[str] | None = None) -> Path:
+    """Writes the page of a run, to `report.html` in its directory unless `out` names another file; where it lies."""
+    runs = [history.load(one) for one in (run_dir, *(others or []))]
+    path = Path(out) if out else runs[0].dir / "report.html"
+    run_files.replace_text(path, page(runs))
+    return path
+
+
+def show(path: Path) -> None:
+    """Opens a page in the user's browser."""
+    webbrowser.open(path.resolve().as_uri())
+
+
+# ---- while the run goes
+
+
+class Live:
+    """
+    The page of a run that is going on, put off while its pages have taken over `MOST_COST` of the run's time.
+
+    What goes wrong is told once and stops nothing: the run is worth more than its page.
+    """
+
+    def __init__(self, run_dir: Path, tell: Callable[[str], None]):
+        self.dir, self.tell = run_dir, tell
+        self.begin = time.perf_counter()
+        self.spent = self.last = 0.0  # seconds of all pages, and of the last one
+        self.waiting = self.failed = False
+
+    def update(self, due: bool, at_the_end: bool = False) -> None:
+        """Writes the page if it is due, or was and had to wait; at the end in any case."""
+        begin = time.perf_counter()
+        self.waiting |= due
+        is_cheap = self.spent + self.last <= MOST_COST * (begin - self.begin)
+        if self.failed or not (at_the_end or (self.waiting and is_cheap)):
+            return
+        try:
+            write(self.dir)
+        except Exception as error:
+            self.failed = True
+            self.tell(f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}")
+        self.last = time.perf_counter() - begin
+        self.spent, self.waiting = self.spent + self.last, False

@@ -1,0 +1,124 @@
+"""What a run says in a terminal: a step's line fits whatever its numbers, and the live line tells the time left."""
+
+import io
+import math
+import os
+import pty
+import random
+import re
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import console
+from config import Config
+
+STEP = {
+    "step": 1,
+    "loss": 0.01138,
+    "reward/mean": -0.171875,
+    "step/s": 105.49,
+    "rollout/tok_s": 607.41,
+    "train/tok_s": 91.62,
+    "reward/zero_std_frac": 0.25,
+}
+
+
+def test_the_line_begins_as_other_peoples_scripts_expect():
+    line = console.console_line(STEP, 100)
+    assert line.startswith(
+        "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | "
+    )
+    assert re.fullmatch(r"step \d+/\d+( \| [^|]+)+", line)
+
+
+def test_the_line_ends_with_the_share_of_groups_without_signal():
+    line = console.console_line(STEP | {"reward/zero_std_frac": 1.0}, 100)
+    assert line.endswith(" | 100%") and len(line) <= 100
+    assert len(line.split(" | ")) == len(console.CONSOLE_COLUMNS.split(", "))
+
+
+def test_what_was_not_measured_is_no_number():
+    unknown = console.console_line(STEP | {"loss": None, "reward/mean": None}, 100)
+    assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
+
+
+def test_the_end_is_dropped_before_any_digit_is():
+    line = console.console_line(STEP | {"reward/mean": -12345.678901}, 100)
+    assert line.endswith("| reward -12345.678901 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s")
+
+
+def test_the_line_fits_100_columns_and_tells_every_number_to_a_digit():
+    rng = random.Random(0)
+    pattern = r"step (\d+)/(\d+) \| loss (\S+) \| reward (\S+) \| (\S+)s \| rollout (\S+) tok/s \| train (\S+) tok/s.*"
+    for _ in range(3000):
+        loss, reward = (rng.choice([1, -1]) * 10 ** rng.uniform(-12, 15) for _ in range(2))
+        seconds, rollout, train = (10 ** rng.uniform(-3, 8) for _ in range(3))
+        step = int(10 ** rng.uniform(0, math.log10(2**31)))
+        names = ("step", "loss", "reward/mean", "step/s", "rollout/tok_s", "train/tok_s")
+        values = (step, loss, reward, seconds, rollout, train)
+        line = console.console_line(STEP | dict(zip(names, values, strict=True)), step)
+        assert len(line) <= 100, line
+        told = re.fullmatch(pattern, line)
+        assert told and int(told[1]) == int(told[2]) == step
+        for value, text, decimals in zip(values[1:], told.groups()[2:], (4, 6, 1, 1, 1), strict=True):
+            assert math.isclose(value, float(text), rel_tol=0.5, abs_tol=0.51 * 10**-decimals), (line, value)
+
+
+def test_the_time_left_is_that_of_the_last_ten_steps_and_of_the_evaluations_to_come():
+    config = Config(steps=50, eval_every=20)
+    steps = [{"step": number, "step/s": 100.0 if number <= 5 else 2.0} for number in range(1, 26)]
+    evals = [{"step": 0, "eval/s": 99.0}, {"step": 20, "eval/s": 7.0}]
+    assert console.seconds_left(config, steps, evals) == 25 * 2.0 + 2 * 7.0  # after 40 and after 50
+    assert console.seconds_left(config, steps[:5], evals) == 45 * 100.0 + 3 * 7.0
+    assert console.seconds_left(Config(steps=50, eval_every=0), steps, []) == 25 * 2.0
+    assert console.seconds_left(config, [], evals) is None
+
+
+PROGRAM = """
+import console, config
+live = console.Live(config.Config(steps=4, eval_every=0))
+step = {"step": 1, "step/s": 5.0, "rollout/tok_s": 1234.5}
+with live:
+    live.begin("rollout")
+    console.say("a line")
+    live.note([step], [])
+    live.begin("judge")
+    console.warn("a warning")
+console.say("the end")
+"""
+
+
+def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(leader, (24, 80))
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, stdout=follower, stderr=follower, check=True)
+    os.close(follower)
+    shown = b""
+    try:
+        while piece := os.read(leader, 4096):
+            shown += piece
+    except OSError:  # how Linux says that nobody writes any more
+        pass
+    os.close(leader)
+    text = shown.decode()
+    assert "0/4 steps | sampling" in text
+    assert "1/4 steps | judging | 1,234 tok/s | 15 s left" in text
+    # a carriage return goes back to the line's begin: what is read last in each line is what stays
+    lines = [re.split(r"\r+(?=.)", line.rstrip("\r"))[-1].strip() for line in text.split("\n")]
+    assert [line for line in lines if line] == ["a line", "a warning", "the end"]
+
+
+def test_without_a_terminal_there_are_the_lines_alone():
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "a line\nthe end\n"
+    assert done.stderr == "a warning\n"
+
+
+def test_a_line_reaches_its_file_at_once():
+    file = io.StringIO()
+    console.say("here", file)
+    assert file.getvalue() == "here\n"

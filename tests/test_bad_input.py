@@ -885,7 +885,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     done = command("train.py", "--resume", run, "--steps", "4", preexec_fn=limited(200_000))
     assert done.returncode == 2
     line = checked_line(done.stderr, r"step-000004.partial/adapter/adapters.safetensors cannot be written: ")
-    assert f"step-000003 is intact, make room and continue with: uv run train.py --resume {run}\n" in line
+    assert f"step-000003 is intact, free some space and continue with: uv run train.py --resume {run}\n" in line
     assert contents(run / "checkpoints") == before
     assert gwen.load("demo", adapter=run / "adapter")
     again = command("train.py", "--resume", run)

@@ -808,7 +808,7 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
     [
         ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
         ((update, "prove_change"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
-        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and "),
+        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, free some space and "),
     ],
     ids=["memory", "proof", "disk"],
 )

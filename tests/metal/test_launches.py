@@ -16,6 +16,7 @@ import launches
 import ledger
 import lm_head
 import lora
+import sampler
 import softmax
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
@@ -225,6 +226,16 @@ def test_sampling_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
     monkeypatch.setenv("GWEN_KERNELS", "off")
     assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms).total() > 40
+
+
+def test_sampling_with_top_p_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, uniforms, scalar = mx.zeros((4, 151_936), mx.float16), mx.zeros((4, 4)), mx.array([0.9])
+    mx.eval(scalar)
+    monkeypatch.setattr(gpu, "constant", lambda *_: scalar)
+    params = sampler.SamplingParams(top_p=0.9)
+    found = launches.count(lambda x, u: sampler.choose_token(x, u, params), logits, uniforms)
+    # to float32, by the temperature, what is below the least kept one, in its place -inf
+    assert found == Counter(kernel=2, elementwise=4)
 
 
 @pytest.mark.parametrize(("fused", "matmuls", "kernels"), [(True, 2, 1), (False, 3, 2)])

@@ -262,12 +262,29 @@ class Training:
     """What is trained, on what, and how."""
 
     model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
-    task: str = flag("", "demo, values or gsm8k: data, rewards and evaluation in one name")
+    task: str = flag(
+        "", "demo, values, gsm8k, math or rg:NAME,NAME=WEIGHT (--list-tasks): data, rewards and evaluation in one name"
+    )
+    task_config: str = flag("", "YAML with sizes, levels and held-out number of the problems of --task rg:NAME")
     data: str = flag("", "JSONL, parquet, CSV or hub dataset with a `prompt` column, instead of the task's prompts")
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=answer")
     rubric: str = flag("", "rubric YAML, instead of the task's")
     reward: list[str] = flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
     reward_weights: dict[str, float] = flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=weights)
+    reward_format: str = flag(
+        "auto",
+        "how reward functions get prompts and completions; auto: as messages where the data's prompts are messages",
+        choices=("auto", "text", "messages"),
+    )
+    reward_workers: int = flag(
+        0, "processes that call reward functions row by row, side by side; 0: one call for all rows", low=0, high=2**10
+    )
+    reward_timeout: float = flag(
+        60.0,
+        "seconds for one row in --reward-workers; beyond it a row gets the call's lowest reward",
+        low=1e-3,
+        high=1e6,
+    )
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
     groups: int = flag(8, "G, completions per prompt", low=2, high=2**16)
     rollout_batch_size: int = flag(
@@ -366,6 +383,7 @@ class Config(JudgeSettings, Training):
     eval_limit: int = flag(0, "maximum held-out problems, evenly spread; 0: all", low=0)
     save_every: int = flag(20, "steps between checkpoints", low=1)
     keep: int = flag(3, "checkpoints to keep", low=1)
+    curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise")
     seed: int = flag(0, "seed for prompts, sampling and adapters", low=0)
     report_every: int | None = flag(
         None, "steps between two writings of the run's page; 0: never (default: with each evaluation)", low=0
@@ -404,6 +422,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
+    parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, Config)
@@ -450,7 +469,7 @@ def resolve(
 
 def _task_recipe(task: str | None) -> dict[str, Any]:
     """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
-    path = Path(__file__).parent / "recipes" / f"{task}.yaml"
+    path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
     return load_recipe(path) if path.is_file() else {}
 
 

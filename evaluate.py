@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
+import adapters
 import dispatch
 import gpu
 import gwen
-import hub
 import judge
 import lm_head
 import lora
@@ -110,7 +110,7 @@ def call(name: str, reward: Reward, answers: Answers) -> np.ndarray:
     """What a reward or verifier gives for each completion, (N,)."""
     names = [name for name in answers.problems[0] if name != "prompt"]
     columns: dict[str, Any] = {name: [problem[name] for problem in answers.problems] for name in names}
-    columns["num_tokens"] = answers.num_tokens.tolist()
+    columns |= sampler.columns(answers.rollout)
     prompts = [problem["prompt"] for problem in answers.problems]
     return np.array(call_reward(name, reward, prompts, answers.texts, columns))
 
@@ -138,7 +138,9 @@ def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Ear
     if task.verifier is not None:
         return Earned(call("correct", task.verifier, answers), rewards, scores)
     assert rewards, f"task {task.name} is scored by a judge"
-    return Earned(np.sum([task.reward_weights[name] * values for name, values in rewards.items()], 0), rewards, scores)
+    # nan of a judge is unreadable; of a function it says that the reward does not apply to that completion
+    counted = {name: values if name == "rubric" else np.nan_to_num(values) for name, values in rewards.items()}
+    return Earned(np.sum([task.reward_weights[name] * values for name, values in counted.items()], 0), rewards, scores)
 
 
 # ---- what is measured beside
@@ -324,6 +326,7 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
     values = earned.values.reshape(-1, samples)
     measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
     if task.verifier is not None:
+        measured |= by_category(task.metric, values[:, 0], sampled.problems[::samples])
         right = values.sum(-1).astype(int)
         for k in sorted({1, samples}):
             measured[f"pass_at_{k}"] = np.array([pass_at_k(samples, int(r), k) for r in right])
@@ -334,6 +337,13 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
         "repeated": np.array([repeated(text) for text in sampled.texts]),
     }
     return measured | {name: by_problem(column, samples) for name, column in each.items()}
+
+
+def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[str, np.ndarray]:
+    """The values of each category, (P,) -> {"accuracy/lcm": (...)}; none where all problems are of one."""
+    categories = np.array([problem.get("category") for problem in problems], object)
+    known = sorted({category for category in categories if category is not None})
+    return {f"{name}/{category}": values[categories == category] for category in known if len(known) > 1}
 
 
 def by_criterion(
@@ -388,14 +398,15 @@ def make_witness(
 
 # settings of a run that `--run` takes from it and a flag replaces
 TAKEN = (
-    *("model", "task", "columns", "reward", "reward_weights", "rubric", "max_tokens", "rollout_batch_size", "thinking"),
-    *("eval_rubric", "eval_judge_model", *(field.name for field in dataclasses.fields(JudgeSettings))),
+    *("model", "task", "task_config", "columns", "rubric", "eval_rubric", "eval_judge_model"),
+    *("reward", "reward_weights", "reward_format", "reward_workers", "reward_timeout"),
+    *("max_tokens", "rollout_batch_size", "thinking", *(field.name for field in dataclasses.fields(JudgeSettings))),
 )
 
 
 def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
     """A model with its adapter, the tokenizer, and whether switching adapters off gives the model before training."""
-    if adapter is None or hub.adapter_kind(hub.find_adapter(adapter)) == "full":
+    if adapter is None or adapters.kind_of(adapters.find(adapter)) == "full":
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)
     lora.attach(model, adapter)

@@ -27,7 +27,8 @@ from typing import Any
 Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
 Records = list[tuple[str, Any]]  # where a record stands ("line 3"), and what stands there
 SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
-RESERVED = ("prompts", "completions", "num_tokens")  # what rewards are called with besides the columns
+TRAINER = ("trainer_state", "log_extra", "log_metric")  # what only a user's reward can ask for
+RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # what rewards get besides the columns
 MOST_HELD_OUT = 256  # prompts, of data that has no column `split`
 _reprlib = reprlib.Repr()
 _reprlib.maxstring = _reprlib.maxother = 60

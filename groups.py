@@ -51,7 +51,8 @@ def weigh(
     The weighted sum of the components, (N,) each.
 
     What the judge could not read gets the mean that it is compared with: the judge then says nothing of that
-    completion, and what the verifiers say of it counts in full.
+    completion, and what the verifiers say of it counts in full. A reward that does not apply to a completion, its
+    function gave None, is left out of that completion's sum.
     """
     for (name, values), weight in zip(components.items(), weights, strict=True):
         if (np.abs(weight * values) >= 1e15).any():  # as `rewards.call_reward` refuses it before weighting
@@ -60,7 +61,12 @@ def weigh(
             )
     given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     axis = None if config.advantage == "reinforce" else 1
-    parts = np.stack([fill(part, axis) for part in given])
+    parts = np.stack(
+        [
+            fill(part, axis) if name == "rubric" else np.nan_to_num(part)
+            for name, part in zip(components, given, strict=True)
+        ]
+    )
     # no BLAS, whose roundings may depend on the place: what is equal must stay equal
     filled = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
     total = np.where(np.isnan(given).all(axis=0), np.nan, filled)

@@ -91,6 +91,7 @@ class Step(NamedTuple):
     advantages: np.ndarray  # (B, G)
     result: update.UpdateResult
     peak_bytes: int
+    curriculum: dict[str, float]  # figures of the choice of prompts
 
 
 def mean(values: np.ndarray) -> float | None:
@@ -113,6 +114,8 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
     num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
+    by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
+    num_none = int(sum(np.isnan(values).sum() for values in by_function))
     any_readable = np.isfinite(np.concatenate(rewards)).any()
     metrics: dict[str, Any] = {
         "step": step.number,
@@ -124,6 +127,8 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
             for name in draws[0].rewards.components
         },
+        **step.curriculum,
+        "reward/none": num_none,
         "sampling/draws": len(draws),
         "sampling/signal_groups": num_signal,
         "sampling/unused_frac": 1 - advantages.size / num_rows,

@@ -12,11 +12,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 import checkpoint
+import curriculum
 import dispatch
 import evaluate
 import gwen
 import lora
 import preflight
+import rewards
 import sampler
 import tasks
 import update
@@ -39,7 +41,11 @@ class Run:
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
-        self.prompt_ids = self._render(self.task.train, "training prompt")
+        # problems that are still to be made are as long as those held out
+        self.prompt_ids = self._render(self.task.train or self.task.held_out, "training prompt")
+        self.prompts = curriculum.make(
+            config, self.task, self.prompt_ids, lambda examples: self._render(examples, "training prompt")
+        )
         held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
         self._render(held_out, "held-out prompt")
         before_training = self.base or self.model, self.tokenizer
@@ -103,6 +109,7 @@ class Run:
     def end_step(self) -> None:
         """The step is on record: the run may be saved again, and a Ctrl-C that had to wait takes effect."""
         self._boundary = (self.step, self.learner.num_changes)
+        rewards.tell_step(self.task.rewards, self.step)
         if self.stopping:
             raise KeyboardInterrupt
 
@@ -118,6 +125,7 @@ class Run:
             "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
+            "prompts": self.prompts.state(),
             "best_step": self.journal.best_step(),
         }
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
@@ -139,6 +147,7 @@ class Run:
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
+        self.prompts.restore(extra["prompts"])
         update.install(self.model, learner.trainable)
         self.end_step()
 

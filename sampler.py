@@ -456,6 +456,13 @@ def rollout(
     )
 
 
+def columns(rollout: Rollout) -> dict[str, list[Any]]:
+    """What rewards are told of each row: its tokens without padding, and how many they are."""
+    lengths = np.array(rollout.mask).sum(-1).astype(int).tolist()
+    ids = np.array(rollout.completion_ids).tolist()
+    return {"completion_ids": [row[:num] for row, num in zip(ids, lengths, strict=True)], "num_tokens": lengths}
+
+
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
     """The text of each row, without its end token and other control tokens."""
     rows = zip(np.array(result.completion_ids), np.array(result.mask), strict=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import procedural
 import rubrics
-from answers import extract_answer, parse_number, same_number
 from config import Config
 from examples import (
     Example,
@@ -29,7 +29,21 @@ from examples import (
     short,
     split_examples,
 )
-from rewards import Reward, boxed_once, load_reward, reward_arguments, reward_columns
+from rewards import (
+    MATH_INSTALL,
+    Calling,
+    Reward,
+    boxed,
+    boxed_once,
+    extract_answer,
+    has_math_verify,
+    load_reward,
+    math_correct,
+    parse_number,
+    reward_arguments,
+    reward_columns,
+    same_number,
+)
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
 DATA = Path(__file__).parent / "data"
@@ -45,6 +59,7 @@ class Task(NamedTuple):
     metric: str  # "accuracy" where a verifier knows the right answer, else "score"
     verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
     witness: Path | None = None  # a second rubric, which only evaluations ask
+    problems: procedural.Problems | None = None  # without end, in place of `train`
 
 
 def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
@@ -58,8 +73,13 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     Raises ValueError when the task is unknown, or its data is missing or wrong.
     """
     if name not in _TASKS:
-        raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; the tasks are {', '.join(_TASKS)}")
+        known = f"the tasks are {', '.join(_TASKS)} and rg:NAME"
+        raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
     task, bundled, prepare = _TASKS[name]
+    if name == "math" and not has_math_verify():
+        raise ValueError(f"--task math: {MATH_INSTALL}")
+    if name == "gsm8k" and has_math_verify():
+        task = task._replace(rewards=task.rewards | {"correct": math_correct}, verifier=math_correct)
     if data is None and held_out is None:
         if columns is not None:
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
@@ -89,13 +109,18 @@ def make(config: Config, held_out: str | None = None) -> Task:
 
     Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
     """
-    task = load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
+    if config.task.startswith("rg:"):
+        task = _procedural(config, held_out)
+    elif config.task_config:
+        raise ValueError(f"--task-config {config.task_config} is for --task rg:NAME, not for --task {config.task}")
+    else:
+        task = load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
     if config.rubric:
         task = task._replace(rubric=Path(config.rubric), witness=None)
     elif config.reward and "rubric" not in config.reward_weights:
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
     if config.reward:
-        task = _with_own_rewards(task, config.reward)
+        task = _with_own_rewards(task, config)
     if config.truncated == "punish":
         task = _with_punishment(task, config.max_tokens)
     task = _weighted(task, config.reward_weights)
@@ -111,13 +136,16 @@ def make(config: Config, held_out: str | None = None) -> Task:
     return task
 
 
-def _with_own_rewards(task: Task, specs: list[str]) -> Task:
+def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
-    loaded = [load_reward(spec) for spec in specs]
+    specs, examples = config.reward, task.train or task.held_out
+    is_chat = all(isinstance(example["prompt"], list) for example in examples)
+    messages = config.reward_format == "messages" or (config.reward_format == "auto" and is_chat)
+    loaded = [load_reward(spec, Calling(messages, config.reward_workers, config.reward_timeout)) for spec in specs]
     own = dict(loaded)
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(specs)}: two rewards have the same name")
-    if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s"}):
+    if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s", "none"}):
         raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
     rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
     return task._replace(rewards=own, reward_weights=dict.fromkeys(own, 1.0) | rubric)
@@ -402,10 +430,66 @@ GSM8K = Task(
 )
 
 
+# ---- math: competition mathematics, the answer is a formula
+
+
+def _math_bundled() -> Sides:
+    problem = "--task math has no data of its own; give problems with an answer or a solution"
+    raise ValueError(f"{problem}: --data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test")
+
+
+def _math_prepare(spec: str, columns: str | None) -> list[Example]:
+    """Records with `problem` (or `prompt`) and `answer`, or a `solution` whose last \\boxed{...} is the answer."""
+    records = read_records(spec)
+    present = {name for _, record in records if isinstance(record, dict) for name in record}
+    if columns is None and "problem" in present and "prompt" not in present:
+        columns = "prompt=problem"
+    examples = make_examples(spec, records, columns)
+    for (where, _), example in zip(records, examples, strict=True):
+        if example.get("answer") is None:
+            example["answer"] = "".join(boxed(str(example.get("solution")))[-1:])
+        if not str(example["answer"]).strip():
+            fix = "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
+            raise ValueError(f"{spec}, {where}: no answer; {fix}")
+        if example.get("system") is None and isinstance(example["prompt"], str):
+            example["system"] = GSM8K_SYSTEM
+    return examples
+
+
+MATH = GSM8K._replace(name="math", rewards={"correct": math_correct, "format": boxed_once}, verifier=math_correct)
+
+
+# ---- rg: problems without end
+
+
+def _procedural(config: Config, held_out: str | None) -> Task:
+    """The task rg:NAME. ValueError where it is asked for together with data, or with what needs prompts to return."""
+    if data := config.data or held_out:
+        raise ValueError(f"--data {data} and --task {config.task}, which makes its own problems; leave one of them out")
+    if config.curriculum:
+        raise ValueError(f"--curriculum remembers prompts, and none of --task {config.task} comes twice; leave it out")
+    mix = procedural.parse_mix(config.task, config.task_config or None)
+    if mix.raise_level_at is not None and config.reward:
+        raise ValueError(f"--reward replaces the scores that raise_level_at in {config.task_config} needs; drop one")
+    problems = procedural.Problems(mix)
+    return Task(
+        name=config.task,
+        train=[],
+        held_out=problems.held_out,
+        rewards={"correct": problems.score, "format": procedural.answered_once},
+        reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
+        rubric=None,
+        metric="accuracy",
+        verifier=problems.solved,
+        problems=problems,
+    )
+
+
 # ---- the tasks: each with its own data and the reader of a user's
 
 _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], list[Example]]]] = {
     "demo": (DEMO, _demo_bundled, load_data),
     "values": (VALUES, _values_bundled, load_data),
     "gsm8k": (GSM8K, _gsm8k_bundled, _gsm8k_prepare),
+    "math": (MATH, _math_bundled, _math_prepare),
 }

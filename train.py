@@ -28,6 +28,7 @@ import checkpoint
 import gpu
 import gwen
 import page
+import procedural
 import run_files
 import sampler
 import tasks
@@ -35,7 +36,7 @@ import trackers
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
 from console import CONSOLE_COLUMNS, warn
-from examples import Example, epoch_indices
+from examples import Example
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
 from journal import PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
@@ -71,9 +72,12 @@ def train(config: Config, run: Run) -> None:
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
+        run.prompts.note(draws)
         # ---- everything below is reporting
         seconds, peak = clock.end_step(), mx.get_peak_memory()
-        run.journal.write_step(Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak))
+        run.journal.write_step(
+            Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
+        )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()
         is_best = evaluate_if_due(run)
@@ -105,9 +109,7 @@ def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw]
     draws: list[Draw] = []
     while True:
         number = run.num_draws + len(draws)
-        indices = epoch_indices(len(run.task.train), config.batch, number, config.seed)
-        examples = [run.task.train[index] for index in indices]
-        prompts = [run.prompt_ids[index] for index in indices]
+        examples, prompts = run.prompts.draw(number)
         with clock.phase("rollout") as done:
             try:
                 rollout = sampler.rollout(
@@ -137,7 +139,7 @@ def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollo
     columns: dict[str, Any] = {
         name: [example.get(name) for example in repeated] for name in examples[0] if name != "prompt"
     }
-    columns["num_tokens"] = np.array(rollout.mask).sum(-1).astype(int).tolist()
+    columns |= sampler.columns(rollout)
     prompts = [example["prompt"] for example in repeated]
     components: dict[str, np.ndarray] = {}
     with clock.phase("reward") as done:
@@ -161,6 +163,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         flags = given(args)
+        if args.list_tasks:
+            for lines in procedural.listing():
+                print(lines, flush=True)
+            return
         if args.resume and args.run_dir:
             raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
         config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)

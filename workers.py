@@ -50,13 +50,14 @@ class Pool:
         self.workers: list[_Worker] = []
         atexit.register(self.close)
 
-    def ask(self, questions: Sequence[Any]) -> list[Answer]:
-        """The answer to each question, asked side by side. ValueError when a worker cannot be started."""
+    def ask(self, questions: Sequence[Any], limit: float | None = None) -> list[Answer]:
+        """The answers, found side by side; `limit` for these questions only. ValueError when no worker starts."""
+        limit = limit or self.limit
         answers = [Answer()] * len(questions)
         waiting = list(reversed(range(len(questions))))
         try:
             while waiting or any(worker.question is not None for worker in self.workers):
-                self._hand_out(questions, waiting)
+                self._hand_out(questions, waiting, limit)
                 for worker in self._next_ready():
                     number, answer = worker.take()
                     answers[number] = answer
@@ -66,15 +67,15 @@ class Pool:
             raise
         return answers
 
-    def _hand_out(self, questions: Sequence[Any], waiting: list[int]) -> None:
+    def _hand_out(self, questions: Sequence[Any], waiting: list[int], limit: float) -> None:
         while waiting:
             worker = next((worker for worker in self.workers if worker.question is None), None)
             if worker is None and len(self.workers) < self.num:
-                worker = _Worker(self.target, self.arguments, self.limit, self.sealed)
+                worker = _Worker(self.target, self.arguments, self.sealed)
                 self.workers.append(worker)
             if worker is None:
                 return
-            worker.ask(waiting[-1], questions[waiting.pop()])
+            worker.ask(waiting[-1], questions[waiting.pop()], limit)
 
     def _next_ready(self) -> list["_Worker"]:
         """The workers that have answered or ended; kills and gives those that are over their limit."""
@@ -98,14 +99,14 @@ class Pool:
 class _Worker:
     """One process and what it was asked."""
 
-    def __init__(self, target: str, arguments: tuple[Any, ...], limit: float, sealed: bool):
-        self.limit = limit
+    def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.question: int | None = None
         self.deadline = 0.0
         self.pipe, theirs = Pipe()
         # hashes of strings order sets, and so decide what some generators of problems draw
         environment = os.environ | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, str(theirs.fileno()), target, str(limit), "sealed" if sealed else ""]
+        quiet = ["-W", "ignore"] if sealed else []  # of what libraries warn, nobody who trains can mend
+        command = [sys.executable, *quiet, __file__, str(theirs.fileno()), target, "sealed" * sealed]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         self.pipe.send(arguments)
@@ -120,10 +121,10 @@ class _Worker:
             self.end()
             raise ValueError(failed)
 
-    def ask(self, number: int, question: Any) -> None:
-        self.question, self.deadline = number, time.monotonic() + self.limit + GRACE
+    def ask(self, number: int, question: Any, limit: float) -> None:
+        self.question, self.deadline = number, time.monotonic() + limit + GRACE
         with contextlib.suppress(BrokenPipeError):  # it has just ended, as `take` will find
-            self.pipe.send(question)
+            self.pipe.send((question, limit))
 
     def take(self) -> tuple[int, Answer]:
         """The question's number and what it answered; `LATE` where it was killed."""
@@ -170,11 +171,12 @@ def _seal() -> None:
     sys.addaudithook(refuse)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+def _said(error: BaseException) -> str:
+    """An error in one line; a ValueError is a line of ours."""
+    return str(error) if type(error) is ValueError else " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def serve(pipe: Connection, target: str, limit: float, sealed: bool) -> None:
+def serve(pipe: Connection, target: str, sealed: bool) -> None:
     """Builds the answerer and answers until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to answer
     signal.signal(signal.SIGALRM, _on_alarm)
@@ -182,14 +184,14 @@ def serve(pipe: Connection, target: str, limit: float, sealed: bool) -> None:
     try:
         answer = getattr(importlib.import_module(module), function)(*pipe.recv())
     except BaseException as error:
-        pipe.send(str(error) if type(error) is ValueError else _one_line(error))
+        pipe.send(_said(error))
         return
     if sealed:
         _seal()
     pipe.send("")
     while True:
         try:
-            question = pipe.recv()
+            question, limit = pipe.recv()
         except EOFError:
             return
         said: Answer
@@ -201,12 +203,12 @@ def serve(pipe: Connection, target: str, limit: float, sealed: bool) -> None:
             said = Answer(error=LATE)
         except BaseException as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            said = Answer(error=_one_line(error))
+            said = Answer(error=_said(error))
         try:
             pipe.send(tuple(said))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            pipe.send((None, _one_line(error)))
+            pipe.send((None, _said(error)))
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), sys.argv[2], float(sys.argv[3]), bool(sys.argv[4]))
+    serve(Connection(int(sys.argv[1])), sys.argv[2], bool(sys.argv[3]))

@@ -53,6 +53,12 @@ METRICS = {
     "reward/std": "Standard deviation of rewards within a group, averaged over groups.",
     "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within `--signal-floor`.",
     "reward/NAME": "Mean of one reward before weighting.",
+    "reward/none": "Rewards left out of a completion's sum, because their function gave None for it.",
+    "curriculum/problems": "Problems that `--task rg:NAME` has made for training so far, repeated ones included.",
+    "curriculum/level/<name>": "The level of a data set of `--task rg:NAME` that has one.",
+    "curriculum/expected": "`--curriculum`: variance expected of the drawn prompts' rewards on the run's range.",
+    "curriculum/seen_frac": "`--curriculum`: share of the prompts that were drawn before.",
+    "curriculum/resting_frac": "`--curriculum`: share of the prompts that rest, having been solved whole.",
     "sampling/draws": "Batches of prompts drawn; more than 1 only with `--dynamic-sampling`.",
     "sampling/signal_groups": "Groups drawn that have signal.",
     "sampling/unused_frac": "Share of completions in groups that were drawn and not trained on: the price of "

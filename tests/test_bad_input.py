@@ -104,7 +104,6 @@ def a_dict(completions, **_): return {"reward": 1.0}
 async def late(completions, **_): raise TimeoutError("nobody answers")
 import json
 def deep(completions, **_): return [json.loads("{") for text in completions]
-def missing(completions, **_): return [1.0, None, 2.0, 3.0]
 def wants_more(completions, colour): return [1.0] * len(completions)
 def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(completions))]
 number = 3
@@ -614,7 +613,6 @@ def test_help_is_no_mistake(capsys):
         ("exits", "reward exits raised SystemExit"),
         ("late", r"reward late raised TimeoutError: nobody answers, at \S+/mine.py:14"),
         ("deep", r"reward deep raised JSONDecodeError: .*, at \S+/mine.py:16"),  # raised in a library
-        ("missing", "reward missing gave None for row 1 of 4; return a number for each"),
         ("not_a_number", "reward not_a_number gave nan for row 0; return a finite number"),
         ("infinite", "reward infinite gave inf for row 0"),
         ("huge", r"reward huge gave -1e\+30 for row 0; return a finite number below 1e15"),

@@ -1,11 +1,14 @@
 """Reward functions: loaded from hostile files, called, checked; those that suit any task against their formulas."""
 
 import asyncio
+import math
 import sys
+import time
 from fractions import Fraction
 
 import pytest
 from conftest import message_of
+from extras import needs
 
 import rewards
 
@@ -136,7 +139,6 @@ BAD_REWARDS = [
     (3.0, ["not a list"]),
     ([1.0], ["1 values for 2 completions"]),
     ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
-    ([1.0, None], ["None for row 1"]),
     ([1.0, "2"], ["'2' for row 1"]),
     ([float("nan"), 1.0], ["nan for row 0"]),
     ([1.0, float("-inf")], ["-inf for row 1"]),
@@ -170,6 +172,84 @@ def test_an_argument_that_nobody_gives_is_named():
 
     assert "needs 'answer'" in message_of(rewards.call_reward, "needs", needs, ["p"], ["a"], {"level": [1]})
     assert "needs 'completions'" in message_of(rewards.call_reward, "by_place", by_place, ["p"], ["a"], {})
+
+
+# ---- as TRL calls them
+
+
+def test_a_reward_that_does_not_apply_to_a_row_says_none():
+    given = rewards.call_reward("some", lambda completions: [None, 1], ["p", "q"], ["a", "b"], {})
+    assert math.isnan(given[0]) and given[1] == 1
+
+
+TRL_STYLE = """
+import asyncio, time
+def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
+    log_metric("seen", len(prompts)), log_extra("answer", answer)
+    texts = [completion[0]["content"] for completion in completions]
+    assert all(message["role"] == "user" for prompt in prompts for message in prompt)
+    return [trainer_state.global_step + len(ids) + (text == right) if right else None
+            for text, ids, right in zip(texts, completion_ids, answer)]
+async def awaited(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [float(len(completion[0]["content"])) for completion in completions]
+def naps(completions, **kwargs):
+    for text in completions:
+        time.sleep(float(text))
+    return [-float(text) for text in completions]
+def fails(completions, **kwargs):
+    return [1 / len(text) for text in completions]
+def alone(completions, num_tokens, **kwargs):
+    return [len(completions) + num_tokens[0]] * len(completions)
+"""
+ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_tokens": [1, 2, 1]}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, num_workers):
+    file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
+    name, fn = rewards.load_reward(f"{file}:scheduled", rewards.Calling(messages=True, num_workers=num_workers))
+    rewards.tell_step({name: fn, "length": rewards.length_reward(3)}, 10)
+    first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
+    assert (first, second) == (11, 13) and math.isnan(third)
+    name, fn = rewards.load_reward(f"{file}:awaited", rewards.Calling(messages=True, num_workers=num_workers))
+    assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
+
+
+def test_slow_rows_run_side_by_side_and_one_that_takes_too_long_earns_the_lowest(reward_file, capsys):
+    spec = f"{reward_file(TRL_STYLE)}:naps"
+    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=6, timeout=3.0))
+    rewards.call_reward(name, fn, ["p"] * 6, ["0.3"] * 6, {})  # the workers have started
+    begin = time.monotonic()
+    assert rewards.call_reward(name, fn, ["p"] * 12, ["0.5"] * 12, {}) == [-0.5] * 12
+    assert time.monotonic() - begin < 5, "12 naps of half a second, six at once"
+    assert rewards.call_reward(name, fn, ["p"] * 3, ["0.1", "30", "0.2"], {}) == [-0.1, -0.2, -0.2]
+    assert "1 of 3 rows passed --reward-timeout 3 and count as -0.2, the lowest" in capsys.readouterr().err
+    assert math.isnan(rewards.call_reward(name, fn, ["p"], ["30"], {})[0])
+    assert "count as unreadable" in capsys.readouterr().err
+    fn.pool.close()
+
+
+def test_a_function_in_a_worker_sees_one_row_and_its_mistake_is_told_with_its_line(reward_file):
+    file = reward_file(TRL_STYLE)
+    name, fn = rewards.load_reward(f"{file}:alone", rewards.Calling(num_workers=1))
+    assert rewards.call_reward(name, fn, ["p"] * 3, ["a", "b", "c"], ROWS) == [2, 3, 2]
+    name, fn = rewards.load_reward(f"{file}:fails", rewards.Calling(num_workers=1))
+    text = message_of(rewards.call_reward, name, fn, ["p"] * 2, ["a", ""], {})
+    assert text.startswith("reward fails raised ZeroDivisionError") and f"at {file}:" in text
+
+
+@needs("math_verify", "tasks")
+def test_two_rewards_of_trl_run_unchanged(tmp_path):
+    pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")
+    file = tmp_path / "trls.py"
+    file.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
+    completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]
+    for name, right in (("accuracy_reward", [1, 0, None]), ("think_format_reward", [1, 0, 0])):
+        _, fn = rewards.load_reward(f"{file}:{name}", rewards.Calling(messages=True))
+        columns = {"solution": ["$0.5$", "$0.5$", "no formula"]}
+        given = rewards.call_reward(name, fn, ["p"] * 3, completions, columns)
+        assert [None if math.isnan(value) else value for value in given] == right
 
 
 # ---- for any task

@@ -1,0 +1,328 @@
+"""Problems of reasoning-gym: every data set made, scored and kept apart; hostile answers; what users get wrong."""
+
+import contextlib
+import json
+import pickle
+
+import pytest
+from conftest import message_of
+from extras import needs
+from test_tasks import Template
+
+import procedural
+import tasks
+from examples import prompt_key
+from procedural import Mix, Problems, extract, parse_mix
+from workers import Answer, Pool
+
+gym = needs("reasoning_gym", "tasks")
+NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
+IN_THE_ENTRY = {  # or gives it elsewhere
+    "graph_color": lambda entry: json.dumps(entry["metadata"]["possible_answer"]),
+    "propositional_logic": lambda entry: entry["metadata"]["example_answer"],
+    "rubiks_cube": lambda entry: entry["metadata"]["example_correct_answer"],
+}
+SLOW = {"futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock", "sokoban", "zebra_puzzles"}
+
+
+def mix(*names, settings=None, levels=None, bound=None, num=8):
+    settings = {name: {} for name in names} | (settings or {})
+    return Mix(dict.fromkeys(names, 1.0), settings, levels or {}, bound, num, "")
+
+
+@pytest.fixture(scope="module")
+def every():
+    """A worker that makes and scores all data sets, and their names."""
+    listed = Pool("procedural:make_describer", (), num=1, limit=60.0, sealed=True)
+    names = listed.ask([("names",)])[0].value
+    listed.close()
+    pool = Pool("procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
+    yield names, lambda *question: pool.ask([question], procedural.MAKING)[0]
+    pool.close()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Problems made in this process: a worker of their own takes seconds to start."""
+
+    class Here:
+        def __init__(self, target, arguments, **_):
+            self.answer = getattr(procedural, target.partition(":")[2])(*arguments)
+
+        def ask(self, questions, limit=None):
+            return [Answer(self.answer(question)) for question in questions]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(procedural, "Pool", Here)
+
+
+# ---- every data set
+
+
+@gym
+@pytest.mark.slow
+def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_less(every):
+    names, ask = every
+    assert len(names) >= 105
+    for name in names:
+        made = [ask("make", name, None, number).value for number in range(2 if name in SLOW else 4)]
+        prompt, answer, entry = made[0]
+        assert len(tasks.chat_ids(Template(), prompt, system=procedural.SYSTEM)) > len(prompt), name
+        held = pickle_of(entry) if name in IN_THE_ENTRY else None
+        gold = IN_THE_ENTRY[name](held) if held else answer
+        if name not in NO_GOLD:
+            reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
+            assert ask("score", name, entry, extract(reply)).value == 1, name
+        others = [other for _, other, _ in made if other not in (None, gold)]
+        for wrong in ("", "wrong", "-17", *others[:1]):
+            assert (ask("score", name, entry, wrong).value or 0) < 1, f"{name}: {wrong!r} is no answer to {prompt!r}"
+
+
+def pickle_of(entry):
+    return pytest.importorskip("reasoning_gym") and pickle.loads(entry)
+
+
+@gym
+@pytest.mark.slow
+def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
+    names, ask = every
+    before = {name: ask("make", name, None, 600).value for name in names}
+    again = Pool("procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
+    questions = [("make", name, None, 600) for name in reversed(names)]
+    for question, answer in zip(questions, again.ask(questions, procedural.MAKING), strict=True):
+        assert before[question[1]][:2] == answer.value[:2], question
+    again.close()
+
+
+@gym
+@pytest.mark.parametrize(
+    ("name", "answer", "right", "wrong"),
+    [
+        ("coin_flip", "0.3125", ["0.3125", "0.31251"], ["0", "0.3", "0.31250000 heads", "31.25%"]),
+        ("game_of_life_halting", "True", ["True", "true"], ["False", "wrong", "True or False", "T"]),
+        ("puzzle24", "1*3*5 + 9", ["9 + 3*5*1", "1*(3*5) + 9"], ["10*(8 - 5) - 6", "1*3*5 + 10", "4*8 - 6 - 2", "24"]),
+    ],
+)
+def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
+    ask = procedural.make_answerer({name: {}}, {})
+    made = [ask(("make", name, None, number)) for number in range(1 if name == "puzzle24" else 12)]
+    entry = next(entry for _, gold, entry in made if gold == answer)
+    assert [ask(("score", name, entry, text)) for text in right] == [1] * len(right)
+    for text in wrong:
+        with contextlib.suppress(ValueError):  # of which a worker makes 0
+            assert ask(("score", name, entry, text)) < 1
+
+
+def test_answers_that_are_run_are_told_from_programs():
+    for text in [
+        "(1 + 2)*3/4",
+        "x**3/3 - 2*sin(x)*exp(3*x) + C",
+        "[[0, 1], [1, 0]]",
+        "['A', 'B']",
+        "18*x**2 + 5*x**3",
+        "2^3",
+    ]:
+        assert not procedural.is_program(text), text
+    for text in [*HOSTILE[:9], "10**10000", "2^(10^8)", "'a'.join", "9" * 5000]:
+        assert procedural.is_program(text), text
+
+
+HOSTILE = [  # answers that some scorer would run, or never finish with
+    "__import__('os').system('touch {path}')",
+    "open('{path}', 'w').write('x')",
+    "exec(chr(111)*9)",
+    "[open('{path}', 'w')]",
+    "().__class__.__bases__[0].__subclasses__()",
+    "(lambda: 1)()",
+    "[print][0]('x')",
+    "9**9**9**9",
+    "10**(10**10)",
+    "'a'*10**11",
+    "[1]*10**11",
+    "[x for x in iter(int, 1)]",
+    "(" * 5000 + "1" + ")" * 5000,
+    "[" * 5000 + "]" * 5000,
+    "{{" * 5000,
+    "-" * 10_000 + "1",
+    "1+" * 20_000 + "1",
+    "9" * 100_000,
+    "x" * 100_000,
+    "R" * 20 + "9" * 12,  # a move of a cube, repeated
+    "\0\ud800\u202e",
+    "A+999999999999",
+    "nan",
+    "inf",
+    "True or True",
+    "<answer>",
+]
+
+
+@gym
+@pytest.mark.slow
+def test_no_scorer_takes_hostile_text_for_right_nor_does_what_it_says(every, tmp_path):
+    names, ask = every
+    chosen = [(name, ask("make", name, None, 0).value[2]) for name in {*procedural.RUNS_ANSWERS, *names[::13]}]
+    pool = Pool("procedural:make_answerer", ({name: {} for name, _ in chosen}, {}), num=1, limit=1.0, sealed=True)
+    path = tmp_path / "planted"
+    texts = [text.replace("{path}", str(path)) for text in HOSTILE]
+    answers = pool.ask([("score", name, entry, text) for name, entry in chosen for text in texts])
+    pool.close()
+    right = [(chosen[n // len(texts)][0], texts[n % len(texts)][:40]) for n, a in enumerate(answers) if a.value == 1]
+    assert not right and not path.exists()
+
+
+# ---- a mix of them
+
+
+@gym
+@pytest.mark.usefixtures("here")
+def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
+    settings = {"lcm": {"min_value": 7, "max_value": 9}}
+    made = Problems(
+        mix("chain_sum", "lcm", settings=settings, levels={"chain_sum": 1})._replace(
+            weights={"chain_sum": 3.0, "lcm": 1.0}, num_held_out=40
+        )
+    )
+    examples = made.make(range(400), 0, {"chain_sum": 2})
+    counts = {name: sum(example["category"] == name for example in examples) for name in ("chain_sum", "lcm")}
+    assert abs(counts["chain_sum"] - 300) <= 3
+    assert {example["level"] for example in examples} == {2, None}
+    assert {example["level"] for example in made.held_out} == {1, None}
+    numbers = {n for e in examples if e["category"] == "lcm" for n in tasks.numbers_in(e["prompt"])}
+    assert numbers <= {7, 8, 9}
+    assert made.make([5], 0, {}) == made.make([5], 0, {}) != made.make([5], 1, {})
+    first = examples[0]
+    columns = {name: [first[name]] * 3 for name in ("category", "entry")}
+    replies = [f"<answer>{first['answer']}</answer>", first["answer"], "<answer>0</answer>"]
+    assert made.score(completions=replies, **columns) == [1, 0, 0]
+    assert made.solved(completions=replies, **columns) == [1, 0, 0]
+
+
+@gym
+@pytest.mark.usefixtures("here")
+def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_seen(capsys):
+    from small_run import make_config
+
+    from curriculum import Endless
+
+    problems = Problems(mix("tower_of_hanoi", settings={"tower_of_hanoi": {"max_disks": 4, "max_pegs": 3}}, num=3))
+    config = make_config("--batch", "4")
+    prompts = Endless(config, problems, lambda examples: [[1]] * len(examples))
+    held_out, seen = {prompt_key(example) for example in problems.held_out}, []
+    for number in range(60):
+        examples, ids = prompts.draw(number)
+        keys = [prompt_key(example) for example in examples]
+        assert len(set(keys)) == len(ids) == 4 and not held_out & set(keys)
+        repeats = prompts.repeats
+        assert repeats or not set(seen) & set(keys)
+        seen += keys
+        prompts.note([])
+        if repeats:
+            break
+    assert repeats and "they come again" in capsys.readouterr().err
+
+
+@gym
+@pytest.mark.usefixtures("here")
+def test_what_a_step_drew_is_drawn_again_where_the_step_was_lost():
+    from small_run import make_config
+
+    from curriculum import Endless
+
+    problems = Problems(mix("lcm", num=4))
+
+    def prompts():
+        return Endless(make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples))
+
+    whole, broken = prompts(), prompts()
+    for one in (whole, broken):
+        one.draw(0)
+        one.note([])
+    second = whole.draw(1)[0]
+    broken.draw(1)  # and the process ends
+    resumed = prompts()
+    resumed.restore(json.loads(json.dumps(broken.state())))
+    assert resumed.draw(1)[0] == second
+
+
+# ---- what a user asks for
+
+
+def test_tags_are_read_and_counted():
+    texts = [
+        "<answer>4</answer>",
+        "<answer> a\nb </answer> no, <answer>5</answer>\n",
+        "4",
+        "<answer>4",
+        "</answer><answer>",
+    ]
+    assert [extract(text) for text in texts] == ["4", "5", None, None, None]
+    assert procedural.answered_once(completions=texts) == [1, 0, 0, 0, 0]
+    assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None
+
+
+BAD_TASKS = [
+    ("rg:", "NAME=WEIGHT"),
+    ("rg:lcm,lcm", "each name once"),
+    ("rg:lcm=0", "'lcm=0'"),
+    ("rg:lcm=x", "'lcm=x'"),
+    ("rg:lcm=nan", "'lcm=nan'"),
+    ("rg:lcm,,gcd", "''"),
+]
+
+
+@pytest.mark.parametrize(("task", "expected"), BAD_TASKS)
+def test_a_bad_mix_is_one_line_that_names_the_part(task, expected):
+    assert expected in message_of(parse_mix, task, None)
+
+
+BAD_CONFIGS = [
+    ("lmc: {level: 1}", "did you mean 'lcm'?"),
+    ("- lcm", "no settings"),
+    ("lcm: 3", "lcm is 3"),
+    ("lcm: {seed: 3}", "other than seed and size"),
+    ("raise_level_at: 0.8", "needs a data set with a level"),
+    ("lcm: {level: 0}\nraise_level_at: 80", "above 0, as 0.8"),
+    ("held_out: 0", "held_out is 0"),
+    ("system: 3", "system is 3"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_CONFIGS)
+def test_a_bad_task_config_is_one_line_that_names_the_key(tmp_path, text, expected):
+    path = tmp_path / "sizes.yaml"
+    path.write_text(text)
+    assert expected in message_of(parse_mix, "rg:lcm", str(path))
+
+
+@gym
+@pytest.mark.parametrize(
+    ("name", "settings", "levels", "expected"),
+    [
+        ("countdwn", {}, {}, "did you mean 'countdown'?"),
+        ("lcm", {"max_valu": 3}, {}, "max_valu"),
+        ("lcm", {"min_value": 50, "max_value": 3}, {}, "lcm does not take"),
+        ("lcm", {}, {"lcm": 4}, "lcm has 4 levels, from 0; its level is 4"),
+        ("acre", {}, {"acre": 0}, "acre has 0 levels"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, settings, levels, expected):
+    assert expected in message_of(Problems, mix(name, settings={name: settings}, levels=levels))
+
+
+def test_without_the_library_the_command_that_installs_it_is_told(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "uv run --extra tasks" in message_of(Problems, mix("lcm"))
+    assert "uv run --extra tasks" in message_of(next, procedural.listing())
+
+
+@gym
+@pytest.mark.usefixtures("here")
+def test_the_list_tells_name_example_and_what_is_taken():
+    told = list(procedural.listing(["lcm", "boxnet"]))
+    assert "rg:lcm (4 levels)" in told[0] and "asks: Find the Least Common Multiple" in told[0]
+    assert "answer: '" in told[0] and "this answer exactly" in told[0]
+    assert "many answers are right" in told[1] and "what its rules allow" in told[1]

@@ -44,6 +44,12 @@ CUDA_PRELUDE = """
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 typedef unsigned int uint;
+template <typename To, typename From>
+__device__ inline To as_type(From x) {
+    To y;
+    memcpy(&y, &x, sizeof(To));
+    return y;
+}
 namespace metal {
 __device__ inline float exp(float x) { return expf(x); }
 __device__ inline float log(float x) { return logf(x); }

@@ -6,17 +6,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import message_of
-from small_run import make_config
+from extras import needs
+from small_run import SMALL, make_config
 
-from curriculum import PRIOR, Epochs, Memory, make
+import curriculum
+import procedural
+import train
+from curriculum import PRIOR, Epochs, Memory
 from examples import epoch_indices
 
-TRAIN = [{"prompt": f"{n}?"} for n in range(40)]
+PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
 IDS = [[n] for n in range(40)]
 
 
 def memory(*flags, num=40):
-    return Memory(make_config("--batch", "4", "--groups", "8", *flags), TRAIN[:num], IDS[:num])
+    return Memory(make_config("--batch", "4", "--groups", "8", *flags), PROMPTS[:num], IDS[:num])
 
 
 def earned(rewards):
@@ -40,11 +44,11 @@ def mixed(n):
 
 def test_without_memory_prompts_come_in_epochs():
     config = make_config("--batch", "3")
-    prompts = make(config, SimpleNamespace(problems=None, train=TRAIN), IDS, None)
+    prompts = curriculum.make(config, SimpleNamespace(problems=None, train=PROMPTS), IDS, None)
     assert type(prompts) is Epochs and prompts.figures() == {} and prompts.state() == {}
     for number in (0, 7, 30):
         indices = epoch_indices(40, 3, number, config.seed)
-        assert prompts.draw(number) == ([TRAIN[i] for i in indices], [IDS[i] for i in indices])
+        assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
 
 
 def test_prompts_whose_rewards_differ_come_more_often_than_those_solved_or_hopeless():
@@ -106,3 +110,50 @@ def test_a_resumed_run_draws_what_it_would_have_drawn_and_a_lost_step_leaves_no_
     resumed.restore(json.loads(json.dumps(broken.state())))
     rest = play(whole, mixed, 30, first=30)
     assert play(resumed, mixed, 30, first=30) == rest and resumed.state() == whole.state()
+
+
+# ---- whole runs
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def resumed_equals_whole(tmp_path, flags):
+    """Whether four steps leave the same completions and weights as two, an end, and two more."""
+    flags = [*SMALL, *flags, "--eval-every", "0", "--save-every", "1"]
+    train.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--lr-schedule", "constant"])
+    train.main([*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--lr-schedule", "constant"])
+    train.main(["--resume", str(tmp_path / "broken"), "--steps", "4"])
+    whole, broken = (tmp_path / name for name in ("whole", "broken"))
+    assert records(whole / "rollouts.jsonl") == records(broken / "rollouts.jsonl")
+    assert records(whole / "metrics.jsonl")[-1].keys() == records(broken / "metrics.jsonl")[-1].keys()
+    return records(whole / "metrics.jsonl"), records(whole / "rollouts.jsonl")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_memory_is_repeated_exactly_by_one_that_stopped(tmp_path):
+    rows = [{"prompt": f"Add {a} and seven.", "answer": b} for a, b in (("one", "eight"), ("two", "nine"))] * 8
+    rows = [row | {"prompt": f"{row['prompt']}{'!' * n}"} for n, row in enumerate(rows)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data", str(tmp_path / "sums.jsonl"), "--reward-weights", "rubric=0"]
+    metrics, rollouts = resumed_equals_whole(tmp_path, [*data, "--curriculum", "--dynamic-sampling"])
+    assert 0 < metrics[-1]["curriculum/seen_frac"] <= 1 and metrics[-1]["curriculum/expected"] > 0
+    for step in range(1, 5):
+        groups = {(one["group"], one["prompt"]) for one in rollouts if one["step"] == step}
+        assert len({prompt for _, prompt in groups}) == len(groups)
+
+
+@needs("reasoning_gym", "tasks")
+@pytest.mark.slow
+def test_a_run_without_end_is_repeated_exactly_and_raises_the_level(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(curriculum, "WINDOW", 4)
+    monkeypatch.setattr(procedural.Problems, "score", lambda self, completions, **_: [1.0] * len(completions))
+    (tmp_path / "sizes.yaml").write_text("held_out: 4\nraise_level_at: 0.9\nchain_sum:\n  level: 1\n")
+    flags = ["--task", "rg:chain_sum,lcm", "--task-config", str(tmp_path / "sizes.yaml")]
+    metrics, rollouts = resumed_equals_whole(tmp_path, flags)
+    assert metrics[-1]["curriculum/level/chain_sum"] == 2 and metrics[-1]["curriculum/problems"] == 12
+    assert "chain_sum: 100% of the last 4 problems were solved, so level 2 comes next" in capsys.readouterr().out
+    prompts = [one["prompt"] for one in rollouts[::4]]
+    assert len(set(prompts)) == len(prompts) == 12
+    assert {one["category"] for one in rollouts} == {"chain_sum", "lcm"}

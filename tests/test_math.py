@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import message_of
@@ -11,6 +12,7 @@ from test_tasks import HOSTILE, SCORED
 
 import rewards
 import tasks
+from workers import Answer
 
 library = needs("math_verify", "tasks")
 
@@ -135,7 +137,10 @@ FORMULAS = [  # what stands in the box, the right answer, whether it is right
 
 @library
 @pytest.mark.slow
-def test_a_table_of_200_answers_is_read_right_and_the_readers_agree_on_most_of_it(capsys):
+def test_a_table_of_200_answers_is_read_right_and_the_readers_agree_on_most_of_it(capsys, monkeypatch):
+    check = rewards.make_math_checker()  # here: workers are tested below
+    here = SimpleNamespace(ask=lambda pairs: [Answer(check(pair)) for pair in pairs])
+    monkeypatch.setattr(rewards, "_math_pool", lambda: here)
     table = [(f"So it is \\boxed{{{said}}}.", gold, right) for said, gold, right in FORMULAS]
     table += [(text, gold, right) for text, gold, right in SCORED if len(text) < 1000]
     assert len(table) >= 200
@@ -152,11 +157,9 @@ def test_a_table_of_200_answers_is_read_right_and_the_readers_agree_on_most_of_i
     assert not wrong and alone[0] > 150 and alone[1] > 190 and agree > 140
 
 
-RNG = random.Random(0)
-
-
 def hostile_answers() -> list[str]:
     """500 answers: towers, nests, long sums, calls, half-finished LaTeX."""
+    rng = random.Random(0)
     parts = [
         "10^{",
         "9**(",
@@ -193,7 +196,7 @@ def hostile_answers() -> list[str]:
     ]
     found += [part * size + end for part in parts for size in (3, 40, 10_000) for end in ends[:4]]
     while len(found) < 500:
-        found.append("".join(RNG.choice(parts + ends) for _ in range(RNG.randint(1, 25))))
+        found.append("".join(rng.choice(parts + ends) for _ in range(rng.randint(1, 25))))
     return found
 
 

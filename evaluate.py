@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
+import adapters
 import dispatch
 import gpu
 import gwen
-import hub
 import judge
 import lm_head
 import lora
@@ -406,7 +406,7 @@ TAKEN = (
 
 def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
     """A model with its adapter, the tokenizer, and whether switching adapters off gives the model before training."""
-    if adapter is None or hub.adapter_kind(hub.find_adapter(adapter)) == "full":
+    if adapter is None or adapters.kind_of(adapters.find(adapter)) == "full":
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)
     lora.attach(model, adapter)

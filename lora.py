@@ -1,6 +1,7 @@
 """
 Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
-`uv run lora.py --fuse --run runs/NAME --out DIR` merges one into its model for good.
+`uv run lora.py --fuse --run runs/NAME --out DIR` merges one into its model for good, `--export peft` writes it for
+others.
 
 A model in 16 bits computes with 16-bit copies of its adapters; what is trained and saved stays float32.
 
@@ -23,6 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+import adapters
 import gpu
 import gwen
 import hub
@@ -137,11 +139,11 @@ def attach(model: gwen.Model, path: str | Path) -> None:
     Puts an adapter of mlx_lm's layout beside the model's weights, so that `disabled` can switch it off.
 
     One of ours becomes, to the bit, what it was in training. Where the parts of a fused projection bring an A each,
-    these stand side by side, and each part's rows of B read its own. path: see `hub.find_adapter`.
+    these stand side by side, and each part's rows of B read its own. path: see `adapters.find`.
     Raises ValueError when the adapter is not a "lora" one of this model's projections.
     """
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-    scale, pairs = hub.lora_pairs(weights, hub.find_adapter(path))
+    _, scale, pairs = adapters.fitting(weights, path)
     adapted = []
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
@@ -190,14 +192,17 @@ def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("lora.py", "Merge an adapter into its model.")
-    parser.add_argument("--fuse", action="store_true", required=True, help="write the merged model")
+    parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
+    parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
+    parser.add_argument("--export", choices=adapters.LAYOUTS, help="write the adapter alone, in this layout")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
-    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new Hugging Face directory")
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
     args = parser.parse_args(argv)
     try:
+        if args.fuse == (args.export is not None):
+            raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
         run_files.check(args.run, args.step, args.adapter)
@@ -206,12 +211,12 @@ def main(argv: list[str] | None = None) -> None:
             name = name or run_files.settings_of(args.run)["model"]
             adapter = run_files.adapter_of(args.run, args.step)
         if not adapter:
-            raise ValueError("there is nothing to merge; name an adapter with --adapter, or a run with --run")
-        name, _ = gwen.choose_model(name, adapter)
-        model, tokenizer = gwen.load(name, adapter=adapter)
+            raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
         scratch = args.out.with_name(args.out.name + ".partial")
         try:
-            gwen.save(model, scratch, tokenizer)
+            said = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
+            if args.run:
+                (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
             os.replace(scratch, args.out)
         except RuntimeError as error:  # MLX's, when a file cannot be written
             raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
@@ -219,7 +224,23 @@ def main(argv: list[str] | None = None) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:
         fail(error)
-    print(f"{args.out}: {name} with {adapter} merged in, {model.head_weight.dtype}")
+    print(f"{args.out}: {said}")
+
+
+def _fuse(name: str | None, adapter: str, out: Path) -> str:
+    name, _ = gwen.choose_model(name, adapter)
+    model, tokenizer = gwen.load(name, adapter=adapter)
+    gwen.save(model, out, tokenizer)
+    return f"{name} with {adapter} merged in, {model.head_weight.dtype}"
+
+
+def _export(name: str | None, adapter: str, out: Path, layout: str) -> str:
+    if adapters.kind_of(adapters.find(adapter)) == "full":
+        raise ValueError(f"--export {layout}: {adapter} holds a whole model, not an adapter; write it with --fuse")
+    held = adapters.read(adapter)
+    held = held._replace(base=name or held.base)
+    adapters.write(held, out, layout)
+    return f"{adapter} for {held.base}, in the layout of {layout}"
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from kv_cache import round_up
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
-# What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.7 to 3.5 over seven shapes.
-WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 3.2
+# What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.5 to 3.1 over seven shapes.
+WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 2.9
 TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
 
 
@@ -49,7 +49,7 @@ class Need(NamedTuple):
     activations: int  # of an update: what layers keep for the gradient
     working: int  # of an update: what one layer's gradient takes beside that
     logprobs: int  # of an update: what log-probabilities take, while no layer is at work
-    stepping: int  # of an update: AdamW's new state and masters beside the old ones, and the gradient
+    stepping: int  # of an update: the gradient, and what AdamW makes of it while old tensors go
 
     @property
     def resident(self) -> int:
@@ -105,7 +105,7 @@ def estimate(
         activations=activations,
         working=working,
         logprobs=logprobs,
-        stepping=16 * trained,
+        stepping=7 * trained,  # measured: 5 to 7
     )
 
 

@@ -72,6 +72,31 @@ def adapter_of(run: str, step: int | None) -> str | None:
     raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved})))}")
 
 
+def model_card(run: str, step: int | None) -> str:
+    """What a run's adapter or model is: a README with its task, settings, held-out figures and how to repeat it."""
+    settings, environment = settings_of(run), json.loads((Path(run) / "env.json").read_text())
+    evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
+    rows = []
+    for one in evaluations[:1] + evaluations[1:][-1:]:
+        for name in ("accuracy", "score", "witness", "greedy"):
+            if (value := one.get(f"eval/{name}")) is not None:
+                half = one.get(f"eval/{name}_ci95")
+                reach = "" if half is None else f" \u00b1 {half:.3f}"
+                rows.append(f"| {name} | {one['step']} | {value:.3f}{reach} | {one['eval/num']} |")
+    head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
+    lines = [
+        *("---", f"base_model: {settings['model']}", "library_name: mlx", "tags: [grpo, gwen]", "---", ""),
+        *(f"# {Path(run).name}", ""),
+        f"{settings['model']}, trained with GRPO by Gwen on {settings.get('data') or 'the task ' + settings['task']}.",
+        *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
+        *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
+        *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),
+        f"Made with MLX {environment['versions']['mlx']} on {environment['machine']}, "
+        f"at commit {environment['commit'] or 'unknown'}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def of_run(run: str, flags: dict[str, Any]) -> Config:
     """The settings of the run in a directory, with those that flags replace. ValueError where there is no run."""
     return checked(load_recipe(config_file(run)) | flags)

@@ -317,8 +317,8 @@ def continue_greedily(
     """
     num_rows = logits.shape[0]
     flat, lengths = cache.flat()
-    # On a GPU a copy, for which MLX has a kernel; else read where it lies.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu())
+    # Read where it lies; on a GPU without the kernel that does so, copied for MLX's own.
+    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
     jobs = [Job(row, row, limit) for row in range(num_rows)]
     decode(model, slots, logits, jobs, record, num_rows)

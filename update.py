@@ -7,15 +7,18 @@ Axes: N rows of the step, M rows of a micro-batch, L positions of prompt and com
 C hidden.
 """
 
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+import gpu
 import grpo
 import gwen
 import lm_head
@@ -44,6 +47,8 @@ class Learner:
 
     def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
         self.model, self.config, self.base = model, config, base
+        if gpu.backend() and gpu.is_wanted():
+            gpu.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
         self.optimizer = optim.AdamW(config.learning_rate, weight_decay=config.weight_decay, bias_correction=True)
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))
@@ -259,20 +264,40 @@ def accumulate(
     learner: Learner, batches: list[MicroBatch], old_logprobs: list[mx.array | None], targets: Targets
 ) -> tuple[Any, list[mx.array], dict[str, float]]:
     """The float32 gradient of the step's loss, the log-probabilities of each micro-batch, sums of what is measured."""
-    grads: Any = None
+    grads: dict[str, Any] = {}
     seen: list[mx.array] = []
     totals: dict[str, float] = {}
     for batch, old in zip(tqdm(batches, desc="update", leave=False, disable=None), old_logprobs, strict=True):
         share = nn.value_and_grad(learner.model, lambda model, b=batch, o=old: objective(learner, model, b, o, targets))
-        (_, logprobs, sums), part = share(learner.model)
-        part = tree_unflatten([(n, g.astype(mx.float32) / learner.loss_scale.value) for n, g in tree_flatten(part)])
-        grads = part if grads is None else tree_map(mx.add, grads, part)
+        (_, logprobs, sums), tree = share(learner.model)
+        part = dict(tree_flatten(tree))
+        del tree  # else each gradient would live until the last one is computed
+        grads = grads or dict.fromkeys(part)
+        for names in in_backward_order(grads):
+            for name in names:
+                new = part.pop(name).astype(mx.float32) / learner.loss_scale.value
+                grads[name] = new if grads[name] is None else grads[name] + new
+            mx.async_eval([grads[name] for name in names])
         mx.eval(grads, logprobs, sums)  # wait: the next micro-batch may use this one's memory
         seen.append(mx.stop_gradient(logprobs))
         for name, value in sums.items():
             held = totals.get(name, 0.0)
             totals[name] = max(held, value.item()) if name.endswith("_max") else held + value.item()
-    return grads, seen, totals
+    return tree_unflatten(list(grads.items())), seen, totals
+
+
+def in_backward_order(names: Iterable[str]) -> list[list[str]]:
+    """
+    Names of weights in the order in which a backward pass comes by their gradients, those of a layer together.
+
+    Asked for in another order, MLX would keep what a gradient is made of while it computes all that come after.
+    """
+
+    def place(name: str) -> float:
+        first, second, *_ = name.split(".")
+        return -int(second) if first == "layers" else math.inf if first == "embed_tokens" else -math.inf
+
+    return [list(layer) for _, layer in itertools.groupby(sorted(names, key=place), place)]
 
 
 def step(
@@ -294,10 +319,11 @@ def step(
         learner.optimizer.learning_rate = lr
         masters = tree_unflatten(list(learner.trainable.items()))
         learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
-        del grads, masters  # else the old tensors would live until the last of the new ones is computed
-        for name, gradient in proving.items():
-            prove_change(learner, name, before.pop(name), gradient, lr)
+        # Here, and in the model, the old tensors would live until the last of the new ones is computed.
+        del grads, masters
         install(learner.model, learner.trainable)
+        for name in list(proving):
+            prove_change(learner, name, before.pop(name), proving.pop(name), lr)
         mx.eval(learner.trainable, learner.optimizer.state)
     learner.loss_scale = learner.loss_scale.after(overflow)
     return logprobs, measured

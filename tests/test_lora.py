@@ -10,9 +10,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
+import adapters
 import checkpoint
 import gwen
-import hub
 import lora
 
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
@@ -195,13 +195,13 @@ def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_qwen3, tmp_path):
 def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_qwen3, tmp_path):
     checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path / "run" / "adapter", str(tiny_qwen3))
     adapter = tmp_path / "run" / "adapter"
-    assert hub.find_adapter(tmp_path / "run") == hub.find_adapter(str(adapter)) == adapter
+    assert adapters.find(tmp_path / "run") == adapters.find(str(adapter)) == adapter
     assert gwen.choose_model(None, tmp_path / "run") == (str(tiny_qwen3), "which the adapter was trained on")
     assert gwen.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
     merged, same = (gwen.load_model(tiny_qwen3, adapter=path) for path in (tmp_path / "run", adapter))
     assert mx.array_equal(merged(TOKENS), same(TOKENS))
-    with pytest.raises(ValueError, match=r"no adapter_config\.json there; give a run or an adapter"):
-        hub.find_adapter(tmp_path)
+    with pytest.raises(ValueError, match=r"no adapter_config\.json there; give a run or the directory"):
+        adapters.find(tmp_path)
 
 
 def test_an_unknown_target_is_refused_by_name(tiny_qwen3):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import QWEN3, YARN, normal, relative_error
 
+import gpu
 import hub
 import ops
 
@@ -148,16 +149,16 @@ def test_both_layouts_of_rope_settings_give_the_same_configuration():
 
 def test_exp_equals_that_of_numpy_and_takes_minus_infinity_to_zero():
     x = np.linspace(-8, 8, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(ops.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
+    np.testing.assert_allclose(np.array(gpu.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
     x = np.linspace(-80, 80, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(ops.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
-    assert ops.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
+    np.testing.assert_allclose(np.array(gpu.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
+    assert gpu.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
 
 
 def test_the_gradient_of_exp_is_exp():
     x = normal(100)
-    np.testing.assert_allclose(np.array(mx.grad(lambda x: ops.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
-    assert mx.grad(lambda x: ops.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
+    np.testing.assert_allclose(np.array(mx.grad(lambda x: gpu.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
+    assert mx.grad(lambda x: gpu.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
 
 
 GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]
@@ -262,3 +263,21 @@ def test_scores_beyond_the_range_of_float16_are_finite():
     k = mx.full((1, 1, 3, 16), 300.0, dtype=mx.float16)  # a score of 240,000; float16 ends at 65,504
     out = ops.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
     assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))
+
+
+@pytest.mark.parametrize(("length", "is_fused"), [(1, False), (8, False), (9, True)])
+def test_a_causal_attention_of_few_queries_takes_no_kernel_that_has_no_gradient(length, is_fused, monkeypatch):
+    called = []
+
+    def fused(queries, keys, values, scale, mask):
+        called.append(mask)
+        return ops.attention_ref(queries, keys, values, mask)
+
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
+    queries, keys = mx.random.normal((2, 4, length, 64)), mx.random.normal((2, 2, length, 64))
+    gradient = mx.grad(lambda x: ops.attention(x, keys, keys, "causal").square().sum())(queries)
+    expected = mx.grad(lambda x: ops.attention_ref(x, keys, keys, "causal").square().sum())(queries)
+    assert bool(called) == is_fused and mx.allclose(gradient, expected)
+    ops.attention(queries[:, :, -1:], keys, keys, None)
+    assert called[-1] is None  # a decode step, which has no gradient

@@ -23,6 +23,7 @@ from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
 
+import adapters
 import checkpoint
 import dispatch
 import evaluate
@@ -374,15 +375,15 @@ def test_without_evaluations_there_is_no_best_adapter(tmp_path, capsys):
 def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path):
     run, tokens = tmp_path / "run", mx.array([[1, 5, 9, 2, 30]])
     train.main([*SMALL, "--steps", "2", "--eval-every", "1", "--save-every", "1", "--run-dir", str(run)])
-    adapters = [*checkpoint.saved(run), run, run / "adapter-best"]
-    assert len(adapters) == 5
-    for path in adapters:
+    places = [*checkpoint.saved(run), run, run / "adapter-best"]
+    assert len(places) == 5
+    for path in places:
         ours = gwen.load("demo", adapter=path)[0](tokens)
-        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(hub.find_adapter(path)))
+        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(adapters.find(path)))
         peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
         np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
-        assert hub.adapter_base(path) == "demo"
-    first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in adapters[:3])
+        assert adapters.base_of(path) == "demo"
+    first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in places[:3])
     assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
 
 

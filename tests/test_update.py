@@ -17,6 +17,7 @@ import gwen
 import lm_head
 import lora
 import micro_batch
+import sampler
 import train
 import update
 
@@ -190,6 +191,48 @@ def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tm
     )
     before = update_once(run, advantages=mx.zeros((12,))).means["entropy"]
     assert update_once(run, advantages=mx.zeros((12,))).means["entropy"] > before + 0.03
+
+
+def peak_of(work):
+    """The bytes that a function holds at most beside what is held before."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    work()
+    return mx.get_peak_memory() - before
+
+
+def whole_model(name, num_rows, num_tokens):
+    """A learner of all weights, one micro-batch of rows of equal lengths, and what an update takes beside."""
+    config = make_config("--lora-rank", "0", "--max-tokens", f"{num_tokens}", "--checkpoint-layers", "on")
+    learner = update.Learner(gwen.random_model(name), config)
+    shape = num_rows, num_tokens
+    ids = mx.random.randint(0, 8000, shape, key=mx.random.key(0))
+    rollout = sampler.Rollout(ids, mx.full(shape, -9.0), mx.ones(shape), ["length"] * num_rows, None)
+    batches = micro_batch.micro_batches([[5] * 8] * num_rows, rollout, 1_000_000)
+    targets = update.Targets(mx.arange(num_rows) - 1.0, None, rollout.mask, num_rows, ids.size, ids.size)
+    mx.eval(learner.trainable, learner.optimizer.state, learner.model.parameters(), targets, batches)
+    return learner, batches, targets
+
+
+def test_gradients_are_asked_for_in_the_order_in_which_the_backward_pass_has_them(monkeypatch):
+    learner, batches, targets = whole_model("random:2m", 16, 128)
+    layers = update.in_backward_order(learner.trainable)
+    assert sorted(name for layer in layers for name in layer) == sorted(learner.trainable)
+    assert [layer[0].split(".")[:2] for layer in layers] == [
+        ["norm", "weight"],
+        *(["layers", f"{index}"] for index in reversed(range(5))),
+        ["embed_tokens", "weight"],
+    ]
+    ours = peak_of(lambda: update.accumulate(learner, batches, [None], targets))
+    monkeypatch.setattr(update, "in_backward_order", lambda names: [list(names)])
+    assert ours < 0.85 * peak_of(lambda: update.accumulate(learner, batches, [None], targets))
+
+
+def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
+    learner, batches, targets = whole_model("random:30m", 2, 12)
+    peak = peak_of(lambda: update.step(learner, batches, [None], targets, 1e-4))
+    assert peak < 1.9 * sum(array.nbytes for array in learner.trainable.values())
 
 
 def plainly(hidden, head_weight, ids, *, temperature, support, **_):

@@ -1,0 +1,222 @@
+"""
+Adapters on disk: mlx_lm's layout, in which runs save theirs, and PEFT's, which transformers and vLLM open.
+
+    mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O); adapter_config.json: rank and scale
+    PEFT     adapter_model.safetensors: base_model.model.NAME.lora_A.weight (R, C) and .lora_B.weight (O, R);
+             adapter_config.json: r and lora_alpha = scale * rank
+
+Both are read, and each is written from the other without loss: tensors are transposed, never rounded. NAME is a
+projection's Hugging Face name, "model.layers.0.self_attn.q_proj". What is left out: adapters inside a model (lora.py).
+
+Axes: C input width, O output width, R rank.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+
+import hub
+
+LAYOUTS = ("peft", "mlx_lm")
+PEFT_PREFIX = "base_model.model."
+Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
+# what PEFT adapters may have beyond x A B, and what each must be here
+PEFT_ONLY: dict[str, Any] = {
+    **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), False),
+    **{key: {} for key in ("rank_pattern", "alpha_pattern")},
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters"), None),
+    "bias": "none",
+}
+
+
+class Adapter(NamedTuple):
+    """A "lora" adapter: y = x W^T + scale * x A B."""
+
+    base: str | None  # the model that it was trained on, as its configuration names it
+    scale: float
+    pairs: Pairs
+
+
+def find(path: str | Path) -> Path:
+    """The adapter at `path`, or that of the run or checkpoint there. ValueError without one."""
+    for directory in (Path(path), Path(path) / "adapter"):
+        if (directory / "adapter_config.json").is_file():
+            return directory
+    raise ValueError(f"--adapter {path}: no adapter_config.json there; give a run or the directory of an adapter")
+
+
+def base_of(path: str | Path) -> str:
+    """The model that an adapter was trained on, as its configuration names it. ValueError when it does not."""
+    config = hub.load_object(find(path) / "adapter_config.json")
+    name = config.get("base_model_name_or_path" if _is_peft(config) else "model")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"--adapter {path} does not name the model it was trained on; give it with --model")
+    return name
+
+
+def kind_of(directory: Path) -> str:
+    """ "lora" or "full", as an adapter's configuration says. ValueError for another."""
+    config = hub.load_object(directory / "adapter_config.json")
+    kind = "lora" if _is_peft(config) else config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "full"):
+        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
+    return str(kind)
+
+
+def _is_peft(config: dict[str, Any]) -> bool:
+    return "peft_type" in config
+
+
+# ---- reading
+
+
+def read(path: str | Path) -> Adapter:
+    """A "lora" adapter of either layout. ValueError names what is wrong with it. path: see `find`."""
+    directory = find(path)
+    config = hub.load_object(directory / "adapter_config.json")
+    read_one = _read_peft if _is_peft(config) else _read_mlx_lm
+    scale, halves = read_one(directory, config)
+    pairs = {}
+    for name in sorted({name for name, _ in halves}):
+        low, high = halves.get((name, "a")), halves.get((name, "b"))
+        if low is None or high is None or low.ndim != 2 or high.ndim != 2 or low.shape[1] != high.shape[0]:
+            raise ValueError(f"--adapter {directory}: {name} has no two matrices of one rank")
+        pairs[name] = low, high
+    base = config.get("base_model_name_or_path" if _is_peft(config) else "model")
+    return Adapter(base if isinstance(base, str) else None, scale, pairs)
+
+
+def _read_mlx_lm(directory: Path, config: dict[str, Any]) -> tuple[float, dict[tuple[str, str], mx.array]]:
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict) or not isinstance(scale := parameters.get("scale"), (int, float)):
+        raise ValueError(f"--adapter {directory}: adapter_config.json has no lora_parameters with a scale")
+    halves = {}
+    for key, array in hub.load_tensors(directory / "adapters.safetensors").items():
+        name, _, half = key.rpartition(".lora_")
+        if half not in ("a", "b"):
+            raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
+        halves[name, half] = array
+    return float(scale), halves
+
+
+def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[float, dict[tuple[str, str], mx.array]]:
+    where = f"--adapter {directory}: adapter_config.json"
+    if config["peft_type"] != "LORA":
+        raise ValueError(f"{where} has peft_type {config['peft_type']!r:.60}; only LORA is supported")
+    for key, usual in PEFT_ONLY.items():
+        if config.get(key, usual) not in (usual, None):
+            raise ValueError(f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
+        raise ValueError(f"{where} has r {rank!r:.60} and lora_alpha {alpha!r:.60}; both must be numbers")
+    halves = {}
+    for key, array in hub.load_tensors(directory / "adapter_model.safetensors").items():
+        name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+        if half not in ("A.weight", "B.weight"):
+            raise ValueError(f"--adapter {directory}: {key} is neither lora_A nor lora_B of a projection")
+        halves[name, half[0].lower()] = mx.contiguous(array.T)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), halves
+
+
+def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
+    """The adapter at `path`. ValueError when one of its projections is not one of these weights, by name and shape."""
+    adapter = read(path)
+    for name, (low, high) in adapter.pairs.items():
+        base = weights.get(f"{name}.weight")
+        if base is None:
+            raise ValueError(f"--adapter {path}: {name} is not a projection of this model")
+        if (high.shape[1], low.shape[0]) != base.shape:
+            raise ValueError(f"--adapter {path}: {name} does not fit a weight of shape {base.shape}")
+    return adapter
+
+
+def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]:
+    """
+    Hugging Face weights with an adapter added in, W + scale * (A B)^T in float32. path: see `find`.
+
+    Raises ValueError when there is no adapter or not one of this model.
+    """
+    directory = find(path)
+    if kind_of(directory) == "full":
+        trained = hub.load_tensors(directory / "adapters.safetensors")
+        for name, array in trained.items():
+            if name not in weights or array.shape != weights[name].shape:
+                raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
+        return weights | {name: array.astype(weights[name].dtype) for name, array in trained.items()}
+    adapter = fitting(weights, directory)
+    weights = dict(weights)
+    for name, (low, high) in adapter.pairs.items():
+        base = weights[f"{name}.weight"]
+        delta = adapter.scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
+        weights[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+    return weights
+
+
+# ---- writing
+
+
+def write(adapter: Adapter, directory: Path, layout: str) -> None:
+    """Writes a "lora" adapter into a new directory. ValueError when its projections differ in rank."""
+    assert layout in LAYOUTS, layout
+    ranks = {low.shape[1] for low, _ in adapter.pairs.values()}
+    if len(ranks) != 1:
+        raise ValueError(f"the adapter's projections have the ranks {sorted(ranks)}; they need one rank")
+    (rank,) = ranks
+    tensors, config = (_as_peft if layout == "peft" else _as_mlx_lm)(adapter, rank)
+    directory.mkdir(parents=True)
+    file = "adapter_model.safetensors" if layout == "peft" else "adapters.safetensors"
+    mx.save_safetensors(str(directory / file), dict(sorted(tensors.items())), metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _as_peft(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    tensors = {}
+    for name, (low, high) in adapter.pairs.items():
+        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = mx.contiguous(low.T)
+        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = mx.contiguous(high.T)
+    alpha = adapter.scale * rank
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": _targets(adapter.pairs),
+    }
+    return tensors, config
+
+
+def _targets(pairs: Pairs) -> list[str]:
+    """Names that end those of all adapted projections and of no other: short where every layer has the same."""
+    layers: dict[str, set[str]] = {}
+    for name in pairs:
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        layers.setdefault(layer, set()).add(rest)
+    same = len({frozenset(rests) for rests in layers.values()}) == 1 and len(layers) == max(map(int, layers)) + 1
+    return sorted({name.rpartition(".")[2] for name in pairs}) if same else sorted(pairs)
+
+
+def _as_mlx_lm(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    tensors = {}
+    for name, (low, high) in adapter.pairs.items():
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = low, high
+    paths = [name.removeprefix("model.layers.").split(".", 1) for name in adapter.pairs]
+    config = {
+        "model": adapter.base,
+        "fine_tune_type": "lora",
+        "num_layers": 1 + max(int(layer) for layer, _ in paths),
+        "lora_parameters": {
+            "rank": rank,
+            "scale": adapter.scale,
+            "dropout": 0.0,
+            "keys": sorted({rest for _, rest in paths}),
+        },
+    }
+    return tensors, config

@@ -1,0 +1,138 @@
+"""Adapters on disk: mlx_lm's layout and PEFT's say the same, to the bit; PEFT itself opens what is exported."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_lora import TOKENS, adapted
+
+import adapters
+import checkpoint
+import gwen
+import lora
+
+WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
+
+
+@pytest.fixture
+def tiny_qwen3(checkpoints):
+    return checkpoints["qwen3"]
+
+
+@pytest.fixture
+def exported(tiny_qwen3, tmp_path):
+    """A random adapter as a run saves it, and the same in PEFT's layout."""
+    model = adapted(tiny_qwen3)
+    checkpoint.save_adapter(model, tmp_path / "ours", str(tiny_qwen3))
+    lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
+    return model, tmp_path
+
+
+def same_tensors(one, two):
+    one, two = (dict(mx.load(str(path))) for path in (one, two))
+    assert one.keys() == two.keys()
+    return all(array.dtype == two[name].dtype and mx.array_equal(array, two[name]) for name, array in one.items())
+
+
+def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
+    _, root = exported
+    lora.main(["--export", "mlx_lm", "--adapter", str(root / "peft"), "--out", str(root / "again")])
+    assert same_tensors(root / "ours" / WEIGHTS["mlx_lm"], root / "again" / WEIGHTS["mlx_lm"])
+    ours, again = (json.loads((root / name / "adapter_config.json").read_text()) for name in ("ours", "again"))
+    assert ours == again
+    lora.main(["--export", "peft", "--adapter", str(root / "again"), "--out", str(root / "peft again")])
+    assert same_tensors(root / "peft" / WEIGHTS["peft"], root / "peft again" / WEIGHTS["peft"])
+
+
+def test_an_adapter_in_peft_s_layout_is_merged_and_attached_like_ours(exported, tiny_qwen3):
+    model, root = exported
+    merged, attached = gwen.load_model(tiny_qwen3, adapter=root / "peft"), gwen.load_model(tiny_qwen3)
+    lora.attach(attached, root / "peft")
+    assert mx.array_equal(attached(TOKENS), model(TOKENS))
+    np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
+    assert gwen.choose_model(None, root / "peft")[0] == str(tiny_qwen3)
+
+
+def test_the_exported_numbers_are_those_of_the_formula(exported):
+    """y = x W^T + alpha / r * x A^T B^T, with PEFT's A (R, C) and B (O, R)."""
+    model, root = exported
+    config = json.loads((root / "peft" / "adapter_config.json").read_text())
+    tensors = dict(mx.load(str(root / "peft" / WEIGHTS["peft"])))
+    layer = model.layers[1].self_attn.o_proj
+    name = "base_model.model.model.layers.1.self_attn.o_proj"
+    low, high = (np.array(tensors[f"{name}.lora_{half}.weight"], np.float64) for half in "AB")
+    x = np.random.default_rng(0).normal(size=(3, low.shape[1]))
+    expected = x @ np.array(layer.linear.weight, np.float64).T + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
+    np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
+    assert config["target_modules"] == sorted("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
+
+
+def test_an_adapter_of_some_layers_names_these_alone(exported):
+    _, root = exported
+    held = adapters.read(root / "ours")
+    some = {name: pair for name, pair in held.pairs.items() if ".layers.1." in name and "mlp" in name}
+    adapters.write(held._replace(pairs=some), root / "some", "peft")
+    targets = json.loads((root / "some" / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(some)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is supported"),
+        ({"use_dora": True}, "has use_dora True, which is not supported"),
+        ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
+        ({"bias": "all"}, "has bias 'all'"),
+        ({"r": 0}, "has r 0 and lora_alpha"),
+        ({"lora_alpha": None}, "and lora_alpha None; both must be numbers"),
+    ],
+)
+def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, changed, said):
+    _, root = exported
+    path = root / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ValueError, match=said):
+        adapters.read(root / "peft")
+
+
+def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_rank(exported):
+    _, root = exported
+    path = root / "peft" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"use_rslora": True}))
+    assert adapters.read(root / "peft").scale == pytest.approx(config["lora_alpha"] / config["r"] ** 0.5)
+
+
+def test_a_model_trained_whole_has_no_adapter_to_export(tiny_qwen3, tmp_path, capsys):
+    checkpoint.save_adapter(gwen.load_model(tiny_qwen3), tmp_path / "full", "tiny")
+    with pytest.raises(SystemExit) as ended:
+        lora.main(["--export", "peft", "--adapter", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2 and not (tmp_path / "out").exists()
+    assert "holds a whole model, not an adapter; write it with --fuse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--fuse", "--export", "peft"]])
+def test_the_command_wants_one_of_fuse_and_export(flags, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        lora.main([*flags, "--adapter", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2 and "give --fuse for a whole model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj", "down_proj")])
+def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
+    torch = pytest.importorskip("torch", reason="PEFT is in the dependency group `peft`")
+    peft = pytest.importorskip("peft", reason="PEFT is in the dependency group `peft`")
+    from transformers import AutoModelForCausalLM
+
+    directory = checkpoints[family]
+    model = adapted(directory, targets=targets)
+    checkpoint.save_adapter(model, tmp_path / "ours", str(directory))
+    lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    peer = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
+    with torch.no_grad():
+        theirs = peer(torch.tensor(np.array(TOKENS))).logits.numpy()
+    np.testing.assert_allclose(np.array(model(TOKENS)), theirs, atol=1e-4, rtol=1e-4)
+    assert np.abs(theirs - np.array(gwen.load_model(directory)(TOKENS))).max() > 1e-2

@@ -254,7 +254,7 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
 
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER_IN_TEXT = re.compile(
-    r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<![0-9][eE][-+])"  # not the 5 of "x5", nor the minus of "7-5"
+    r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<![0-9][eE][-+])"  # not "x5", nor the minus of "7-5"
     rf"(?P<top>(?>{_PLAIN}))(?: ?/ ?(?P<bottom>(?>{_PLAIN})))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"  # nor the 1 of "1e5"
     r"(?: (?P<scale>thousand|million|billion|trillion)\b)?"
 )

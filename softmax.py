@@ -15,7 +15,6 @@ import mlx.core as mx
 
 import gpu
 import grpo
-import ops
 
 
 def tiled_sum(x: mx.array) -> mx.array:
@@ -33,7 +32,7 @@ def tiled_sum(x: mx.array) -> mx.array:
 def logsumexp(x: mx.array) -> mx.array:
     """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
     peak = mx.stop_gradient(x.max(-1, keepdims=True))
-    return mx.log(tiled_sum(ops.exp(x - peak))) + peak.squeeze(-1)
+    return mx.log(tiled_sum(gpu.exp(x - peak))) + peak.squeeze(-1)
 
 
 # What the kernels on rows of logits have in common: one threadgroup of 16 simdgroups a row, which takes it in tiles of
@@ -164,7 +163,7 @@ def _gradient_of_log_softmax(
     cotangents: list[mx.array], results: list[mx.array], logits: mx.array, temperature: float = 1.0
 ) -> list[mx.array]:
     (d_out,), (out,) = cotangents, results
-    return [((d_out - ops.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
+    return [((d_out - gpu.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
 
 
 def _example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
@@ -197,7 +196,7 @@ def sample_token_ref(
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
     peak = logits.max(-1, keepdims=True)
-    weights = ops.exp(logits - peak)
+    weights = gpu.exp(logits - peak)
     shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
 
@@ -300,7 +299,7 @@ def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) 
     logits = at_temperature(logits, temperature)
     peak = mx.stop_gradient(logits.max(-1, keepdims=True))
     shifted = logits - peak
-    weights = ops.exp(shifted)
+    weights = gpu.exp(shifted)
     total = tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
     moment = tiled_sum(weights * mx.where(weights > 0, shifted, 0.0))
@@ -509,7 +508,7 @@ def truncate_logits(logits: mx.array, support: Support) -> mx.array:
         logits = mx.where(logits < logits.max(-1, keepdims=True) + math.log(min_p), -mx.inf, logits)
     if top_p < 1:
         descending = -mx.sort(-logits, axis=-1)
-        probs = ops.exp(descending - logsumexp(descending)[..., None])
+        probs = gpu.exp(descending - logsumexp(descending)[..., None])
         before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
         num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
         least = mx.take_along_axis(descending, num_kept - 1, axis=-1)

@@ -18,6 +18,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+import gpu
 import grpo
 import gwen
 import lm_head
@@ -46,6 +47,8 @@ class Learner:
 
     def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
         self.model, self.config, self.base = model, config, base
+        if gpu.backend() and gpu.is_wanted():
+            gpu.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
         self.optimizer = optim.AdamW(config.learning_rate, weight_decay=config.weight_decay, bias_correction=True)
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))

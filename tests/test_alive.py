@@ -24,7 +24,7 @@ import preflight
 import sampler
 import train
 import update
-from config import resolve
+from config import Config, resolve
 
 ROOT = Path(gwen.__file__).parent
 WATCHDOG = RuntimeError(
@@ -167,7 +167,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(op, "_runs", {})
 
 
-def test_loading_a_model_checks_every_kernel_at_its_sizes(kernels, monkeypatch):
+def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model(kernels, monkeypatch):
     checked = {}
     original = gpu.Op.check_on
 
@@ -178,6 +178,7 @@ def test_loading_a_model_checks_every_kernel_at_its_sizes(kernels, monkeypatch):
     monkeypatch.setattr(gpu.Op, "check_on", noting)
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
+    update.Learner(model, Config(lora_rank=5))
     assert set(checked) == set(gpu.OPS), "a kernel that no rehearsal calls is first run in a rollout"
     config = model.config
     assert checked["swiglu"][0][0].shape[-1] == 2 * config.intermediate_size

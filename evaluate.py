@@ -1,12 +1,12 @@
 """
 Held-out evaluation: `uv run evaluate.py --run runs/NAME [--step N]`, or `--model M [--adapter DIR] --task T`.
 
-Every held-out problem once: `samples` completions at temperature 1 from a fixed seed, and one greedy completion. A
-task with a right answer reports accuracy by its verifier, which training rewards cannot bend; the others report the
-weighted sum of their rewards. Where a judge's score is among these, a witness stands beside it: a second rubric that
-was never trained on. A run's evaluations come from the same function, so `--run` repeats them to the digit.
+Each held-out problem gets `samples` completions at temperature 1 from a fixed seed, and one greedy completion. A task
+with a right answer reports its verifier's accuracy, which training rewards cannot bend. Other tasks report the weighted
+sum of their rewards. If a judge scores them, a witness does too: a second rubric that training never sees.
+A run evaluates with the same function, so `--run` repeats its figures to the digit.
 
-What is left out: training problems. Axes: P problems, K samples of each, N = P * K completions, problem-major;
+Left out: training problems. Axes: P problems, K samples of each, N = P * K completions, problem-major;
 T completion positions, J criteria.
 """
 
@@ -38,13 +38,13 @@ from examples import Example, spread
 from micro_batch import completion_hidden, in_rows, micro_batches
 from rewards import Reward, call_reward, reward_arguments, reward_columns
 
-KEY = 1 << 96  # of the evaluation's randomness; training keys are smaller
-REFERENCE_TOKENS = 2048  # positions that go through the model before training at once
+KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
+REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """
-    The chance that one of k completions drawn from `num_samples` is right, unbiased.
+    Unbiased estimate of the chance that at least one of k completions is right.
 
     Source: Chen et al., arXiv:2107.03374, eq. 1.
     """
@@ -52,17 +52,17 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def mean(values: np.ndarray) -> float | None:
-    """The mean of what could be scored; None when nothing could."""
+    """The mean of the readable values; None if there are none."""
     readable = values[~np.isnan(values)]
     return float(readable.mean()) if readable.size else None
 
 
 def half_width(by_problem: np.ndarray) -> float | None:
     """
-    How far the 95% confidence interval of a mean over problems reaches; None below two.
+    Half the width of the 95% confidence interval of a mean over problems; None below two values.
 
-    Of zeros and ones it is Wilson's, which does not shrink to nothing where all are equal, and of its two ends the
-    farther; of other values the normal approximation.
+    Zeros and ones use Wilson's interval, whose width is not 0 when all are equal, and its farther end. Other values use
+    the normal approximation.
     """
     readable = by_problem[~np.isnan(by_problem)]
     if readable.size < 2:
@@ -75,13 +75,13 @@ def half_width(by_problem: np.ndarray) -> float | None:
     return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size))
 
 
-# ---- what is sampled, and what it earns
+# ---- completions and their rewards
 
 
 class Answers(NamedTuple):
     """K completions of each problem, problem-major."""
 
-    problems: list[Example]  # N, of each completion
+    problems: list[Example]  # N, one per completion
     rollout: sampler.Rollout
     texts: list[str]  # N, without end tokens
 
@@ -107,7 +107,7 @@ def answer(
 
 
 def call(name: str, reward: Reward, answers: Answers) -> np.ndarray:
-    """What a reward or verifier gives for each completion, (N,)."""
+    """A reward's or verifier's value of each completion, (N,)."""
     names = [name for name in answers.problems[0] if name != "prompt"]
     columns: dict[str, Any] = {name: [problem[name] for problem in answers.problems] for name in names}
     columns |= sampler.columns(answers.rollout)
@@ -116,20 +116,20 @@ def call(name: str, reward: Reward, answers: Answers) -> np.ndarray:
 
 
 def judged(grader: judge.Grader, answers: Answers) -> judge.Judgement:
-    """What a judge says of each completion."""
+    """The judge's scores of each completion."""
     return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
 
 
 class Earned(NamedTuple):
-    """What N completions earn; nan where a judge could not be read."""
+    """Values of N completions; nan where the judge was unreadable."""
 
     values: np.ndarray  # (N,): 1 for a right answer, or the weighted sum of the rewards
     rewards: dict[str, np.ndarray]  # (N,) each, before weighting
-    scores: np.ndarray | None  # (N, J) in 1..5, the judge's
+    scores: np.ndarray | None  # (N, J), the judge's, 1..5
 
 
 def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Earned:
-    """Rewards of completions, each called once, and the figure that is reported."""
+    """Calls each reward once and computes the reported value of each completion."""
     rewards = {name: call(name, reward, answers) for name, reward in task.rewards.items()}
     scores = None
     if grader is not None:
@@ -138,20 +138,20 @@ def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Ear
     if task.verifier is not None:
         return Earned(call("correct", task.verifier, answers), rewards, scores)
     assert rewards, f"task {task.name} is scored by a judge"
-    # nan of a judge is unreadable; of a function it says that the reward does not apply to that completion
+    # nan from a judge means unreadable; from a function it means that the reward does not apply
     counted = {name: values if name == "rubric" else np.nan_to_num(values) for name, values in rewards.items()}
     return Earned(np.sum([task.reward_weights[name] * values for name, values in counted.items()], 0), rewards, scores)
 
 
-# ---- what is measured beside
+# ---- other measurements
 
 
 def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler.Rollout, temperature: float) -> float:
     """
-    KL of the policy that sampled the rollout to `reference` without its adapters, nats a token.
+    KL(sampling policy, `reference` without adapters) in nats per token.
 
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
-    prompts: of each row. Source: see `grpo.kl_term`.
+    prompts: one per row. Source: see `grpo.kl_term`.
     """
     with lora.disabled(reference):
         logprobs, _ = in_rows(
@@ -178,12 +178,12 @@ _REFUSAL = re.compile(
 
 
 def is_refusal(text: str) -> bool:
-    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"; no finer."""
+    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
     return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
 
 def repeated(text: str) -> float:
-    """The share of an answer's runs of four words that repeat an earlier one of the same answer; 0 without any."""
+    """The share of an answer's 4-grams of words that occurred earlier in it; 0 below four words."""
     words = text.lower().split()
     runs = list(zip(*(words[begin:] for begin in range(4)), strict=False))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
@@ -193,13 +193,13 @@ def repeated(text: str) -> float:
 
 
 class EvalParams(NamedTuple):
-    """How held-out problems are answered."""
+    """How to answer held-out problems."""
 
     max_tokens: int
-    batch_size: sampler.BatchSize | None = None  # None measures it on a GPU, and is the usual one without
+    batch_size: sampler.BatchSize | None = None  # None: measured on a GPU, `USUAL_ROWS` on a CPU
     share_prefix: bool | None = None  # see `sampler.rollout`
-    samples: int = 1  # completions of each problem
-    limit: int | None = None  # problems, evenly spread over all
+    samples: int = 1  # completions per problem
+    limit: int | None = None  # most problems, evenly spread
     thinking: bool = False
     temperature: float = 1.0
     seed: int = 0
@@ -216,14 +216,14 @@ def evaluate(
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
-    The record of `eval.jsonl` (without `step`) and one record for each held-out problem.
+    The record of `eval.jsonl` (without `step`) and one record per held-out problem.
 
-    Accuracy, or score, is that of each problem's first completion; the other figures are means over all of them, of
-    which `eval/pass_at_1` is unbiased.
+    Accuracy (or score) counts each problem's first completion. The other figures average all completions;
+    `eval/pass_at_1` is unbiased.
 
-    grader: the judge whose score is among the rewards, under the name "rubric". witness: a judge that no training
-    listens to. reference: the model before training, once its adapters are off; None where it is not at hand.
-    Raises ValueError when there are no problems, a prompt is too long or a reward lacks a column, before any decoding.
+    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: gives
+    the model before training once its adapters are off; None if unavailable.
+    Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
     numbers = spread(list(range(len(task.held_out))), params.limit)
@@ -243,7 +243,7 @@ def evaluate(
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
 
     earned = earn(task, grader, sampled)
-    verified = task._replace(rewards={}) if task.verifier is not None else task  # the other rewards are not needed
+    verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier is enough
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
     witnessed = None if witness is None else judged(witness, sampled)
 
@@ -287,7 +287,7 @@ def evaluate(
 def answer_both(
     model: gwen.Model, tokenizer: Any, problems: list[Example], prompts: list[list[int]], params: EvalParams
 ) -> tuple[Answers, Answers]:
-    """The samples of each problem, with their entropies, and one greedy completion."""
+    """Each problem's samples with their entropies, and one greedy completion."""
     size, share_prefix = params.batch_size, params.share_prefix
     if size is None and gpu.on_gpu():
         chosen, why = dispatch.choose(
@@ -299,7 +299,7 @@ def answer_both(
         )
         print(why, file=sys.stderr)
         size, share_prefix = sampler.BatchSize(chosen.rows), chosen.share_prefix
-    # one object for both, so that they remember together
+    # both calls share one object, and so what it learns about memory
     size = size or sampler.BatchSize(dispatch.USUAL_ROWS)
     how = {"key": KEY + params.seed, "batch_size": size, "share_prefix": share_prefix}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=model.config.eos_ids, entropy=True)
@@ -311,18 +311,18 @@ def answer_both(
 
 
 def listed(values: np.ndarray, place: int, samples: int) -> list[Any]:
-    """The values of one problem's completions, the first of them at `place`; None where one could not be read."""
+    """The values of one problem's completions, starting at `place`; None where unreadable."""
     its = values[place : place + samples]
     return np.where(np.isnan(its), np.array(None), its.round(4).astype(object)).tolist()
 
 
 def by_problem(values: np.ndarray, samples: int) -> np.ndarray:
-    """Means over each problem's samples, (N,) -> (P,); nan where none could be read."""
+    """Means over each problem's samples, (N,) -> (P,); nan where none is readable."""
     return np.array([np.nan if (m := mean(row)) is None else m for row in values.reshape(-1, samples)])
 
 
 def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) -> dict[str, np.ndarray]:
-    """Figures by name, each with one value a problem, (P,)."""
+    """Figures by name, each (P,): one value per problem."""
     values = earned.values.reshape(-1, samples)
     measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
     if task.verifier is not None:
@@ -340,7 +340,7 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
 
 
 def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[str, np.ndarray]:
-    """The values of each category, (P,) -> {"accuracy/lcm": (...)}; none where all problems are of one."""
+    """The values of each category, (P,) -> {"accuracy/lcm": (...)}; empty with a single category."""
     categories = np.array([problem.get("category") for problem in problems], object)
     known = sorted({category for category in categories if category is not None})
     return {f"{name}/{category}": values[categories == category] for category in known if len(known) > 1}
@@ -349,7 +349,7 @@ def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[
 def by_criterion(
     kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[Example], samples: int
 ) -> dict[str, np.ndarray]:
-    """Mean scores of each problem by criterion, of the judge by category too; of a reversed criterion 5 is bad."""
+    """Each problem's mean score by criterion, for the judge also by category; 5 is bad if the criterion is reversed."""
     measured = {}
     categories = np.array([problem.get("category") for problem in problems[::samples]], object)
     known = sorted({category for category in categories if category is not None}) if kind == "judge" else []
@@ -364,7 +364,7 @@ def by_criterion(
 def make_judge(
     config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any
 ) -> judge.Judge | judge.RemoteJudge | None:
-    """The judge whose scores are rewards, where the task has a rubric. base: the model before training."""
+    """The judge whose scores are rewards; None without a rubric. base: the model before training."""
     if task.rubric is None:
         return None
     its_own = config.judge_model in ("", config.model)
@@ -375,9 +375,9 @@ def make_witness(
     config: Config, task: tasks.Task, grader: judge.Grader | None, base: gwen.Model, tokenizer: Any
 ) -> judge.Grader | None:
     """
-    The judge that only evaluations ask, where the task has a rubric for it.
+    The judge that only evaluations use; None if the task has no rubric for it.
 
-    base: the model before training, which judges unless another is named. Scores are remembered with the grader's.
+    base: the model before training, and the default judge. The witness shares the grader's cache of scores.
     """
     if task.witness is None:
         return None
@@ -390,13 +390,13 @@ def make_witness(
 
     witness = judge.make(dataclasses.replace(config, judge_model=name), task.witness, load)
     if grader is not None:
-        witness.cache = grader.cache  # keys know their rubric
+        witness.cache = grader.cache  # a key covers the rubric
     return witness
 
 
 # ---- the command
 
-# settings of a run that `--run` takes from it and a flag replaces
+# settings that `--run` reads from the run and flags override
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric", "eval_judge_model"),
     *("reward", "reward_weights", "reward_format", "reward_workers", "reward_timeout"),
@@ -405,7 +405,7 @@ TAKEN = (
 
 
 def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
-    """A model with its adapter, the tokenizer, and whether switching adapters off gives the model before training."""
+    """A model with its adapter, its tokenizer, and whether disabling adapters restores the model before training."""
     if adapter is None or adapters.kind_of(adapters.find(adapter)) == "full":
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)
@@ -484,7 +484,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         reference = base if is_base and (adapter or args.run) else None
         record, details = evaluate(model, tokenizer, task, params, grader=grader, witness=witness, reference=reference)
-        print(json.dumps(record))  # before the files, which may not fit on the disk
+        print(json.dumps(record))  # first, since the disk may be too full for the files
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:

@@ -1,14 +1,14 @@
 """
-Rubric judging: each completion is scored from 1 to 5 by each criterion, and the weighted scores are its reward.
+Rubric judging: a judge scores each completion from 1 to 5 on each criterion; the weighted scores are the reward.
 `uv run judge.py --rubric R --labels FILE` compares a judge with labelled answers.
 
-    logits   the expectation over the probabilities of the tokens "1" to "5" at the first answer position: no decoding,
-             and a finer signal than a digit
-    decode   the last digit of a greedy reply, after thinking if that is allowed
+    logits   the expected score under the probabilities of the tokens "1" to "5" at the first answer position: needs no
+             decoding and is finer than a digit
+    decode   the last digit of a greedy reply, after thinking if allowed
 
-All prompts of a call form a tree (`prompt_tree.py`): the preamble, under it the questions, under these their answers,
-under these the criteria. Where the judge puts less than half of its mass on the scores, or writes none, the score is
-nan, never neutral. `make` gives a judge on a server instead where the settings name one (`remote_judge.py`).
+The prompts of a call form a tree (`prompt_tree.py`): preamble, questions, answers, criteria. A score is nan, never
+neutral, if the judge puts less than half of its mass on the scores or writes none. `make` returns a judge on a server
+if the settings name one (`remote_judge.py`).
 
 Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
@@ -40,17 +40,17 @@ from kv_cache import TreeCache
 from remote_judge import RemoteJudge
 from rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 
-__all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # what others take from here
+__all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # imported elsewhere from here
 
 
 class Judge(Grader):
     """
-    Scores completions by a rubric with a model whose adapters, if it has any, are switched off while it judges.
+    Scores completions by a rubric, using a local model with its adapters switched off.
 
-    Its other weights must stay what they are. rubric: a path to YAML, or what such a file holds. chunk_size:
-    evaluations at once; halved when memory runs out, and slowly grown again. mode: "logits" or "decode". think: most
-    tokens of thought before a decoded reply. min_mass: of the probability that must lie on the scores, else the score
-    is nan. Raises ValueError when the tokenizer cannot do what the mode needs.
+    The model's other weights must not change. rubric: a path to YAML, or its content. chunk_size: evaluations at once,
+    halved when memory runs out and slowly grown back. mode: "logits" or "decode". think: most tokens of thought before
+    a decoded reply. min_mass: a score is nan if the scores have less probability than this.
+    Raises ValueError if the tokenizer lacks what the mode needs.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Judge(Grader):
             chunk.size, chunk.num_good = min(chunk.size, state["chunk_size"]), state["good_chunks"]
 
     def identity(self) -> str:
-        """What the model says after the preamble tells one model from another."""
+        """Includes the logits after the preamble, which tell models apart."""
         if not self._identity:
             with lora.disabled(self.model):
                 logits = self.tree.root()[1] @ self.model.head_weight.T
@@ -123,7 +123,7 @@ class Judge(Grader):
         self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
-        """ValueError where a prompt would be too long without any answer; an answer that is too long is unreadable."""
+        """Raises ValueError if a prompt is too long even without an answer; answers that are too long get nan."""
         head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
         if (length := head + len(questions[prompt]) + max(tails)) > self.room:
@@ -140,14 +140,14 @@ class Judge(Grader):
             )
 
     def _read_logits(self, logits: mx.array) -> list[Evaluation]:
-        """Expectations over the score tokens at the first answer position, of rows (M, V)."""
+        """Expected scores at the first answer position, from logits (M, V)."""
         logprobs = softmax.log_softmax(logits)
         values, mass = from_logprobs(logprobs, self.score_ids, self.min_mass)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
         return list(map(Evaluation, values, mass, likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
-        """The last digits of greedy replies, whose first tokens have these logits (M, V)."""
+        """The last digits of greedy replies; logits (M, V) are those of the first tokens."""
         eos = list(self.model.config.eos_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))
@@ -155,7 +155,7 @@ class Judge(Grader):
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
             thoughts = sampler.continue_greedily(self.model, cache, logits, self.think, ends)
-            # A row that ended without closing its thoughts has said all it will; the others' are closed for them.
+            # A row that reached eos while thinking is finished; the others get their thoughts closed.
             replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
             close = self.prompts.trusted("\n</think>\n\n")
@@ -173,9 +173,9 @@ class Judge(Grader):
 
 def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
     """
-    Expectations over the score tokens `ids`, and their mass, of rows of log-probabilities (M, V).
+    Expected scores over the tokens `ids`, and the mass of these, from log-probabilities (M, V).
 
-    A row whose mass is below `min_mass` has the score nan.
+    The score is nan in rows with less mass than `min_mass`.
     """
     by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
     mass = by_score.sum(-1)
@@ -189,7 +189,7 @@ def make(
     rubric: str | Path | dict[str, Any] | rubrics.Rubric,
     load: Callable[[], tuple[gwen.Model, Any]],
 ) -> Judge | RemoteJudge:
-    """The judge of these settings; `load` gives its model and tokenizer, and is called for a local one only."""
+    """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
     config.check_judge(settings)
     if settings.judge_url:
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
@@ -205,11 +205,11 @@ def make(
     )
 
 
-# ---- the command: how a judge's scores stand to those that people gave
+# ---- the command: compare a judge's scores with human labels
 
 
 class Label(NamedTuple):
-    """What a person thinks of an answer by one criterion."""
+    """A person's score of an answer on one criterion."""
 
     prompt: str
     completion: str
@@ -218,10 +218,10 @@ class Label(NamedTuple):
 
 
 def load_labels(path: str | Path, rubric: rubrics.Rubric) -> list[Label]:
-    """The labels of a JSONL file. ValueError names the line that is none."""
+    """The labels of a JSONL file. Raises ValueError naming an invalid line."""
     names = [criterion.name for criterion in rubric.criteria]
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a JSON string may hold other line separators
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON strings may contain other line separators
     except (OSError, ValueError) as error:
         raise ValueError(f"--labels {path} cannot be read: {error}") from error
     labels = []
@@ -248,9 +248,7 @@ def load_labels(path: str | Path, rubric: rubrics.Rubric) -> list[Label]:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """
-    Spearman's: the correlation of ranks, of which equal values share the mean; nan where all of one are equal.
-    """
+    """Spearman's rank correlation; ties get their mean rank; nan if all values of x or of y are equal."""
 
     def ranks(values: np.ndarray) -> np.ndarray:
         _, place, count = np.unique(values, return_inverse=True, return_counts=True)
@@ -263,9 +261,9 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def table(labels: list[Label], given: np.ndarray) -> str:
     """
-    How the scores `given` (nan: unreadable) stand to the labels: agreement, rank correlation, confusion table.
+    Compares the scores `given` (nan: unreadable) with the labels: agreement, rank correlation, confusion table.
 
-    An unreadable score agrees with nothing; the rank correlation leaves it out.
+    An unreadable score counts as disagreement; the rank correlation leaves it out.
     """
     wanted = np.array([label.score for label in labels])
     rounded = np.floor(given + 0.5)

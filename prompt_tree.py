@@ -1,9 +1,9 @@
 """
-Many prompts through a model, and what they share only once.
+Runs many prompts through a model and computes shared parts once.
 
-Each prompt is a sequence of token runs: all begin with the same head, many go on alike, and each ends on its own. They
-form a tree that is computed level by level, in batches of similar lengths. At the end of a prompt its hidden state is
-read. What is left out: what prompts mean, and what is read.
+Each prompt is a sequence of token runs: all share the same head, many share further runs, and each has its own end.
+They form a tree, computed level by level in batches of similar lengths. The caller reads the hidden state at the end
+of each prompt. Left out: what prompts mean, and what is read.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden, V vocabulary.
 """
@@ -20,8 +20,8 @@ import gpu
 import gwen
 from kv_cache import TreeCache
 
-GROW_AFTER = 32  # chunks that fit, before a chunk that was halved grows by a quarter
-MOST_PADDING = 0.1  # of a level's batch; beyond that a row waits for a batch of its own length
+GROW_AFTER = 32  # successful chunks before a halved chunk grows by a quarter
+MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
 
 Prompt = tuple[tuple[int, ...], ...]  # runs of ids
 Read = Callable[
@@ -30,7 +30,7 @@ Read = Callable[
 
 
 class Node(NamedTuple):
-    """A run of tokens, and what follows it; the last run of a prompt has the prompt's place."""
+    """A run of tokens and the runs that follow it; a prompt's last run has the prompt's index."""
 
     ids: tuple[int, ...]
     below: list["Node"]
@@ -38,7 +38,7 @@ class Node(NamedTuple):
 
 
 def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
-    """The first runs of prompts by their places; runs that are followed by others stand there once."""
+    """The first runs of the prompts (by index); equal runs are merged unless they are a prompt's last."""
     shared: dict[tuple[int, ...], dict[int, Prompt]] = {}
     for place, runs in prompts.items():
         if len(runs) > 1:
@@ -48,12 +48,12 @@ def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
 
 
 class Chunk:
-    """How many prompts end at once: halved when memory runs out, and slowly grown again to what was asked for."""
+    """How many prompts end at once: halved when memory runs out, then slowly grown back to the requested size."""
 
     def __init__(self, size: int):
         self.size = self.most = size
-        self.num_good = 0  # chunks that fitted since the size last changed
-        self.in_flight = size  # prompts of the batch that memory may run out with
+        self.num_good = 0  # chunks that fitted since the last resize
+        self.in_flight = size  # prompts of the batch being computed
 
     def fitted(self) -> None:
         self.num_good += 1
@@ -66,19 +66,19 @@ class Chunk:
 
 class PromptTree:
     """
-    Prompts that all begin with `head`, which goes through the model once: its weights must stay what they are.
+    Prompts that all begin with `head`. Computes the head once, so the model's weights must not change.
 
-    chunk_size: prompts that end at once. name: what messages about memory begin with.
+    chunk_size: prompts that end at once. name: prefix of messages about memory.
     """
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
         self.model, self.head, self.name = model, tuple(head), name
         self.chunk = Chunk(chunk_size)
-        self.num_tokens = 0  # positions that have gone through the model, padding included
+        self.num_tokens = 0  # positions processed by the model, with padding
         self._root: tuple[TreeCache, mx.array] | None = None
 
     def root(self) -> tuple[TreeCache, mx.array]:
-        """The head's cache, and the hidden state at its end, (C,). ValueError when memory does not suffice."""
+        """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
         if self._root is None:
             cache = TreeCache(len(self.model.layers)).child([len(self.head)])
             try:
@@ -93,10 +93,10 @@ class PromptTree:
 
     def walk(self, prompts: Sequence[Prompt], read: Read) -> None:
         """
-        Takes N prompts of equally many runs, head left out, through the model; `read` gets each of them once.
+        Computes N prompts, given without the head and with equally many runs; `read` gets each prompt once.
 
-        Where memory runs out, those that were not read yet are taken through in smaller chunks. ValueError when it does
-        not suffice for one.
+        When memory runs out, continues with the unread prompts in smaller chunks. Raises ValueError if memory is too
+        small for one.
         """
         left = dict(enumerate(prompts))
 
@@ -114,7 +114,7 @@ class PromptTree:
                     raise
             else:
                 break
-            # here, where the exception no longer holds the arrays of the frames that it left
+            # not in the handler, where the exception keeps the arrays of its frames alive
             if self.chunk.size == 1:
                 raise self._too_little()
             self.chunk.halve()
@@ -126,9 +126,9 @@ class PromptTree:
 
     def _level(self, cache: TreeCache, nodes: list[tuple[int, Node]], ends_of_a_row: int, read: Read) -> None:
         """
-        Takes nodes of one level, each with its parent's row in `cache`, and all that is below them through the model.
+        Computes the nodes of one level, each given with its parent's row in `cache`, and everything below them.
 
-        As many rows at once as make no more than a chunk of ends, of similar lengths.
+        A batch has rows of similar lengths and leads to at most one chunk of ends.
         """
         waiting = sorted(nodes, key=lambda item: len(item[1].ids))
         is_last = not waiting[0][1].below
@@ -143,7 +143,7 @@ class PromptTree:
                 read([node.place for _, node in batch], at_ends(hidden, [len(node.ids) for _, node in batch]), child)
                 self.chunk.fitted()
             else:
-                # `hidden` is never evaluated, so in the last layer only keys and values are computed
+                # `hidden` is never evaluated, so the last layer computes only keys and values
                 mx.eval(child.arrays())
                 below = [(row, node) for row, (_, parent) in enumerate(batch) for node in parent.below]
                 self._level(child, below, ends_of_a_row, read)
@@ -156,12 +156,12 @@ class PromptTree:
 
 
 def at_ends(hidden: mx.array, lengths: list[int]) -> mx.array:
-    """What stands at the last token of each row, (M, L, C) -> (M, C)."""
+    """The value at each row's last token, (M, L, C) -> (M, C)."""
     return mx.take_along_axis(hidden, mx.array(lengths)[:, None, None] - 1, 1)[:, 0]
 
 
 def batch_size(lengths: list[int], most: int) -> int:
-    """How many of the shortest rows go together, of ascending lengths: at most `most`, little of it padding."""
+    """How many of the shortest rows to batch, at most `most`, with little padding; lengths ascend."""
     total = 0
     for size, length in enumerate(lengths[:most], 1):
         total += length

@@ -1,9 +1,9 @@
 """
-Micro-batches: which rows of a step go through the model together, and in what form.
+Micro-batches: which rows of a step are computed together, and in which form.
 
-Plain, a row is its prompt and its completion. Shared, the prompts of a micro-batch are rows of their own, each computed
-once, with gradient, and continued by all completions of its group. Both give every token the same past and position,
-so they have the same gradient; which is cheaper depends on the lengths alone. What is left out: the loss.
+Plain: a row is its prompt and its completion. Shared: a micro-batch's prompts are separate rows, each computed once,
+with gradient, and continued by all completions of its group. Both give every token the same past and position, and so
+the same gradient; which is cheaper depends only on the lengths. Left out: the loss.
 
 Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, L positions of a row,
 T completion positions, C hidden.
@@ -20,12 +20,12 @@ import gwen
 from kv_cache import TreeCache
 
 SHARING = ("auto", "on", "off")
-# Of the positions, for sharing to pay: with 10% saved it took 1.14 times as long, with 18% 0.97, with 29% 0.88 times.
+# Share of positions saved from which sharing pays: time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with 29%.
 LEAST_SAVED = 0.2
 
 
 class Completions(Protocol):
-    """What is cut into micro-batches, as a rollout has it; (N, T) each."""
+    """The part of a rollout that goes into micro-batches; (N, T) each."""
 
     @property
     def completion_ids(self) -> mx.array: ...
@@ -40,29 +40,29 @@ class Prefix(NamedTuple):
 
     tokens: mx.array  # (B, P)
     lengths: list[int]  # B
-    parents: list[int]  # M, the prompt of each row
+    parents: list[int]  # M, each row's prompt
 
 
 class MicroBatch(NamedTuple):
-    """Rows that go through the model together, padded on the right; row i is row `rows[i]` of the step."""
+    """Rows computed together, padded on the right; row i is row `rows[i]` of the step."""
 
     rows: mx.array  # (M,)
-    prefix: Prefix | None  # None: each row begins with its prompt
-    tokens: mx.array  # (M, L) what follows the prefix, without the last token, which predicts nothing
+    prefix: Prefix | None  # None: each row starts with its prompt
+    tokens: mx.array  # (M, L) after the prefix, without the last token, which predicts nothing
     lengths: list[int]  # M, of `tokens`
-    positions: mx.array  # (M, T) where each completion token is predicted: in L, or in the prompt's last position and L
+    positions: mx.array  # (M, T) index of each token's prediction: in L, or in the prompt's last position and L
     completion_ids: mx.array  # (M, T)
     mask: mx.array  # (M, T)
     sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
 
     @property
     def num_positions(self) -> int:
-        """Positions that go through the model, padding included."""
+        """Positions that the model computes, with padding."""
         return self.tokens.size + (self.prefix.tokens.size if self.prefix else 0)
 
     @property
     def num_tokens(self) -> int:
-        """Positions that are no padding."""
+        """Positions without padding."""
         return sum(self.lengths) + (sum(self.prefix.lengths) if self.prefix else 0)
 
 
@@ -70,9 +70,9 @@ def micro_batches(
     prompts: list[list[int]], rollout: Completions, token_budget: int, sharing: str = "off"
 ) -> list[MicroBatch]:
     """
-    The rows of a step, cut where a micro-batch's positions would pass the budget; one row always fits.
+    The step's rows in micro-batches of at most `token_budget` positions, or of one row.
 
-    prompts: of every row, N. A row of which no token counts is left out. sharing: see `plan`.
+    prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`.
     """
     num_tokens = np.array(rollout.mask).sum(-1).astype(int)
     shared, cut = plan(prompts, num_tokens, token_budget, sharing)
@@ -80,15 +80,15 @@ def micro_batches(
     return [make(part, prompts, rollout, num_tokens) for part, _ in cut]
 
 
-Cut = list[tuple[list[int], int]]  # rows of each micro-batch, and its positions with padding
+Cut = list[tuple[list[int], int]]  # each micro-batch's rows, and its positions with padding
 
 
 def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str) -> tuple[bool, Cut]:
     """
-    Whether prompts are shared, and which rows go together; from prompts and lengths of completions, N each, alone.
+    Whether to share prompts, and which rows to batch; depends only on prompts and completion lengths, N each.
 
-    sharing: whether a prompt is computed once for its group; "auto" shares where that saves enough positions, and not
-    on a GPU, whose attention kernel reads each row's keys from one buffer.
+    sharing: whether to compute a prompt once for its group. "auto" shares if that saves enough positions, but never on
+    a GPU, whose attention kernel reads each row's keys from one buffer.
     """
     assert sharing in SHARING, sharing
     rows = np.flatnonzero(num_tokens).tolist()
@@ -106,7 +106,7 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
     """Rows ordered by length."""
     total = {row: lengths[row] + int(num_tokens[row]) - 1 for row in rows}
     cut: Cut = []
-    for row in sorted(rows, key=lambda row: total[row]):  # ascending: the row that joins is the longest
+    for row in sorted(rows, key=lambda row: total[row]):  # ascending: each row added is the longest
         size = (len(cut[-1][0]) + 1) * total[row] if cut else 0
         if cut and size <= token_budget:
             cut[-1] = ([*cut[-1][0], row], size)
@@ -116,7 +116,7 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 
 def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Whole groups, ordered by their longest completion, and a group in parts where it is too large by itself."""
+    """Whole groups, ordered by their longest completion; splits a group that exceeds the budget."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in sorted(rows, key=lambda row: int(num_tokens[row])):
         groups.setdefault(tuple(prompts[row]), []).append(row)
@@ -140,7 +140,7 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
 
 
 def _padded(rows: list[list[int]]) -> mx.array:
-    """Token ids of unequal lengths as one array, (len(rows), longest), 0 after the end."""
+    """Token ids as one array, (len(rows), longest), padded with 0."""
     padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for place, row in enumerate(rows):
         padded[place, : len(row)] = row
@@ -193,7 +193,7 @@ def _finish(
 
 
 def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
-    """Some rows of a micro-batch, as padded as they were, and the prompts that they continue."""
+    """Some rows of a micro-batch with unchanged padding, and the prompts that they continue."""
     index, prefix = mx.array(places), batch.prefix
     if prefix is not None:
         parents = [prefix.parents[place] for place in places]
@@ -211,7 +211,7 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
     """
     The hidden states that predict the completion tokens, (M, T, C).
 
-    checkpoint_layers: of how many layers, from the first, the activations are computed again for the gradient.
+    checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
     """
     if batch.prefix is None:
         hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
@@ -221,7 +221,7 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
     hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
     last = mx.array([length - 1 for length in prefix.lengths])
     first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
-    if not batch.tokens.shape[1]:  # every completion is one token, which its prompt predicts
+    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
         return first[:, None]
     children = cache.child(batch.lengths, prefix.parents)
     return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
@@ -230,7 +230,7 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
 def in_rows(
     batches: list[MicroBatch], shape: tuple[int, ...], score: Callable[[MicroBatch], tuple[mx.array, mx.array]]
 ) -> tuple[mx.array, mx.array]:
-    """The pair of (M, T) arrays that `score` gives of each micro-batch as two (N, T), 0 in what none of them holds."""
+    """Gathers the pairs of (M, T) arrays that `score` returns into two (N, T) arrays, 0 outside the micro-batches."""
     pair = mx.zeros(shape), mx.zeros(shape)
     for batch in batches:
         for out, part in zip(pair, score(batch), strict=True):

@@ -1,12 +1,11 @@
 """
-Rollouts: prompts in, sampled completions with their log-probabilities out. `uv run sampler.py --prompt "Hi"` shows
-one.
+Rollouts: prompts in, sampled completions and log-probabilities out. `uv run sampler.py --prompt "Hi"` shows one.
 
-Every distinct prompt is prefilled once, its cache is shared by or copied to the rows that continue it, and the rows are
-decoded together. The record is exact: the ids that were drawn, their float32 log-probabilities under the distribution
-that they were drawn from, and a mask that ends with the end token. Randomness comes from (key, row, position) alone, so
-a row's completion does not depend on which rows it was decoded with, and a row that was lost when memory ran out is
-drawn again as it was. What is left out: text; the caller renders prompts to ids.
+Each distinct prompt is prefilled once. The rows that continue it share or copy its cache and are decoded together. The
+record is exact: the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that
+includes the end token. Randomness depends only on (key, row, position): a completion does not depend on the rows
+decoded with it, and a row lost when memory ran out is drawn again unchanged. Left out: text; the caller renders prompts
+to ids.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -35,25 +34,25 @@ from config import Config, Parser, fail, stop
 from examples import check_text
 from kv_cache import KVCache, SlotCache, TreeCache
 
-LOOK_EVERY = 4  # positions between two looks at whether all rows have ended; a look costs one wait
-SHARE_FROM = 2048  # columns of prompts, all slots together; LOG.md has the measurements
+LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
+SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
 class SamplingParams(NamedTuple):
-    """How completions are drawn, and where they end. Top-p, top-k and min-p are off at 1, 0 and 0."""
+    """How to draw and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
 
-    max_tokens: int | Sequence[int] = 256  # of every completion, or of each
+    max_tokens: int | Sequence[int] = 256  # of all completions, or one limit per row
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    eos_ids: Sequence[int] = ()  # each of them ends a completion
+    eos_ids: Sequence[int] = ()  # each ends a completion
     pad_id: int = 0
-    entropy: bool = False  # whether that of each token's distribution is recorded
+    entropy: bool = False  # record the entropy of each token's distribution
 
     @property
     def support(self) -> softmax.Support | None:
-        """What restricts the distribution; None where every token may be drawn."""
+        """The restriction of the distribution; None if every token may be drawn."""
         support = softmax.Support(self.top_p, self.top_k, self.min_p)
         return None if support == softmax.Support() else support
 
@@ -65,20 +64,20 @@ class SamplingParams(NamedTuple):
 
 
 def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> SamplingParams:
-    """How a run's settings sample."""
+    """The sampling parameters of a run's settings."""
     return SamplingParams(config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id)
 
 
 class Stats(NamedTuple):
-    """What a rollout cost; seconds of wall time, tokens that reached a completion."""
+    """The cost of a rollout, in wall-clock seconds and completion tokens."""
 
     prefill_s: float
-    decode_s: float  # all the rest
+    decode_s: float  # the rest
     num_tokens: int
     num_prompt_tokens: int  # prefilled, each distinct prompt once
-    cache_bytes: int  # the largest cache that was held
-    peak_bytes: int  # the most that MLX held since `mx.reset_peak_memory`, the weights included
-    batch_size: int  # rows at once in the end; fewer than asked for where memory ran out
+    cache_bytes: int  # of the largest cache
+    peak_bytes: int  # MLX's peak since `mx.reset_peak_memory`, weights included
+    batch_size: int  # final rows at once; fewer than requested if memory ran out
 
 
 class Rollout(NamedTuple):
@@ -89,14 +88,14 @@ class Rollout(NamedTuple):
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
     finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens
     stats: Stats
-    entropy: mx.array | None = None  # (N, T) float32 nats of what each token was drawn from, 0 after the end
+    entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
 
 
 class BatchSize:
     """
-    The most rows that are decoded at once: halved, for good, when memory runs out.
+    The most rows to decode at once: permanently halved when memory runs out.
 
-    One object serves all rollouts of a run, so that what one of them learned the next ones know.
+    All rollouts of a run share one object, so later ones keep the reduced size.
     """
 
     def __init__(self, rows: int):
@@ -104,7 +103,7 @@ class BatchSize:
         self.rows = rows
 
     def halve(self, num_rows: int) -> None:
-        """Half of what was tried: of `num_rows` where there were not more."""
+        """Halves the rows that were tried, which are at most `num_rows`."""
         self.rows = max(min(self.rows, num_rows) // 2, 1)
 
 
@@ -112,7 +111,7 @@ def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
     """
     Four numbers in [0, 1) for each (row, position), (len(rows), num_positions, 4) float32.
 
-    A counter-based generator (Philox) with the row in its counter: no row and no position depends on another.
+    A counter-based generator (Philox) with the row in its counter, so rows and positions are independent.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
     """
     streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows)
@@ -123,8 +122,8 @@ def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -
     """
     A token, its log-probability and the entropy of its distribution for each row of (N, V) logits.
 
-    Temperature 0 takes the likeliest token and reports the other two at temperature 1. Lazy: an entropy that is never
-    evaluated is never computed.
+    Temperature 0 takes the likeliest token and reports the other two at temperature 1. Lazy: an unused entropy is never
+    computed.
     """
     temperature, support = params.temperature, params.support
     if temperature == 0:
@@ -138,17 +137,16 @@ def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -
 
 
 def prefill_tokens() -> int:
-    """Positions that go through the model at once in a prefill, padding included, by measurement: see LOG.md."""
+    """Positions per forward pass of a prefill, padding included; measured in LOG.md."""
     return 2048 if gpu.on_gpu() else 256
 
 
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
-    The cache of a batch of prompts, aligned at their right end, and the logits after each, (len(prompts), V).
+    The cache of a batch of right-aligned prompts, and the logits after each, (len(prompts), V).
 
-    Columns go through the model from left to right, `prefill_tokens()` positions at once, so that what is held beside
-    the cache does not grow with the prompts. Raises ValueError when the logits are not finite, which is how float16
-    overflow shows.
+    Columns are computed from left to right, `prefill_tokens()` positions at once, so memory beside the cache does not
+    grow with the prompts. Raises ValueError if the logits are not finite, a sign of float16 overflow.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
@@ -169,8 +167,9 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
 
 class NotFinite(ValueError):
     """
-    A token was drawn with a log-probability that is no number, as where float16 overflows. prompt: its place in those
-    that were given.
+    A drawn token has a log-probability that is not finite, for example after float16 overflow.
+
+    prompt: its index among the given prompts.
     """
 
     def __init__(self, prompt: int, position: int, dtype: mx.Dtype):
@@ -182,15 +181,15 @@ class NotFinite(ValueError):
 
 
 class Job(NamedTuple):
-    """A row that is to be sampled."""
+    """A row to sample."""
 
     row: int
-    prompt: int  # its place in the prefilled batch
+    prompt: int  # its index in the prefilled batch
     limit: int  # most tokens
 
 
 class Record:
-    """The rows of a rollout on the host: what they are drawn with, what was drawn, and which of them are complete."""
+    """A rollout's rows on the host: their sampling parameters, what was drawn, and which are complete."""
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: Any = None):
         self.params, self.key = params, key
@@ -204,11 +203,11 @@ class Record:
 
     @property
     def columns(self) -> list[np.ndarray]:
-        """What one token adds to."""
+        """The arrays that receive one value per token."""
         return [self.ids, self.logprobs] + ([] if self.entropies is None else [self.entropies])
 
     def write(self, jobs: list[Job], starts: list[int], step: int, drawn: list[tuple[mx.array, ...]]) -> None:
-        """Adds what the slots drew in the steps from `step` on; what lies past a row's limit is dropped."""
+        """Adds the slots' draws from `step` on; drops those past a row's limit."""
         new = [np.stack([np.array(x) for x in column], axis=1) for column in zip(*drawn, strict=True)]  # wait
         for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
             begin, end = step - start, min(step - start + len(drawn), job.limit)
@@ -217,7 +216,7 @@ class Record:
                     out[job.row, begin:end] = column[slot, : end - begin]
 
     def tick(self, num_tokens: int) -> None:
-        """So many tokens more were drawn; shown, and nothing else."""
+        """Counts new tokens, for the progress bar only."""
         self.num_drawn += num_tokens
         if self.progress is not None and not self.progress.disable:
             speed = self.num_drawn / self.progress.format_dict["elapsed"]
@@ -225,7 +224,7 @@ class Record:
             self.progress.update(0)
 
     def complete(self, jobs: list[Job]) -> None:
-        """These rows have ended and are written."""
+        """Marks ended rows that are written."""
         self.done[[job.row for job in jobs]] = True
         if self.progress is not None:
             self.progress.update(len(jobs))
@@ -240,10 +239,11 @@ def decode(
     num_slots: int,
 ) -> None:
     """
-    Samples every job, at most `num_slots` at once; a slot whose row has ended goes to the next job.
+    Samples every job, at most `num_slots` at once; a slot whose row has ended takes the next job.
 
-    Step t + 1 is queued before anything of step t is read. The one wait is the look, every LOOK_EVERY steps, at which
-    rows had ended one step before; then slots are handed on or, when no job waits, dropped once a quarter is idle.
+    Step t + 1 is queued before anything of step t is read. The only wait is the check, every LOOK_EVERY steps, for rows
+    that ended one step earlier. Idle slots then take waiting jobs; with none left, they are dropped once they are a
+    quarter of all.
     """
     params, eos_ids = record.params, mx.array(list(record.params.eos_ids) or [-1])
     table = uniforms(record.key, [job.row for job in jobs], max(job.limit for job in jobs))
@@ -256,16 +256,16 @@ def decode(
     ended = mx.zeros((len(running),), dtype=mx.bool_)
 
     def assign() -> tuple[mx.array, mx.array, int]:
-        """Tells the cache, and gives each slot's place in the table, its last step, and the last step of all."""
+        """Updates the cache; returns each slot's index into the table, its last step, and the overall last step."""
         cache.assign([job.prompt for job in running], starts)
         last = [start + job.limit - 1 for job, start in zip(running, starts, strict=True)]
         places = [first_uniform[job.row] - start for job, start in zip(running, starts, strict=True)]
         return mx.array(places), mx.array(last), max(last)
 
     places, last, last_of_all = assign()
-    drawn: list[tuple[mx.array, ...]] = []  # of each step that is not in the record: ids, logprobs, perhaps entropies
-    num_columns, written = len(record.columns), 0  # steps that are in the record
-    num_idle = 0  # slots at the last look
+    drawn: list[tuple[mx.array, ...]] = []  # per unrecorded step: ids, logprobs and optionally entropies
+    num_columns, written = len(record.columns), 0  # recorded steps
+    num_idle = 0  # slots at the last check
     for step in itertools.count():
         numbers = table[mx.minimum(places + step, len(table) - 1)]
         token, *others = choose_token(logits, numbers, params)
@@ -311,13 +311,13 @@ def continue_greedily(
     model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
 ) -> list[list[int]]:
     """
-    Greedy continuations of the rows of a tree's newest level, whose first tokens have `logits` (M, V).
+    Greedy continuations of the rows of a tree's newest level; `logits` (M, V) are those of the first tokens.
 
-    Each has `limit` ids, or those up to and with the first of `ends`.
+    Each ends with the first id in `ends`, or after `limit` ids.
     """
     num_rows = logits.shape[0]
     flat, lengths = cache.flat()
-    # Read where it lies; on a GPU without the kernel that does so, copied for MLX's own.
+    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
     slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
     jobs = [Job(row, row, limit) for row in range(num_rows)]
@@ -329,11 +329,11 @@ def continue_greedily(
 
 def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
     """
-    Whether holding prompts once is taken to be faster than a copy for each of the rows that continue them.
+    Whether holding each prompt once should be faster than copying it to every row that continues it.
 
-    On a CPU it is where the copies have SHARE_FROM columns; with fewer, the two parts of the attention cost more than
-    they save. On a GPU it is where a kernel reads them in place. Where memory is scarce, or to be sure on a GPU, say so
-    to `rollout`.
+    On a CPU, sharing pays from SHARE_FROM copied columns; below, splitting the attention in two costs more than it
+    saves. On a GPU, it pays if a kernel reads prompts in place. If memory is scarce, or to be sure on a GPU, set it
+    explicitly in `rollout`.
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
@@ -352,8 +352,8 @@ def sample_batch(
     """
     Prefills prompts and samples the rows of each into the record.
 
-    The result is the seconds of the prefill and the bytes of the largest cache. Nothing that was allocated here
-    outlives the call, whether it returns or fails.
+    Returns the seconds of the prefill and the bytes of the largest cache. All memory allocated here is free after the
+    call, whether it returns or fails.
     """
     begin = time.perf_counter()
     prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
@@ -380,13 +380,13 @@ def rollout(
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
-    prompts: token ids, of any lengths. key: all randomness comes from (key, row, position). batch_size: the most rows
-    that are decoded at once; when memory runs out it is halved, and the rows that were lost are drawn again.
-    share_prefix: whether a prompt's cache is held once for its group or copied to each row; None lets `shares_prefix`
-    decide. These two affect speed and memory only.
-    The log-probabilities are those of the distribution that was sampled, its support restricted as `params` says.
-    Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and when memory does not suffice
-    for one row.
+    prompts: token ids of any lengths. key: all randomness comes from (key, row, position). batch_size: most rows to
+    decode at once; halved when memory runs out, and lost rows are drawn again. share_prefix: hold a prompt's cache once
+    for its group instead of copying it to each row; None lets `shares_prefix` decide. The last two affect speed and
+    memory only.
+    Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
+    Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
+    one row.
     """
     num_rows = len(prompts) * group_size
     if not prompts or not all(prompts):
@@ -396,13 +396,13 @@ def rollout(
     rows_of: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> its rows
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
-    waiting = sorted(rows_of, key=len)  # neighbours are of similar length: little padding, often none
+    waiting = sorted(rows_of, key=len)  # neighbours have similar lengths, so little padding
 
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
     with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
         record = Record(num_rows, params, key, progress)
         while waiting:
-            # as many prompts at once as give every slot two rows, so that slots stay busy while memory stays bounded
+            # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
             most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
             prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]
             lost = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
@@ -419,8 +419,8 @@ def rollout(
                         "lower --max-tokens"
                     ) from error
                 failed = True
-            mx.synchronize()  # wait: a step that is still queued holds the caches of this batch
-            if failed:  # not in the handler: the error's traceback holds every array of the attempt
+            mx.synchronize()  # wait: a queued step holds the caches of this batch
+            if failed:  # not in the handler: the traceback holds every array of the attempt
                 mx.clear_cache()
                 size.halve(num_lost)
                 tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
@@ -457,7 +457,7 @@ def rollout(
 
 
 def columns(rollout: Rollout) -> dict[str, list[Any]]:
-    """What rewards are told of each row: its tokens without padding, and how many they are."""
+    """Each row's columns for rewards: its token ids without padding, and their number."""
     lengths = np.array(rollout.mask).sum(-1).astype(int).tolist()
     ids = np.array(rollout.completion_ids).tolist()
     return {"completion_ids": [row[:num] for row, num in zip(ids, lengths, strict=True)], "num_tokens": lengths}

@@ -1,7 +1,7 @@
 """
-The update: rows cut into micro-batches, the gradient of the step's loss, one step of AdamW on float32 masters.
+The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
 
-What is left out: where completions and rewards come from, and what the loss is, which is in `grpo.py`.
+Left out: where completions and rewards come from, and the loss itself (`grpo.py`).
 
 Axes: N rows of the step, M rows of a micro-batch, L positions of prompt and completion, T completion positions,
 C hidden.
@@ -27,22 +27,22 @@ import sampler
 from config import Config
 from micro_batch import MicroBatch, completion_hidden, in_rows, take_rows
 
-MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # the policy before the update against the sampler
-# what a step measures, as means over its counted tokens; `_max` is the largest
+MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # policy before the update vs. sampler
+# measured at each step: means over the counted tokens; `_max` is the largest
 MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
-PROBE_TOKENS, PROBE_SHARE = 128, 8  # a move is measured on so many tokens, or on one part in so many if that is more
-SLACK = 1.5  # times the target is as far as a step may go
-RECOVERY = 1.25  # by so much the rate grows after a step of less than half the target
-MOST_TRIES, LEAST_SHARE = 5, 0.1  # of a step that goes too far, and how much shorter one try may be than the one before
-MOST_FAILURES = 3  # updates in a row that may fail for a reason that no loss scale mends
-NO_CHOICE = 1e-4  # nats; a token of less entropy, as one that --top-p leaves alone, may have a gradient of 0
+PROBE_TOKENS, PROBE_SHARE = 128, 8  # a probe has this many tokens, or 1/8 of all if that is more
+SLACK = 1.5  # a step may move this many times the target
+RECOVERY = 1.25  # the rate grows by this factor after a step below half the target
+MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, and the smallest factor of one try
+MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
+NO_CHOICE = 1e-4  # nats; below this entropy, as when --top-p leaves one token, a gradient of 0 is possible
 
 
 class Learner:
     """
-    What learns: a model, the float32 masters of its trainable weights by name, their optimizer, the loss scale.
+    A model in training: float32 masters of its trainable weights by name, their optimizer, the loss scale.
 
-    `base` is the model before training where switching adapters off does not give it.
+    base: the model before training, if disabling adapters does not restore it.
     """
 
     def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
@@ -55,15 +55,15 @@ class Learner:
         half = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
         self.failures = 0  # in a row, see MOST_FAILURES
-        self.num_skipped = 0  # updates that changed nothing because their gradient was not finite
-        self.rate = 1.0  # of the scheduled learning rate; less after steps that went too far, see `hold`
-        self.num_forwards = 0  # rows that went through a model since the last update, the reference too
-        self.unproved = set(self.trainable)  # tensors that were not yet seen to learn, see `prove_gradients`
-        self.num_changes = 0  # optimizer steps that changed anything kept here, or began to
+        self.num_skipped = 0  # updates skipped because their gradient was not finite
+        self.rate = 1.0  # factor of the scheduled learning rate; reduced after steps that went too far, see `hold`
+        self.num_forwards = 0  # rows computed since the last update, including the reference's
+        self.unproved = set(self.trainable)  # tensors not yet seen to learn, see `prove_gradients`
+        self.num_changes = 0  # optimizer steps that changed this state, or began to
 
 
 def make_objective(config: Config) -> grpo.Objective:
-    """What the settings make of the loss."""
+    """The loss that the settings define."""
     return grpo.Objective(
         loss_type=config.loss_type,
         importance_sampling_level=config.importance_sampling_level,
@@ -79,7 +79,7 @@ def make_objective(config: Config) -> grpo.Objective:
 def completion_logprobs(
     model: gwen.Model, batch: MicroBatch, config: Config, gradient: str = "both"
 ) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of the completion tokens given everything before them, and entropies, (M, T) each."""
+    """Log-probabilities of the completion tokens given all tokens before, and entropies, (M, T) each."""
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
     params = sampler.params_of(config)
     head = "frozen" if config.lora_rank else "trained"
@@ -98,10 +98,10 @@ def completion_terms(
     model: gwen.Model, batch: MicroBatch, config: Config, advantages: mx.array, old_logprobs: mx.array | None
 ) -> tuple[mx.array | None, mx.array, mx.array]:
     """
-    The terms of a clipped loss where a kernel makes them together with the two of `completion_logprobs`, else None
-    before those two; (M, T) each.
+    Terms of the clipped loss if a kernel computes them (else None), and the two results of `completion_logprobs`;
+    (M, T) each.
 
-    advantages (M,); old_logprobs (M, T), None where they are the policy's own.
+    advantages (M,); old_logprobs (M, T), None for the policy's own.
     """
     objective = make_objective(config)
     clipped = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
@@ -117,20 +117,20 @@ def completion_terms(
 def forward_all(
     learner: Learner, model: gwen.Model, batches: list[MicroBatch], shape: tuple[int, ...]
 ) -> tuple[mx.array, mx.array]:
-    """Log-probabilities and entropies of the step, (N, T) each, 0 in what no micro-batch holds; without gradient."""
+    """Log-probabilities and entropies of the step, (N, T) each, 0 outside the micro-batches; without gradient."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     return in_rows(batches, shape, lambda batch: completion_logprobs(model, batch, learner.config, "none"))
 
 
 def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
-    """Log-probabilities under the model that training began with, (N, T), without gradient."""
+    """Log-probabilities under the model before training, (N, T), without gradient."""
     model = learner.base or learner.model
     with lora.disabled(model):
         return forward_all(learner, model, batches, rollout.logprobs.shape)[0]
 
 
 class Targets(NamedTuple):
-    """What a step's loss is made of beside the policy, and what it is divided by."""
+    """The inputs of a step's loss besides the policy, and its divisors."""
 
     advantages: mx.array  # (N,)
     ref_logprobs: mx.array | None  # (N, T)
@@ -141,20 +141,20 @@ class Targets(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """What the optimizer steps on one rollout did; Python numbers, means over these steps, None where not measured."""
+    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
 
     loss: float | None
     grad_norm: float | None  # before clipping
     lr: float  # as scheduled
-    rate: float  # share of it that the last step took
-    moved: float | None  # KL of the policy after the last step from that before the first, see `distance`
-    repeats: int  # tries that went too far and were taken back
-    skipped: int  # steps whose gradient was not finite, so that they changed nothing
-    num_skipped: int  # such steps since the run began
-    num_forwards: int  # rows that went through a model, the reference too
+    rate: float  # factor of it in the last step
+    moved: float | None  # KL between the policies before the first and after the last step, see `distance`
+    repeats: int  # tries that went too far and were undone
+    skipped: int  # steps skipped because their gradient was not finite
+    num_skipped: int  # skipped steps since the run began
+    num_forwards: int  # rows computed, including the reference's
     loss_scale: float  # after the last step
-    pad_frac: float | None  # of the positions that went through the model
-    # over the counted tokens; `_max` is the largest; of MISMATCH in the first step alone
+    pad_frac: float | None  # padding's share of the computed positions
+    # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
     means: dict[str, float | None]
 
 
@@ -167,29 +167,29 @@ def update(
     lr: float,
 ) -> UpdateResult:
     """
-    `num_iterations` steps of AdamW, each on the gradient of the whole step's loss, accumulated over micro-batches.
+    `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
 
-    The old policy is the one before the first of them: its log-probabilities are those that the first forward pass
-    itself gives, or the sampler's, so no pass is spent on them.
-    Raises ValueError when the gradient fails too often in a row, and for a tensor that does not learn.
+    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass or from
+    the sampler, so they cost no extra pass.
+    Raises ValueError if the gradient fails too often in a row, or if a tensor does not learn.
     """
     config = learner.config
-    if not batches:  # every row was truncated and left out: there is nothing to learn from
+    if not batches:  # every row was truncated and left out
         kept = (learner.num_skipped, 0, learner.loss_scale.value)
         return UpdateResult(None, None, lr, learner.rate, None, 0, 0, *kept, None, dict.fromkeys(MEASURED))
     chosen = rollout.mask
-    if config.top_entropy_quantile < 1:  # the quantile needs all of the step before the first gradient
+    if config.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
         _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
         chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy_quantile)
     targets = Targets(
         advantages, ref_logprobs, chosen, len(advantages), *(round(float(x.sum())) for x in (rollout.mask, chosen))
     )
     old = [batch.sampled_logprobs if config.old_logprobs == "sampler" else None for batch in batches]
-    # a step moves by the square of its rate, so the target follows the schedule as its square
+    # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     target = config.target_kl * (lr / config.learning_rate) ** 2 if lr else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     for _ in range(config.num_iterations):
-        before = learner.trainable if target else None  # else it would be held for nothing
+        before = learner.trainable if target else None  # else it need not be kept alive
         logprobs, measured = step(learner, batches, old, targets, lr * learner.rate)
         if before and not measured["skipped"]:
             probe = probe or make_probe(batches, logprobs, targets.num_items, learner.optimizer.step.item())
@@ -227,12 +227,12 @@ def update(
 def objective(
     learner: Learner, model: gwen.Model, batch: MicroBatch, old_logprobs: mx.array | None, targets: Targets
 ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-    """The micro-batch's share of the step's loss, times the loss scale; its log-probabilities; what is measured."""
+    """The micro-batch's share of the step's loss, times the loss scale; its log-probabilities; measurements."""
     config, mask, rows, rule = learner.config, batch.mask, batch.rows, make_objective(learner.config)
     advantages = targets.advantages[rows]
     clipped, logprobs, entropy = completion_terms(model, batch, config, advantages, old_logprobs)
     learner.num_forwards += len(rows)
-    if old_logprobs is None:  # the first epoch: the policy that updates is the old one
+    if old_logprobs is None:  # first iteration: the current policy is the old one
         old_logprobs = mx.stop_gradient(logprobs)
     chosen = targets.chosen[rows, : mask.shape[1]]
     sampled = batch.sampled_logprobs
@@ -263,7 +263,7 @@ def objective(
 def accumulate(
     learner: Learner, batches: list[MicroBatch], old_logprobs: list[mx.array | None], targets: Targets
 ) -> tuple[Any, list[mx.array], dict[str, float]]:
-    """The float32 gradient of the step's loss, the log-probabilities of each micro-batch, sums of what is measured."""
+    """The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements."""
     grads: dict[str, Any] = {}
     seen: list[mx.array] = []
     totals: dict[str, float] = {}
@@ -271,7 +271,7 @@ def accumulate(
         share = nn.value_and_grad(learner.model, lambda model, b=batch, o=old: objective(learner, model, b, o, targets))
         (_, logprobs, sums), tree = share(learner.model)
         part = dict(tree_flatten(tree))
-        del tree  # else each gradient would live until the last one is computed
+        del tree  # else every gradient would stay alive until the last one is computed
         grads = grads or dict.fromkeys(part)
         for names in in_backward_order(grads):
             for name in names:
@@ -288,9 +288,9 @@ def accumulate(
 
 def in_backward_order(names: Iterable[str]) -> list[list[str]]:
     """
-    Names of weights in the order in which a backward pass comes by their gradients, those of a layer together.
+    Weight names in the order in which a backward pass produces their gradients, grouped by layer.
 
-    Asked for in another order, MLX would keep what a gradient is made of while it computes all that come after.
+    In another order, MLX would keep a gradient's inputs alive while it computes later ones.
     """
 
     def place(name: str) -> float:
@@ -303,7 +303,7 @@ def in_backward_order(names: Iterable[str]) -> list[list[str]]:
 def step(
     learner: Learner, batches: list[MicroBatch], old_logprobs: list[mx.array | None], targets: Targets, lr: float
 ) -> tuple[list[mx.array], dict[str, float]]:
-    """One step of AdamW on the masters, which then go into the model; nothing changes if the gradient is not finite."""
+    """One AdamW step on the masters, copied into the model; changes nothing if the gradient is not finite."""
     grads, logprobs, measured = accumulate(learner, batches, old_logprobs, targets)
     grads, norm = optim.clip_grad_norm(grads, learner.config.max_grad_norm)
     measured["grad_norm"] = norm.item()
@@ -312,14 +312,14 @@ def step(
     if overflow:
         count_failure(learner, measured["loss"])
     else:
-        provable = lr and measured["signal"] and not measured.get("clip_frac")  # what the clip removes is rightly 0
+        provable = lr and measured["signal"] and not measured.get("clip_frac")  # clipped gradients are rightly 0
         proving = prove_gradients(learner, grads) if provable else {}
         before = {name: learner.trainable[name] for name in proving}
         learner.num_changes, learner.failures = learner.num_changes + 1, 0
         learner.optimizer.learning_rate = lr
         masters = tree_unflatten(list(learner.trainable.items()))
         learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
-        # Here, and in the model, the old tensors would live until the last of the new ones is computed.
+        # Otherwise the old tensors would stay alive, here and in the model, until the last new one is computed.
         del grads, masters
         install(learner.model, learner.trainable)
         for name in list(proving):
@@ -333,17 +333,17 @@ def step(
 
 
 class Probe(NamedTuple):
-    """The part of a rollout on which it is measured how far the policy moves."""
+    """The part of a rollout that measures how far the policy moves."""
 
     batches: list[MicroBatch]
-    old_logprobs: list[mx.array]  # of each micro-batch, (M, T), before the first step on the rollout
+    old_logprobs: list[mx.array]  # (M, T) per micro-batch, before the first step on the rollout
 
 
 def make_probe(batches: list[MicroBatch], logprobs: list[mx.array], num_items: int, turn: int) -> Probe:
     """
-    Every k-th micro-batch, or every k-th row where there are too few, beginning at another one each turn.
+    Every k-th micro-batch, or every k-th row if there are too few, with an offset that changes every turn.
 
-    logprobs: of each micro-batch, (M, T). k is at most PROBE_SHARE, and less where few tokens are counted.
+    logprobs: (M, T) per micro-batch. k is at most PROBE_SHARE, and less if few tokens count.
     """
     stride = max(min(PROBE_SHARE, num_items // PROBE_TOKENS), 1)
     if len(batches) >= stride:
@@ -359,10 +359,10 @@ def make_probe(batches: list[MicroBatch], logprobs: list[mx.array], num_items: i
 
 def distance(learner: Learner, probe: Probe) -> float:
     """
-    KL of the old policy from the present one, nats a token: the mean of r - 1 - log r over the old policy's tokens.
+    KL(old policy, current policy) in nats per token: the mean of r - 1 - log r over the old policy's tokens.
 
-    r is the present probability / the old one. The mean over tokens that the old policy drew is an unbiased estimate,
-    and no token's share is negative (k3, http://joschu.net/blog/kl-approx.html).
+    r = current / old probability. The mean over tokens drawn by the old policy is unbiased, and no token's term is
+    negative (k3, http://joschu.net/blog/kl-approx.html).
     """
     total, count = mx.array(0.0), mx.array(0.0)
     for batch, old in zip(probe.batches, probe.old_logprobs, strict=True):
@@ -376,17 +376,17 @@ def distance(learner: Learner, probe: Probe) -> float:
 
 def hold(learner: Learner, before: dict[str, mx.array], probe: Probe, target: float) -> tuple[float, int]:
     """
-    Shortens the step that led here from the masters `before`, until the policy has moved no further than allowed.
+    Shortens the last step, taken from the masters `before`, until the policy has moved no further than allowed.
 
-    Returns how far it has moved, and how many tries were taken back. AdamW's moments do not depend on the learning
-    rate, and its step is proportional to it: a share of the step is the step at that share of the rate, without
-    another gradient. Later steps begin with that share. A step that is too long at every try is not made.
+    Returns how far it moved and how many tries were undone. AdamW's moments do not depend on the learning rate, and
+    its step is proportional to it, so scaling the step equals a lower rate and needs no new gradient. Later steps keep
+    the lower rate. A step that is too long at every try is dropped.
     """
     for repeats in range(MOST_TRIES):
         moved = distance(learner, probe)
         if moved <= SLACK * target:
             return moved, repeats
-        # a KL grows with the square of a short step; inf and nan, of logits that overflow, take the least share
+        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
         share = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         learner.rate *= share
         learner.trainable = {name: old + share * (learner.trainable[name] - old) for name, old in before.items()}
@@ -398,8 +398,8 @@ def hold(learner: Learner, before: dict[str, mx.array], probe: Probe, target: fl
 
 
 def count_failure(learner: Learner, loss: float) -> None:
-    """Counts an update that changes nothing. ValueError when too many follow each other."""
-    mended = math.isfinite(loss) and learner.loss_scale.value > 1  # an overflow that a smaller scale may avoid
+    """Counts an update that changes nothing. Raises ValueError after too many in a row."""
+    mended = math.isfinite(loss) and learner.loss_scale.value > 1  # a smaller scale may avoid the overflow
     if not mended and learner.failures + 1 == MOST_FAILURES:
         raise ValueError(
             f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
@@ -412,9 +412,9 @@ def count_failure(learner: Learner, loss: float) -> None:
 
 def prove_gradients(learner: Learner, grads: Any) -> dict[str, mx.array]:
     """
-    The gradients of the tensors that were not yet seen to learn, by name.
+    The gradients of the tensors not yet seen to learn, by name.
 
-    Raises ValueError for one without any. An adapter's A has none while its B is 0, and is looked at again next time.
+    Raises ValueError for a tensor without gradient. An adapter's A has none while B is 0; it is checked again later.
     """
     flat, proving = dict(tree_flatten(grads)), {}
     for name in sorted(learner.unproved):
@@ -427,26 +427,26 @@ def prove_gradients(learner: Learner, grads: Any) -> dict[str, mx.array]:
 
 def prove_change(learner: Learner, name: str, before: mx.array, gradient: mx.array, lr: float) -> None:
     """
-    Takes a tensor that has changed off the list. ValueError for one that has not.
+    Removes a changed tensor from the unproved. Raises ValueError if it has not changed.
 
-    A step far below the last bit of every weight cannot show, and proves nothing either way.
+    A step far below the last bit of every weight is invisible and proves nothing either way.
     """
     if mx.any(learner.trainable[name] != before).item():
         learner.unproved.remove(name)
         return
-    size = lr * mx.abs(gradient) / (mx.abs(gradient) + 1e-8)  # of AdamW's first step
+    size = lr * mx.abs(gradient) / (mx.abs(gradient) + 1e-8)  # AdamW's first step
     if mx.any(size > mx.abs(before) * 2**-16).item():
         raise ValueError(f"{name} has a gradient, but an update at learning rate {lr:g} did not change it")
 
 
 def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
-    """Puts the float32 masters into the model, rounded to the dtype in which the model holds each."""
+    """Copies the float32 masters into the model, rounded to its dtype of each."""
     dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
     model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up, then constant or half a cosine down to a tenth; `step` counts from 0."""
+    """Linear warm-up, then constant or half a cosine down to a tenth; `step` starts at 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
@@ -456,7 +456,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 class LossScale(NamedTuple):
-    """Keeps small gradients of float16 activations above zero: doubled after 200 good steps, halved by an overflow."""
+    """Keeps small float16 gradients above zero: doubles after 200 good steps, halves after an overflow."""
 
     value: float = 1.0
     good_steps: int = 0

@@ -1,13 +1,13 @@
 """
-Checkpoints: everything that a run needs to go on as if nothing had happened, and the adapter for others to use.
+Checkpoints: everything a run needs to resume as if never interrupted, and the adapter for other programs.
 
-    checkpoints/step-000050/adapter/           mlx_lm's layout; these tensors are the float32 masters, too
-    checkpoints/step-000050/state.safetensors  the optimizer; and the masters of a model that is trained whole
-    checkpoints/step-000050/state.json         the step, the checksums of the tensors, small values
+    checkpoints/step-000050/adapter/           mlx_lm's layout; its tensors are also the float32 masters
+    checkpoints/step-000050/state.safetensors  the optimizer; with full fine-tuning also the masters
+    checkpoints/step-000050/state.json         the step, checksums of the tensors, small values
 
-A checkpoint is a directory that appears at once or not at all: it is written beside its place and renamed. Its
-tensors carry a checksum, so that a damaged one is noticed and the one before it is taken. What is left out: randomness
-and data order, which are functions of the seed and the step.
+A checkpoint directory appears atomically: it is written under a temporary name and renamed. Checksums reveal damaged
+tensors, and the previous checkpoint is loaded instead. Left out: randomness and data order, which are functions of the
+seed and the step.
 """
 
 import filecmp
@@ -31,17 +31,17 @@ TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 
 
 class State(NamedTuple):
-    """A run between two steps."""
+    """A run's state between two steps."""
 
     step: int
     trainable: dict[str, mx.array]  # float32 masters by parameter name
     optimizer: dict[str, mx.array]  # flattened
-    extra: dict[str, Any]  # small JSON values: loss scale, sizes that memory forced
+    extra: dict[str, Any]  # small JSON values: loss scale, sizes reduced to fit memory
 
 
 def save(run_dir: str | Path, state: State, model: gwen.Model, *, base: str, keep: int) -> None:
     """
-    Writes `checkpoints/step-000050`, removes all but the newest `keep`. OSError leaves the earlier ones alone.
+    Writes `checkpoints/step-000050` and removes all but the newest `keep`. On OSError the earlier ones stay intact.
 
     base: the model's name or path, for the adapter.
     """
@@ -52,12 +52,12 @@ def save(run_dir: str | Path, state: State, model: gwen.Model, *, base: str, kee
     try:
         adapted = save_adapter(model, scratch / "adapter", base)
         arrays = {f"optimizer/{k}": v for k, v in state.optimizer.items()}
-        if not adapted:  # the adapter holds them as the model does, perhaps in 16 bits
+        if not adapted:  # the "full" adapter has the model's dtype, perhaps 16 bits
             arrays |= {f"trainable/{k}": v for k, v in state.trainable.items()}
         save_tensors(scratch / "state.safetensors", arrays)
         digests = {name: _sha256(scratch / name) for name in TENSORS}
         _write_json(scratch / "state.json", {"step": state.step, "sha256": digests, "extra": state.extra})
-        if target.exists():  # a step that is saved again: at no moment is there none
+        if target.exists():  # saving a step again: keep the old one until the new one is in place
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(target, replaced)
         os.replace(scratch, target)
@@ -71,11 +71,11 @@ def save(run_dir: str | Path, state: State, model: gwen.Model, *, base: str, kee
 
 def load(run_dir: str | Path) -> State:
     """
-    The newest checkpoint that is whole; says on stderr when a newer one is damaged.
+    The newest intact checkpoint; reports damaged newer ones on stderr.
 
-    Raises ValueError when there is none.
+    Raises ValueError if there is none.
     """
-    for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # of a process killed while it saved again
+    for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # left by a process killed during a save
         if (target := replaced.with_suffix("")).exists():
             shutil.rmtree(replaced)
         else:
@@ -107,12 +107,12 @@ def _read(path: Path) -> State:
 
 
 def path_of(run_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
+    """The path of a step's checkpoint, which need not exist."""
     return Path(run_dir) / "checkpoints" / f"step-{step:06d}"
 
 
 def saved(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, whole or not."""
+    """The checkpoints of a run, oldest first, intact or not."""
     return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
 
 
@@ -122,13 +122,13 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Forces a written file to the disk, so that a rename never becomes durable before the bytes it names."""
+    """Forces a written file to disk, so that a rename never becomes durable before the file's bytes."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
-    """Writes safetensors and forces them to the disk. OSError when they do not fit."""
+    """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
         mx.save_safetensors(str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"})
     except RuntimeError as error:
@@ -143,9 +143,9 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 
 def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     """
-    Writes the trained weights in mlx_lm's adapter layout; whether they are adapters. base: the model's name or path.
+    Writes the trained weights in mlx_lm's adapter layout; returns whether they are adapters.
 
-    A model without adapters, trained whole, is written as a "full" adapter: all its weights, un-fused.
+    base: the model's name or path. Without adapters, writes a "full" adapter: all weights, un-fused.
     """
     directory.mkdir(parents=True, exist_ok=True)
     adapted = list(lora.layers(model))
@@ -165,10 +165,9 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
 
 def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
     """
-    Makes the run's adapter `name` that of the checkpoint, each file replaced at once.
+    Copies the checkpoint's adapter to the run's directory `name`, replacing each file atomically.
 
-    A file that is the same already is left alone, so that a resume asks nothing of a disk that is full.
-    OSError leaves the old one.
+    Skips identical files, so a resume works on a full disk. OSError leaves the old file.
     """
     target = Path(run_dir) / name
     target.mkdir(exist_ok=True)
@@ -185,7 +184,7 @@ def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
 
 
 def publish(run_dir: str | Path, state: State) -> None:
-    """Makes `adapter` that of the newest checkpoint, and `adapter-best` too where it is the best so far."""
+    """Copies the checkpoint's adapter to `adapter`, and to `adapter-best` if it is the best so far."""
     copy_adapter(run_dir, state.step, "adapter")
     if state.extra["best_step"] == state.step:
         copy_adapter(run_dir, state.step, "adapter-best")

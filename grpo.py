@@ -1,9 +1,9 @@
 """
-GRPO: the part of the trainer that is only arithmetic. Arrays in, arrays out: no model, tokenizer, clock or file is
-known here, so that every line can be checked by hand.
+GRPO: the arithmetic of the trainer. Arrays in, arrays out, with no model, tokenizer, clock or file, so every line can
+be checked by hand.
 
-A step's loss is the sum of `aggregate` over its micro-batches, in any cut, because what divides it counts the whole
-step; only bnpo divides by the tokens of its own micro-batch.
+A step's loss is the sum of `aggregate` over its micro-batches. The split does not matter, because the divisor counts
+the whole step; only bnpo divides by the tokens of its own micro-batch.
 
 Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completion positions, K rewards.
 """
@@ -14,26 +14,24 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses whose policy term is `clipped_term`
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses that use `clipped_term`
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo")
 LEVELS = ("token", "sequence")
 SCALES = ("group", "batch", "none")
 BASELINES = ("group", "rloo", "reinforce")
 KL_ESTIMATORS = ("k2", "k3", "k3_corrected")
 CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-SAPO_TEMPERATURES = (1.0, 1.05)  # of positive and of other advantages, arXiv:2511.20347
-LARGEST_LOG_RATIO = (
-    80.0  # e^80 is finite in float32; beyond 88 it is inf, whose gradient through a clip is 0 * inf = nan
-)
+SAPO_TEMPERATURES = (1.0, 1.05)  # for positive and for other advantages, arXiv:2511.20347
+LARGEST_LOG_RATIO = 80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
 
 
 class Objective(NamedTuple):
-    """What the loss of a token is, and how a step's losses become one number. The words are TRL's."""
+    """How to compute a token's loss and aggregate a step's losses. Names follow TRL."""
 
     loss_type: str = "dapo"  # the term (`token_terms`) and the average (`aggregate`)
     importance_sampling_level: str = "token"  # see `importance_ratio`
-    epsilon: float = 0.2  # the ratio is clipped at 1 - this
-    epsilon_high: float | None = None  # and at 1 + this; None: as epsilon. For cispo the cap on the ratio itself
+    epsilon: float = 0.2  # lower clip of the ratio: 1 - epsilon
+    epsilon_high: float | None = None  # upper clip: 1 + this; None: as epsilon. For cispo the cap on the ratio itself
     delta: float | None = None  # upper bound on the ratio for negative advantages
     beta: float = 0.0  # weight of the KL term
     kl_estimator: str = "k3"
@@ -54,12 +52,12 @@ def group_advantages(
     """
     How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
-    baseline: the mean of its "group"; of the others of its group ("rloo"); of the whole step ("reinforce").
+    baseline: the mean reward of its "group", of the others in its group ("rloo") or of the whole step ("reinforce").
     scale: divide by the deviation within the "group" (GRPO) or over the "batch", or "none" (Dr. GRPO, RLOO).
-    signal_floor: a group, or with "reinforce" a step, whose rewards lie within this share of the step's deviation, plus
-    the 1e-4 that every division adds, holds noise only and gets exactly 0; so does one of equal rewards at any floor.
-    Rewards are measured from a first member, since what they have in common may be larger than all that tells them
-    apart, as in seconds since 1970.
+    signal_floor: a group (with "reinforce" a step) is noise and gets exactly 0 if its rewards' range is at most this
+    share of the step's deviation plus 1e-4, which every division adds. Equal rewards get exactly 0 at any floor.
+    Rewards are measured from a first member, because a common offset may dwarf their differences, as in seconds since
+    1970.
     Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
     arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262.
     """
@@ -68,7 +66,7 @@ def group_advantages(
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
     assert scale != "group" or baseline != "reinforce", "a group of equal rewards would be divided by a deviation of 0"
     size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
-    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # a row is what is compared
+    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # one row per comparison
     centered = compared - compared[:, :1]
     noise = np.ptp(centered, axis=1, keepdims=True) <= signal_floor * (step_deviation + 1e-4)
     centered = np.where(noise, 0.0, centered - centered.mean(axis=1, keepdims=True)).reshape(rewards.shape)
@@ -82,11 +80,11 @@ def group_advantages(
 
 def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0) -> np.ndarray:
     """
-    Advantages of several rewards, each normalized within its group before their weighted sum is, over the batch.
+    Advantages of several rewards: normalizes each within its group, then their weighted sum over the batch.
 
-    (K, B, G) float64 -> (B, G) float32. Each reward has a floor of its own, from its own deviation, because each is
-    blown up to full size. The sum has mean 0 already, since each group has; so a group that is equal in every reward
-    stays at exactly 0.
+    (K, B, G) float64 -> (B, G) float32. Each reward has its own floor, from its own deviation, because each is scaled
+    to full size. Each group, and so the sum, already has mean 0; a group with equal values of every reward stays at
+    exactly 0.
     Source: GDPO, arXiv:2601.05242.
     """
     parts = [group_advantages(one, signal_floor=signal_floor) for one in rewards]
@@ -94,7 +92,7 @@ def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor
     return (total / (np.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)).astype(np.float32)
 
 
-# ---- what a token weighs
+# ---- token weights
 
 
 def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str) -> mx.array:
@@ -114,10 +112,10 @@ def mismatch_weights(
     old_logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, correction: str, cap: float = 3.0
 ) -> mx.array:
     """
-    trainer's policy / sampler's, as a weight of the policy term, (N, T) or (N, 1); without gradient.
+    trainer's policy / sampler's policy, a weight of the policy term, (N, T) or (N, 1); without gradient.
 
-    Both have the same weights but different arithmetic. correction: the ratio of each "token" or the product over the
-    "sequence", where it passes `cap` held there ("truncate") or 0 ("mask"); "off" is 1.
+    Both use the same weights but different arithmetic. correction: the ratio of each "token" or its product over the
+    "sequence"; above `cap` it becomes `cap` ("truncate") or 0 ("mask"). "off" gives 1.
     Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; masked: IcePop, arXiv:2510.18855.
     """
     assert correction in CORRECTIONS, correction
@@ -133,11 +131,11 @@ def mismatch_weights(
 
 def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.array:
     """
-    1 for the counted tokens whose entropy is among the highest `fraction`, (N, T), (N, T) -> (N, T).
+    1 for the counted tokens with the highest `fraction` of entropies, (N, T), (N, T) -> (N, T).
 
-    The threshold is the quantile 1 - fraction, interpolated linearly between the two entropies around it, less 1e-5
-    nats: the entropies of equal completions differ by a rounding where they are padded differently, and must stay
-    together, or the choice would depend on how rows were cut.
+    The threshold is the linearly interpolated quantile 1 - fraction, minus 1e-5 nats. The margin keeps equal
+    completions together, whose entropies differ by rounding when padded differently; else the choice would depend on
+    the micro-batches.
     Source: arXiv:2506.01939, eq. 4.
     """
     assert 0 <= fraction <= 1, fraction
@@ -152,16 +150,16 @@ def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.a
     return ((entropy >= threshold - 1e-5) & (mask > 0)).astype(mask.dtype)
 
 
-# ---- the terms of a token's loss
+# ---- terms of a token's loss
 
 
 def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) -> tuple[mx.array, mx.array]:
     """
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), and whether it lost its gradient.
 
-    With `delta` the first r is at most that (two-sided clipping). Where the two products are equal the gradient is that
-    of the first: on a border of the range, as r = 1 is when epsilon is 0, mx.minimum and mx.clip would have none.
-    The kernel of `softmax.row_losses` has the same rule in the same words.
+    `delta` bounds the first r (two-sided clipping). If the two products are equal, the gradient is that of the first:
+    at an end of the range, such as r = 1 with epsilon 0, mx.minimum and mx.clip would have none.
+    The kernel of `softmax.row_losses` follows the same rule, in the same words.
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10; delta: INTELLECT-2,
     arXiv:2505.07291.
     """
@@ -173,9 +171,9 @@ def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) ->
 
 
 class Surrogate(NamedTuple):
-    """The clipped objective of tokens as a function of their log-probabilities alone; arrays of one shape."""
+    """The clipped objective as a function of the tokens' log-probabilities only; arrays of one shape."""
 
-    advantages: mx.array  # of each token
+    advantages: mx.array  # one per token
     old_logprobs: mx.array | None  # None on policy: every ratio is 1
     objective: Objective = Objective()
 
@@ -187,15 +185,15 @@ class Surrogate(NamedTuple):
 
 
 def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
-    """-sg(min(r, cap)) A log pi: the weight is capped, and no token loses its gradient. Source: arXiv:2506.13585."""
+    """-sg(min(r, cap)) A log pi: caps the weight, so no token loses its gradient. Source: arXiv:2506.13585."""
     return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs
 
 
 def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
     """
-    -A sigmoid(t (r - 1)) 4 / t: a soft gate whose slope is 1 at r = 1 and fades on both sides.
+    -A sigmoid(t (r - 1)) 4 / t: a soft gate with slope 1 at r = 1 that fades on both sides.
 
-    t is larger for advantages that are not positive, whose gradient fades sooner. Source: arXiv:2511.20347.
+    A larger t for advantages that are not positive makes their gradient fade sooner. Source: arXiv:2511.20347.
     """
     temperature = mx.where(advantages > 0, *SAPO_TEMPERATURES)
     return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
@@ -203,14 +201,14 @@ def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
 
 def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimator: str = "k3") -> mx.array:
     """
-    An estimate of KL(policy, reference) per token, d = log reference - log policy.
+    An estimate of KL(policy, reference) per token, with d = log reference - log policy.
 
-    k2: d^2 / 2, whose gradient is that of the KL on policy. k3: exp(d) - d - 1, never negative. k3_corrected: k3 times
-    the importance ratio, through which the gradient flows too: the gradient of the KL for tokens of the old policy.
-    All are 0 with their gradients where the two agree. Schulman's k1 (-d) is left out: its gradient is 0 in the mean,
-    so as a loss it holds nothing.
+    k2: d^2 / 2; on policy, its gradient is the gradient of the KL. k3: exp(d) - d - 1, never negative. k3_corrected: k3
+    times the importance ratio, including its gradient; gives the gradient of the KL for tokens of the old policy.
+    All values and gradients are 0 where policy and reference agree. Schulman's k1 (-d) is left out: as a loss it has no
+    effect, since its mean gradient is 0.
     Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; correction:
-    DeepSeek-V3.2, arXiv:2512.02556; what the gradients are: arXiv:2506.09477.
+    DeepSeek-V3.2, arXiv:2512.02556; gradients: arXiv:2506.09477.
     """
     assert estimator in KL_ESTIMATORS, estimator
     log_ratio = ref_logprobs - logprobs
@@ -220,7 +218,7 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimat
     return k3 * ratio if estimator == "k3_corrected" else k3
 
 
-# ---- one number
+# ---- aggregation
 
 
 def aggregate(
@@ -232,12 +230,12 @@ def aggregate(
     num_items: mx.array | int | None = None,
 ) -> mx.array:
     """
-    One number from the losses of the counted tokens, (M, T), (M, T) -> (), a micro-batch's share of the step's loss.
+    A micro-batch's share of the step's loss, from its counted tokens, (M, T), (M, T) -> ().
 
-    grpo, sapo: the mean over rows of each row's mean. dr_grpo: the sum / (rows * max_tokens), so that a long answer
-    weighs no less. dapo, cispo: the sum / num_items, so that every token weighs the same. bnpo: the sum / the tokens of
-    the micro-batch, which weighs as its share of the rows.
-    num_rows, num_items: rows and counted tokens of the whole step; by default those that are here.
+    grpo, sapo: the mean over rows of each row's mean. dr_grpo: the sum / (rows * max_tokens), so long answers weigh no
+    less. dapo, cispo: the sum / num_items, so all tokens weigh the same. bnpo: the sum / the micro-batch's tokens,
+    weighted by its share of the rows.
+    num_rows, num_items: rows and counted tokens of the whole step; default: those of this micro-batch.
     Source: arXiv:2402.03300; arXiv:2503.20783; arXiv:2503.14476; bnpo: TRL's `loss_type`.
     """
     loss_type = objective.loss_type
@@ -255,15 +253,15 @@ def aggregate(
 
 
 class Stats(NamedTuple):
-    """Means over the counted tokens of a batch, () float32 each, None where not measured; without gradient."""
+    """Means over a batch's counted tokens, () float32 each, None if not measured; without gradient."""
 
-    kl: mx.array | None  # the estimate of KL(policy, reference) that the loss contains; None without a reference
-    clip_frac: mx.array | None  # share of tokens whose gradient the clip removed, for cispo whose weight it capped
+    kl: mx.array | None  # the loss's estimate of KL(policy, reference); None without a reference
+    clip_frac: mx.array | None  # share of tokens with gradient removed (for cispo: weight capped) by the clip
     ratio: mx.array  # policy / old policy
 
 
 class Terms(NamedTuple):
-    """What a token's loss is made of, (M, T) or, of one ratio a sequence, (M, 1)."""
+    """The parts of a token's loss, (M, T), or (M, 1) with one ratio per sequence."""
 
     policy: mx.array
     kl: mx.array | None  # None without a reference
@@ -274,13 +272,13 @@ class Terms(NamedTuple):
         """
         weights * policy + beta * KL of each token, (M, T).
 
-        weights: (M, T) or (M, 1), what the policy term counts for (`mismatch_weights`, `top_entropy_mask`).
+        weights: of the policy term, (M, T) or (M, 1) (`mismatch_weights`, `top_entropy_mask`).
         """
         policy = self.policy if weights is None else self.policy * mx.stop_gradient(weights)
         return policy if self.kl is None else policy + objective.beta * self.kl
 
     def stats(self, mask: mx.array) -> Stats:
-        """Their means over the counted tokens."""
+        """Means over the counted tokens."""
 
         def mean(values: mx.array | None) -> Any:
             return None if values is None else mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
@@ -301,11 +299,11 @@ def token_terms(
     """
     The terms of every token's loss; see `policy_loss` for the arrays.
 
-    clipped (M, T): what `clipped_term` would give, where a kernel has made it from the logits.
+    clipped (M, T): the result of `clipped_term`, if a kernel has computed it from the logits.
     """
     level = objective.importance_sampling_level
     assert clipped is None or (objective.loss_type in CLIPPED and level == "token"), objective
-    # what lies outside the mask may be anything; exp of it must not become inf * 0 = nan
+    # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
     logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
     advantages = mx.stop_gradient(advantages)[:, None]
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)
@@ -336,10 +334,10 @@ def policy_loss(
     num_items: mx.array | int | None = None,
 ) -> tuple[mx.array, Stats]:
     """
-    The loss of a step whose rows are all here; `update.py` puts the same parts together for a micro-batch.
+    The loss of a whole step; `update.py` combines the same parts for a micro-batch.
 
     logprobs (the only one with gradient), old_logprobs, ref_logprobs (M, T) float32 nats; advantages (M,);
-    mask (M, T), 1 = counted; what lies outside it may be anything -> (), Stats. num_items: see `aggregate`.
+    mask (M, T), 1 = counted, arbitrary values elsewhere -> (), Stats. num_items: see `aggregate`.
     """
     terms = token_terms(logprobs, old_logprobs, advantages, mask, objective, ref_logprobs=ref_logprobs)
     return aggregate(terms.losses(objective), mask, objective, num_items=num_items), terms.stats(mask)

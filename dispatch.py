@@ -1,10 +1,10 @@
 """
-How rollouts are cut, by measurement: how many rows are decoded at once, and whether a group's prompt is held once.
+Chooses by measurement how many rows a rollout decodes at once, and whether it holds a group's prompt once.
 
 A measurement times steps in the middle of completions at a few row counts, as far as memory allows and speed rises. It
-holds for a kind of work: a machine, a model's shape and dtype, a group size, and the lengths of prompts and completions
-rounded up to powers of two. It is made once and kept in the user's cache directory. What is left out: who measures (on
-a CPU training does not: its runs repeat bit for bit), and what happens when memory runs out, which sampler.py knows.
+holds for a kind of work: machine, model shape, dtype, group size, and prompt and completion lengths rounded up to
+powers of two. It runs once and is kept in the user's cache directory. Left out: who measures (not training on a CPU,
+where runs repeat bit for bit), and what happens when memory runs out (sampler.py).
 """
 
 import json
@@ -28,23 +28,23 @@ import sampler
 from config import Config
 from kv_cache import SlotCache
 
-USUAL_ROWS = 64  # at once where nothing is measured
+USUAL_ROWS = 64  # at once if nothing is measured
 ROW_COUNTS = tuple(2**exponent for exponent in range(2, 11))  # 4 to 1,024
-ROOM = 0.7  # of the memory at hand; the prompts of rows that wait and what MLX keeps for itself need the rest
-GAIN = 1.05  # less than this is noise, and not worth twice the memory
-MOST_SECONDS = 60.0  # after which no larger row count is begun
-SHORT, LONG = 4, 12  # steps; their difference is what steps cost without what only the first one costs
-FORMAT = 1  # of the file; raised as well when a change to the sampler makes old measurements wrong
+ROOM = 0.7  # of the available memory; the prompts of waiting rows and MLX's own cache need the rest
+GAIN = 1.05  # a smaller speedup is noise, and not worth twice the memory
+MOST_SECONDS = 60.0  # after this, start no larger row count
+SHORT, LONG = 4, 12  # steps; their difference excludes one-time costs of the first step
+FORMAT = 1  # of the file; also raised when a change to the sampler invalidates old measurements
 
 
 class Kind(NamedTuple):
-    """The work that a measurement holds for."""
+    """The kind of work that a measurement covers."""
 
     machine: str
     model: str
     dtype: str
     group_size: int
-    prompt_tokens: int  # both at the upper end of their class
+    prompt_tokens: int  # both are the upper end of their class
     max_tokens: int
 
     @property
@@ -54,16 +54,16 @@ class Kind(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What one way to cut the work gave."""
+    """The measurement of one setting."""
 
     rows: int
     share_prefix: bool
-    tok_s: float  # completion tokens a second of a whole rollout, prefill included
-    peak_bytes: int  # the most that MLX held beyond what it held before
+    tok_s: float  # completion tokens per second of a whole rollout, prefill included
+    peak_bytes: int  # peak memory of MLX, minus what it held before
 
 
 def kind_of(model: gwen.Model, prompt_lengths: Sequence[int], max_tokens: int, group_size: int) -> Kind:
-    """The kind of a piece of work; nine of ten prompts are at most as long as its class says."""
+    """The kind of a piece of work; nine of ten prompts fit its length class."""
     config = model.config
     heads = f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}"
     widths = f"{config.hidden_size}/{config.intermediate_size}/{config.vocab_size} wide"
@@ -82,7 +82,7 @@ def kind_of(model: gwen.Model, prompt_lengths: Sequence[int], max_tokens: int, g
 
 
 def _class(length: float) -> int:
-    """The power of two, at least 16, that the length is rounded up to."""
+    """The length rounded up to a power of two, at least 16."""
     return max(2 ** math.ceil(math.log2(length)), 16)
 
 
@@ -91,8 +91,8 @@ def _class(length: float) -> int:
 
 def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -> list[Trial]:
     """
-    Prefills random prompts for this many rows and times decode steps halfway through their completions, with the
-    prompts shared (True) or copied (False) as `modes` says.
+    Prefills random prompts for `rows` rows and times decode steps halfway through their completions, for each of
+    `modes`: prompts shared (True) or copied (False).
     """
     num_prompts = max(rows // kind.group_size, 1)
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (num_prompts, kind.prompt_tokens)).tolist()
@@ -115,7 +115,7 @@ def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -
     trials = []
     for share_prefix in modes:
         mx.reset_peak_memory()
-        seconds(SHORT, share_prefix)  # not counted: kernels are built, memory is taken
+        seconds(SHORT, share_prefix)  # warm-up: builds kernels, takes memory
         short = min(seconds(SHORT, share_prefix) for _ in range(2))
         long = min(seconds(LONG, share_prefix) for _ in range(2))
         step_s = max(long - short, 0.1 * long) / (LONG - SHORT)
@@ -129,10 +129,10 @@ def measure(
     model: gwen.Model, kind: Kind, known: Sequence[Trial], row_counts: Sequence[int], room: float
 ) -> list[Trial]:
     """
-    Trials at the row counts, ascending, those that are known already among them.
+    Trials at the ascending row counts, including the known ones.
 
-    It ends where twice the last peak of memory passes `room` bytes, where memory runs out, where two counts in a row
-    were hardly faster than one before them, and after MOST_SECONDS.
+    Stops when twice the last memory peak exceeds `room` bytes, when memory runs out, when two row counts in a row are
+    hardly faster than an earlier one, and after MOST_SECONDS.
     """
     trials = list(known)
     begin = time.perf_counter()
@@ -143,7 +143,7 @@ def measure(
             break
         if rows in _rows(trials):
             continue
-        needs = {trial.share_prefix: 2 * trial.peak_bytes for trial in before}  # the last of each mode
+        needs = {trial.share_prefix: 2 * trial.peak_bytes for trial in before}  # the latest of each mode
         modes = [s for s in (True, False) if (kind.group_size > 1 or not s) and needs.get(s, 0) <= room]
         if not modes or time.perf_counter() - begin > MOST_SECONDS:
             break
@@ -154,7 +154,7 @@ def measure(
             if not gpu.is_out_of_memory(error):
                 raise
             failed = True
-        mx.synchronize()  # wait: and not in the handler, where the error's traceback would hold the arrays
+        mx.synchronize()  # wait: not in the handler, where the traceback would hold the arrays
         mx.clear_cache()
         if failed:
             break
@@ -166,23 +166,23 @@ def _rows(trials: Sequence[Trial]) -> list[int]:
 
 
 def pick(trials: Sequence[Trial], room: float) -> Trial:
-    """Of the trials that need at most `room` bytes the fewest rows that are about as fast as any; its faster mode."""
+    """The trial within `room` bytes with the fewest rows whose speed is near the maximum, in their faster mode."""
     fitting = [trial for trial in trials if trial.peak_bytes <= room] or [min(trials)]
     most = max(trial.tok_s for trial in fitting)
     rows = min(trial.rows for trial in fitting if GAIN * trial.tok_s >= most)
     return max((trial for trial in fitting if trial.rows == rows), key=lambda trial: trial.tok_s)
 
 
-# ---- remembering
+# ---- the file of measurements
 
 
 def store_path() -> Path:
-    """The file of all measurements. RuntimeError when there is no home directory."""
+    """The path of all measurements. Raises RuntimeError without a home directory."""
     return cpu_blas.cache_directory() / "rollouts.json"
 
 
 def load(path: Path) -> dict[str, list[Trial]]:
-    """What the file holds, by kind. One that is missing or damaged holds nothing: everything can be measured again."""
+    """The file's trials by kind; empty if it is missing or damaged, since everything can be measured again."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
         kinds = held["kinds"] if held["format"] == FORMAT else {}
@@ -192,7 +192,7 @@ def load(path: Path) -> dict[str, list[Trial]]:
 
 
 def _trial(entry: Any) -> Trial:
-    """A trial as the file holds it. ValueError or TypeError when it is none."""
+    """A trial from its entry in the file. Raises ValueError or TypeError if invalid."""
     trial = Trial(*entry)
     types = [type(value) for value in trial]
     if types != [int, bool, float, int] or trial.rows < 1 or not 0 < trial.tok_s < math.inf:
@@ -201,7 +201,7 @@ def _trial(entry: Any) -> Trial:
 
 
 def save(path: Path, kinds: dict[str, list[Trial]]) -> None:
-    """Replaces the file. OSError when it cannot be written."""
+    """Replaces the file. Raises OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     run_files.replace_text(path, json.dumps({"format": FORMAT, "kinds": kinds}, indent=1) + "\n")
 
@@ -213,17 +213,17 @@ def choose(
     model: gwen.Model, prompt_lengths: Sequence[int], *, max_tokens: int, group_size: int, most_rows: int, rows: int = 0
 ) -> tuple[Trial, str]:
     """
-    The best way to cut work of this kind, and a line that says what it is and why.
+    The best setting for work of this kind, and a line that explains it.
 
-    most_rows: as many as the work has; more are not tried. rows: where they are given, only sharing is left to choose.
-    The first call for a kind measures, which takes up to a minute or two; the others read the file.
+    most_rows: rows that the work has; larger counts are not tried. rows: if given, only sharing is chosen.
+    The first call for a kind measures for up to a minute or two; later calls read the file.
     """
     kind, room = kind_of(model, prompt_lengths, max_tokens, group_size), ROOM * gpu.memory_at_hand()
     row_counts = [rows] if rows else [n for n in ROW_COUNTS if n < max(2 * most_rows, ROW_COUNTS[0] + 1)]
     try:
         path = store_path()
     except RuntimeError:
-        path = Path(os.devnull) / "rollouts.json"  # can be neither read nor written
+        path = Path(os.devnull) / "rollouts.json"  # neither readable nor writable
     kinds = load(path)
     known = [trial for trial in kinds.get(kind.key, []) if trial.rows in row_counts]
     trials = measure(model, kind, known, row_counts, room)
@@ -244,9 +244,9 @@ def choose(
 
 def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num_held_out: int) -> int:
     """
-    The rows that a run decodes at once. What is `auto` is fixed in its settings, which a resumed run reads.
+    The rows that a run decodes at once. Replaces `auto` in its settings, so that a resumed run reads the values.
 
-    On a GPU it is measured, for the step's rows or the held-out problems, whichever are more.
+    On a GPU this measures, for the step's rows or the held-out problems, whichever are more.
     """
     if not gpu.on_gpu():
         config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, USUAL_ROWS)
@@ -267,7 +267,7 @@ def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num
 
 
 def describe(chosen: Trial, trials: Sequence[Trial], kind: Kind, source: str) -> str:
-    """In one line what was chosen, the other way to do that, and the better way at other row counts."""
+    """One line with the choice, its other mode, and the faster mode at other row counts."""
 
     def words(trial: Trial) -> str:
         how = f" {'shared' if trial.share_prefix else 'copied'}" if kind.group_size > 1 else ""

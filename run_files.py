@@ -1,7 +1,7 @@
 """
-A run's directory: made with its settings, and found again by the commands that use it (`--run runs/NAME [--step N]`).
+A run's directory: creates it with its settings, and finds it for commands with `--run runs/NAME [--step N]`.
 
-What is left out: the logs, which are in run.py, and the state to go on from, in checkpoint.py.
+Left out: the logs (run.py) and the state to resume from (checkpoint.py).
 """
 
 import itertools
@@ -20,7 +20,7 @@ from config import CHANGEABLE, Config, Parser, as_yaml, checked, flag_of, load_r
 
 
 def add_flags(parser: Parser) -> None:
-    """The flags that name a run and a step of it."""
+    """Adds the flags that name a run and a step."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
     parser.add_argument(
         "--step",
@@ -31,7 +31,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def check(run: str | None, step: int | None, adapter: str | None) -> None:
-    """ValueError for flags that contradict each other."""
+    """Raises ValueError for contradictory flags."""
     if step is not None and run is None:
         raise ValueError(f"--step {step} is a step of a run; name it with --run")
     if run is not None and adapter is not None:
@@ -39,7 +39,7 @@ def check(run: str | None, step: int | None, adapter: str | None) -> None:
 
 
 def config_file(run: str) -> Path:
-    """The settings of a run. ValueError where there is no run."""
+    """The path of a run's settings. Raises ValueError if there is no run."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"--run {run}: no config.yaml there; give the directory of a run")
@@ -47,7 +47,7 @@ def config_file(run: str) -> Path:
 
 
 def settings_of(run: str) -> dict[str, Any]:
-    """The settings of a run by name, as its file has them, for commands that need a few. ValueError without a model."""
+    """A run's settings by name, as in its file, for commands that need a few. Raises ValueError without a model."""
     held = load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(held, dict) or not held.get("model"):
         raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
@@ -56,9 +56,9 @@ def settings_of(run: str) -> dict[str, Any]:
 
 def adapter_of(run: str, step: int | None) -> str | None:
     """
-    Where a run's adapter lies: the newest, or that of the checkpoint after `step`; None for 0, before training.
+    The path of a run's newest adapter, or of the checkpoint after `step`; None for 0, before training.
 
-    Raises ValueError where nothing was saved yet, and with the steps that there are.
+    Raises ValueError if nothing was saved yet, or with the existing steps.
     """
     if step == 0:
         return None
@@ -73,7 +73,7 @@ def adapter_of(run: str, step: int | None) -> str | None:
 
 
 def model_card(run: str, step: int | None) -> str:
-    """What a run's adapter or model is: a README with its task, settings, held-out figures and how to repeat it."""
+    """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
     settings, environment = settings_of(run), json.loads((Path(run) / "env.json").read_text())
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
     rows = []
@@ -98,15 +98,15 @@ def model_card(run: str, step: int | None) -> str:
 
 
 def of_run(run: str, flags: dict[str, Any]) -> Config:
-    """The settings of the run in a directory, with those that flags replace. ValueError where there is no run."""
+    """The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run."""
     return checked(load_recipe(config_file(run)) | flags)
 
 
-# ---- making it
+# ---- creating a run
 
 
 def choose_run_dir(config: Config, asked: str | None) -> Path:
-    """Where a new run is to be recorded. ValueError when something is there that was asked for."""
+    """The directory for a new run. Raises ValueError if `asked` is taken."""
     path = Path(
         asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', config.task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
@@ -121,10 +121,10 @@ def _exists(path: Path) -> str:
 
 def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
     """
-    Makes the directory of a new run, with its settings; the run that creates `config.yaml` has it, and no other.
+    Makes the directory of a new run, with its settings. The run that creates `config.yaml` owns the directory.
 
-    A name that was not asked for and that a run of the same second has already is followed by -2, -3 and so on.
-    ValueError when the one that was asked for is taken, and when it cannot be written.
+    A default name taken by a run of the same second gets -2, -3 and so on.
+    Raises ValueError if `asked` is taken or the directory cannot be written.
     """
     for number in itertools.count(1):
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
@@ -140,13 +140,13 @@ def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
     try:
         write(config, path)
     except (ValueError, KeyboardInterrupt):
-        (path / "config.yaml").unlink(missing_ok=True)  # so that the same name can be asked for again
+        (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
         raise
     return path
 
 
 def write(config: Config, run_dir: Path) -> None:
-    """Writes `config.yaml` and `env.json` of a run. ValueError when they cannot be written."""
+    """Writes `config.yaml` and `env.json` of a run. Raises ValueError if that fails."""
     environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
     try:
         replace_text(run_dir / "config.yaml", as_yaml(config))
@@ -156,7 +156,7 @@ def write(config: Config, run_dir: Path) -> None:
 
 
 def record_changes(config: Config, run_dir: Path, step: int) -> None:
-    """Adds to `changes.jsonl`, and prints, what differs from `config.yaml` of a run that goes on after `step`."""
+    """Prints the settings that a resume after `step` changes, and adds them to `changes.jsonl`."""
     before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config))
     for name in sorted(CHANGEABLE):
         if name in before and (was := before[name]) != (now := after[name]):
@@ -168,11 +168,11 @@ def _unwritable(run_dir: Path, error: OSError) -> str:
     return f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
 
 
-# ---- its files
+# ---- files of a run
 
 
 class JsonLines:
-    """An append-only file of one JSON object a line, flushed at every line."""
+    """An append-only file with one JSON object per line, flushed after each."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -200,12 +200,12 @@ class JsonLines:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file beside its place and renames it: a disk that is full leaves what was there before."""
+    """Writes a file under another name and renames it, so that a full disk leaves the old file intact."""
     scratch = path.with_name(path.name + ".partial")
     try:
         scratch.write_text(text)
         os.replace(scratch, path)
-    except OSError as error:  # a failed write does not know its file
+    except OSError as error:  # a failed write does not name its file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         scratch.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """
-What a run shows in a terminal while it goes: lines that scroll, and under them one live line that says what is done
-now, how fast, and how long it will take. Where the output is no terminal there are the lines alone.
+A run's terminal output: scrolling lines, and below them one live line with the current phase, the speed and the time
+left. Without a terminal, prints the scrolling lines only.
 
-What is left out: what the figures are, in journal.py.
+Left out: how the figures are computed (journal.py).
 """
 
 import functools
@@ -22,7 +22,7 @@ PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref":
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """Prints a line above what is live, at once."""
+    """Prints a line above the live one and flushes."""
     file = sys.stdout if file is None else file
     tqdm.write(line, file=file)
     file.flush()
@@ -34,17 +34,17 @@ def warn(line: str) -> None:
 
 # ---- the lines
 
-# the prefix of a step's line leaves room for a number, and none for its name
+# names the figures, since a step's line has no room for names
 CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
 WIDTH = 100  # columns of a step's line
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    The one line of a step, within `WIDTH` columns; `CONSOLE_COLUMNS` says what stands in it.
+    One step's line, within `WIDTH` columns; `CONSOLE_COLUMNS` names its content.
 
-    Other people's scripts read its beginning: add at the end only. Where the numbers are too long for the line, the end
-    is dropped, and then digits: 1234567.891 becomes 1.2e6.
+    Other people's scripts parse its beginning, so append at the end only. If the line is too long, it loses its end
+    first, then digits: 1234567.891 becomes 1.2e6.
     """
     begin = f"step {metrics['step']}/{num_steps}"
     for digits in (None, 6, 5, 4, 3, 2, 1):
@@ -64,9 +64,9 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
 
 def _number(value: float | None, decimals: int, digits: int | None) -> str:
     """
-    So many decimals, or so many digits where that is shorter.
+    A number with `decimals` decimals, or with `digits` significant digits if that is shorter.
 
-    A loss that overflowed or was never computed and rewards that nobody could read are nan.
+    nan stands for an overflowed or missing loss and for unreadable rewards.
     """
     if value is None:
         return "nan"
@@ -78,7 +78,7 @@ def _number(value: float | None, decimals: int, digits: int | None) -> str:
 
 
 def with_interval(record: dict[str, Any], name: str) -> str:
-    """A figure of an evaluation with its 95% confidence interval, "0.475 \u00b1 0.043", as far as it has them."""
+    """An evaluation's figure with its 95% confidence interval, "0.475 \u00b1 0.043", if available."""
     value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
     if value is None:
         return "unreadable"
@@ -90,7 +90,7 @@ def _problems(record: dict[str, Any]) -> str:
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
-    """The one line of an evaluation."""
+    """An evaluation's line."""
     shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
     if record.get("eval/witness") is not None:
         shown.insert(1, "witness")
@@ -99,10 +99,10 @@ def evaluation_line(record: dict[str, Any]) -> str:
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
-    """The lines that compare two evaluations, each figure with its 95% interval."""
+    """Lines that compare two evaluations, each figure with its 95% interval."""
     figure = "accuracy" if "eval/accuracy" in last else "score"
     nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
-    if sum(name.startswith("reward/") for name in nested) == 1:  # the figure itself, or what it is compared with
+    if sum(name.startswith("reward/") for name in nested) == 1:  # duplicates the figure or its comparison
         nested = [name for name in nested if not name.startswith("reward/")]
     lines = []
     for name in (figure, "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
@@ -114,21 +114,21 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes, or hours and minutes."""
+    """Formats seconds as seconds, minutes, or hours and minutes."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-# ---- what is live
+# ---- the live line
 
 
 def seconds_left(config: Config, steps: Records, evals: Records) -> float | None:
     """
-    Seconds until a run ends, from the records of its steps and evaluations; None before its first step ended.
+    Estimated seconds until a run ends, from its steps' and evaluations' records; None before the first step ends.
 
-    A step takes what the last ten took, an evaluation what the last one took; saving counts for nothing.
+    Assumes the mean time of the last ten steps and the time of the last evaluation; ignores saving.
     """
     if not steps:
         return None
@@ -141,18 +141,18 @@ def seconds_left(config: Config, steps: Records, evals: Records) -> float | None
 
 
 class Live:
-    """The live line of a run: `with` shows it and takes it away again."""
+    """The live line of a run, a context manager: `with` shows and removes it."""
 
     def __init__(self, config: Config):
         self.config = config
         self.phase, self.step, self.speed = "", 0, ""
         self.left: float | None = None
-        self.known_at = 0.0  # when `left` was true
+        self.known_at = 0.0  # time of the estimate
         self.bar: Any = None
         self.over = threading.Event()
 
     def text(self) -> str:
-        """Steps done, phase, tokens a second of the last step, time left."""
+        """Steps done, phase, tokens per second of the last step, time left."""
         parts = [f"{self.step}/{self.config.steps} steps", self.phase, self.speed]
         if self.left is not None:
             passed = time.perf_counter() - self.known_at
@@ -182,12 +182,12 @@ class Live:
             bar.set_description_str(self.text())
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Starts a phase."""
         self.phase = PHASES.get(phase, phase)
         self.draw()
 
     def note(self, steps: Records, evals: Records) -> None:
-        """A step or an evaluation has ended, the last of these."""
+        """Updates the line after the last of these steps or evaluations."""
         if steps:
             self.step, self.speed = steps[-1]["step"], f"{steps[-1]['rollout/tok_s']:,.0f} tok/s"
         self.left, self.known_at = seconds_left(self.config, steps, evals), time.perf_counter()

@@ -1,8 +1,8 @@
 """
-How a run fares by its own figures: a warning for each illness that shows in them, with what to try.
+Diagnoses a run from its own figures: warns of each illness that shows in them and suggests what to try.
 
-Records in, warnings out: the steps' metrics and the evaluations' records, as `metrics.jsonl` and `eval.jsonl` hold
-them, so a resumed run sees what it would have seen without the stop. What is left out: where and how often to say it.
+Records in, warnings out. The records are those of `metrics.jsonl` and `eval.jsonl`, so a resumed run sees the same as
+an uninterrupted one. Left out: where and how often to print warnings.
 """
 
 import math
@@ -12,28 +12,28 @@ from typing import Any, NamedTuple
 
 Records = list[dict[str, Any]]
 
-FEW = 5  # steps whose mean counts, so that one odd step is no illness
+FEW = 5  # steps to average, so that one odd step triggers nothing
 SPAN = 20  # steps over which a reward has to rise
-HELD_OUT = ("eval/accuracy", "eval/score")  # the figure of an evaluation; a run has one of them
+HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_UNREADABLE, MOST_OVER_CAP = 0.5, 0.2, 0.01
-LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # against the first steps
-LEAST_HELD_OUT = 0.5  # against the first evaluation, or the best
-LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that its witness must see
+LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # relative to the first steps
+LEAST_HELD_OUT = 0.5  # relative to the first or the best evaluation
+LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 
 
 class Finding(NamedTuple):
     name: str
-    text: str  # what is seen, and what to try
+    text: str  # the symptom, and what to try
 
 
 class Illness(NamedTuple):
     name: str
-    symptom: Callable[[Records, Records], str]  # of steps and evaluations: what is seen, "" where it is not
+    symptom: Callable[[Records, Records], str]  # (steps, evaluations) -> description, "" if absent
     advice: str
 
 
 def examine(steps: Records, evals: Records) -> list[Finding]:
-    """What ails the run after these steps and evaluations, both in order. What nobody measured is no symptom."""
+    """Finds illnesses in these ordered steps and evaluations. Missing figures never count as symptoms."""
     seen = [(illness, illness.symptom(steps, evals)) for illness in ILLNESSES]
     return [Finding(illness.name, f"{symptom}. {illness.advice}") for illness, symptom in seen if symptom]
 
@@ -42,31 +42,31 @@ def examine(steps: Records, evals: Records) -> list[Finding]:
 
 
 def measured(records: Records, key: str) -> list[float]:
-    """The figures of this name; a record without it, or with null, has none."""
+    """The values under `key`; skips records without it or with null."""
     return [record[key] for record in records if record.get(key) is not None]
 
 
 def recent(steps: Records, key: str) -> float | None:
-    """The mean over the last FEW steps; None where there are fewer, or nothing was measured."""
+    """The mean over the last FEW steps; None with fewer steps or without values."""
     values = measured(steps[-FEW:], key)
     return statistics.fmean(values) if values and len(steps) >= FEW else None
 
 
 def ends(steps: Records, key: str) -> tuple[float, float] | None:
-    """The means over the first and the last FEW steps; None while these overlap, or where nothing was measured."""
+    """The means over the first and the last FEW steps; None while they overlap, or without values."""
     first, last = measured(steps[:FEW], key), measured(steps[-FEW:], key)
     return (statistics.fmean(first), statistics.fmean(last)) if first and last and len(steps) >= 2 * FEW else None
 
 
 def rise(before: dict[str, Any], after: dict[str, Any], key: str) -> float:
-    """By how much a figure of two evaluations rose, 0 within the 95% intervals (`KEY_ci95`, where it is there)."""
+    """The rise of a figure between two evaluations, 0 within the 95% intervals (`KEY_ci95`, if present)."""
     change = after[key] - before[key]
     noise = math.hypot(before.get(f"{key}_ci95") or 0.0, after.get(f"{key}_ci95") or 0.0)
     return change if abs(change) > noise else 0.0
 
 
 def held_out(evals: Records) -> tuple[str, Records]:
-    """The name of the held-out figure, and the evaluations that have one."""
+    """The name of the held-out figure, and the evaluations that have it."""
     key = next((key for key in HELD_OUT if measured(evals, key)), HELD_OUT[0])
     return key, [record for record in evals if record.get(key) is not None]
 

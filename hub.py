@@ -1,9 +1,8 @@
 """
-Hugging Face directories: where a Qwen checkpoint is found, what its configuration says, its tensors, its tokenizer.
+Hugging Face directories: finds a Qwen checkpoint and reads its configuration, tensors and tokenizer.
 
-What is read is checked, and what this model cannot do is refused by name: quantization, mixture of experts, sliding
-windows. The names of a checkpoint's tensors become those of the fused projections, and back. What is left out: the
-model itself.
+Checks everything it reads and rejects unsupported features by name: quantization, mixture of experts, sliding windows.
+Converts tensor names to those of the fused projections, and back. Left out: the model itself.
 """
 
 import json
@@ -18,7 +17,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a Qwen `config.json` says, checked. `raw` is the file's own content, kept for saving."""
+    """A checked Qwen `config.json`. `raw` is the file's content, kept for saving."""
 
     model_type: str
     hidden_size: int
@@ -47,8 +46,8 @@ class ModelConfig:
         return self.model_type == "qwen3"
 
 
-# The largest value of each size. What lies beyond is a slip of the pen, and to build such a model would take minutes,
-# or overflow, before its weights could contradict it.
+# The largest value of each size. Larger ones are typos: building such a model would take minutes, or overflow, before
+# its weights could contradict it.
 SIZES = {
     "hidden_size": 2**17,
     "num_hidden_layers": 2**10,
@@ -62,8 +61,8 @@ def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> 
     """
     The checked configuration of a `config.json` read into `raw`.
 
-    eos_ids: the ids of `generation_config.json`, which win over those of `config.json`.
-    Raises ValueError naming the key that is missing, or the feature that is not supported.
+    eos_ids: the ids of `generation_config.json`, which override those of `config.json`.
+    Raises ValueError naming the missing key or the unsupported feature.
     """
     if (model_type := raw.get("model_type")) not in ("qwen2", "qwen3"):
         raise ValueError(
@@ -106,9 +105,9 @@ def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> 
 
 def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
     """
-    The number under `key`, `default` where there is none; float when `low` is one, else int.
+    The number under `key`, or `default`; a float if `low` is a float, else an int.
 
-    Raises ValueError when it is anything else or lies outside `low` to `high`.
+    Raises ValueError if it is anything else or outside `low` to `high`.
     """
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
@@ -119,7 +118,7 @@ def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any
 
 
 def refuse_unsupported(raw: dict[str, Any]) -> None:
-    """ValueError when a configuration asks for something that this model has not, naming it."""
+    """Raises ValueError naming a feature that this model does not support."""
     for key in ("quantization", "quantization_config"):
         if raw.get(key):
             raise ValueError(f"config.json has {key}: quantized weights are not supported; take the 16-bit checkpoint")
@@ -136,10 +135,10 @@ def refuse_unsupported(raw: dict[str, Any]) -> None:
 
 def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
     """
-    Theta and, with YaRN, its four numbers, all of them filled in.
+    Theta and, with YaRN, its four numbers, with defaults filled in.
 
-    Two layouts are read: `rope_theta` and `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
-    Raises ValueError for another rope type and for a setting that this YaRN has not.
+    Reads two layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
+    Raises ValueError for another rope type or an unsupported YaRN setting.
     """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key) or {}, dict):
@@ -179,7 +178,7 @@ FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
 
 
 def part_rows(config: ModelConfig, fused: str) -> list[int]:
-    """How many output rows each part of a fused projection has, in the order of `FUSED`."""
+    """The number of output rows of each part of a fused projection, in the order of `FUSED`."""
     if fused == "mlp.gate_up_proj":
         return [config.intermediate_size] * 2
     kv_rows = config.num_key_value_heads * config.head_dim
@@ -187,7 +186,7 @@ def part_rows(config: ModelConfig, fused: str) -> list[int]:
 
 
 def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Hugging Face names and parts, all of them -> this model's names."""
+    """Hugging Face names and parts (complete) -> this model's names."""
     weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
         for name in [n for n in weights if parts[0] in n]:  # "layers.0.self_attn.q_proj.weight"
@@ -215,12 +214,12 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, cut to one line."""
+    """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def load_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. ValueError when the file cannot be read or holds something else."""
+    """The object in a JSON file. Raises ValueError if the file is unreadable or has other content."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -231,7 +230,7 @@ def load_object(path: Path) -> dict[str, Any]:
 
 
 def load_tensors(path: Path) -> dict[str, mx.array]:
-    """The tensors of one safetensors file, by name. ValueError when it is missing, cut off or something else."""
+    """The tensors of a safetensors file, by name. Raises ValueError if it is missing, truncated or invalid."""
     try:
         tensors = mx.load(str(path), format="safetensors")
     except RuntimeError as error:
@@ -241,7 +240,7 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """The configuration of a model directory. ValueError when a file is missing or is not JSON."""
+    """The configuration of a model directory. Raises ValueError if a file is missing or not JSON."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")
     generation = directory / "generation_config.json"
@@ -250,7 +249,7 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
-    """All tensors of a directory's safetensors, by Hugging Face name. ValueError names a missing or broken shard."""
+    """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken shard."""
     index = directory / "model.safetensors.index.json"
     shards = present = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
     if index.is_file():
@@ -269,16 +268,16 @@ def load_weights(directory: Path) -> dict[str, mx.array]:
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The directory's tokenizer as transformers loads it; remote code is never run."""
+    """The directory's tokenizer, loaded by transformers without remote code."""
     if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        # transformers would make an empty tokenizer, to which every text is no token at all
+        # transformers would make an empty tokenizer that encodes every text to no tokens
         raise ValueError(f"{directory} has no tokenizer.json")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import advises to install PyTorch
-    from transformers import AutoTokenizer  # here, because importing it takes seconds
+    from transformers import AutoTokenizer  # here: importing it takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a broken tokenizer directory
+    except Exception as error:  # transformers raises many types for broken tokenizers
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
@@ -293,11 +292,11 @@ HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt"]  # no pick
 
 def hub_directory(hub_id: str) -> Path:
     """
-    The local copy of a hub model, downloaded if need be; `id@revision` names a branch, tag or commit.
+    The local copy of a hub model, downloaded if necessary; `id@revision` names a branch, tag or commit.
 
-    Raises ValueError in one line when it is neither cached nor to be had.
+    Raises ValueError, in one line, if it is neither cached nor available.
     """
-    import huggingface_hub  # here, because importing it takes a while
+    import huggingface_hub  # here: importing it takes a while
     from huggingface_hub.errors import (
         HFValidationError,
         LocalEntryNotFoundError,
@@ -309,7 +308,7 @@ def hub_directory(hub_id: str) -> Path:
     repo, _, revision = hub_id.partition("@")
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # its retries would fill a screen; what comes of them is said in one line
+    logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
     except HFValidationError as error:
@@ -318,14 +317,14 @@ def hub_directory(hub_id: str) -> Path:
         raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
-    except Exception as error:  # the hub's client lets through kinds of its own and of the libraries below it
+    except Exception as error:  # from the hub's client or the libraries below it
         raise ValueError(f"--model {hub_id}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         logger.setLevel(level)
 
 
 def describe_cache() -> list[str]:
-    """Where hub models are kept, whether the default one is there, and whether the hub answers."""
+    """The location of the hub cache, whether it holds the default model, and whether the hub answers."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -334,13 +333,13 @@ def describe_cache() -> list[str]:
     try:
         huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
         answer = "answers"
-    except Exception as error:  # of the hub's client and of the libraries below it
+    except Exception as error:  # from the hub's client or the libraries below it
         answer = f"is out of reach ({type(error).__name__})"
     return [f"hub: {answer}; its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"]
 
 
 def find(path_or_id: str | Path) -> Path:
-    """The directory of `demo`, of a local path, or of a hub id. ValueError when there is none."""
+    """The directory of `demo`, a local path or a hub id. Raises ValueError if there is none."""
     if path_or_id == "demo":
         return DEMO
     if Path(path_or_id).is_dir():

@@ -1,8 +1,8 @@
 """
-A judge elsewhere: the same rubric, asked of an OpenAI-compatible server, many requests at once.
+Remote judge: scores the same rubric with an OpenAI-compatible server, many requests at once.
 
-Requests are sent again while the server is busy or away, and every reply is handed on as it arrives. What is left out:
-streaming, and tools.
+Retries requests while the server is busy or unreachable, and passes on each reply as it arrives. Left out: streaming
+and tools.
 
 Axes: N completions, J criteria.
 """
@@ -21,26 +21,26 @@ import rubrics
 from config import JudgeSettings
 from rubrics import Evaluation, Grader, Question, Tell
 
-BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes that a later try may not meet; proxies have made up many
-TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in what vLLM, llama.cpp and OpenAI say
-LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
-TOP_LOGPROBS = 10  # asked of a server, the most that servers of this protocol agree on; five digits in two spellings
+BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
+TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI
+LONGEST_WAIT = 60.0  # seconds between two tries, even if the server asks for more
+TOP_LOGPROBS = 10  # requested; the most that servers of this protocol all allow; five digits in two spellings
 
 
 class Reply(NamedTuple):
-    """What the server answered."""
+    """The server's answer."""
 
     text: str
-    first: dict[str, float]  # log-probabilities of the likeliest first tokens, by their text; empty if none were given
-    problem: str = ""  # why there is no reply to a prompt that is too long for the server's model
+    first: dict[str, float]  # log-probabilities of the likeliest first tokens, by text; empty if not returned
+    problem: str = ""  # the error for a prompt too long for the server's model
 
 
 class Endpoint:
     """
-    The server at `--judge-url`, asked for its model `--judge-model`; see the judge's settings.
+    The server at `--judge-url`, with its model `--judge-model`; see the judge's settings.
 
-    The first pause between two tries is `first_pause` seconds, each later one twice as long as the last, or longer
-    where the server says so. key: sent as a bearer token, and to no other host. Raises ValueError when the URL is none.
+    first_pause: seconds between the first two tries; later pauses double, or are longer if the server says so. key: a
+    bearer token, sent to no other host. Raises ValueError for an invalid URL.
     """
 
     def __init__(self, settings: JudgeSettings, key: str | None = None, first_pause: float = 0.5):
@@ -58,8 +58,8 @@ class Endpoint:
         self.settings, self.first_pause = settings, first_pause
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.certificates = httpx2.create_ssl_context()  # once: a client that makes its own takes 0.2 s for it
-        self._knows_template = True  # until the server refuses `chat_template_kwargs`, which OpenAI's own does
+        self.certificates = httpx2.create_ssl_context()  # once: each client would take 0.2 s for its own
+        self._knows_template = True  # until the server rejects `chat_template_kwargs`, as OpenAI's does
 
     def chat(
         self,
@@ -71,10 +71,10 @@ class Endpoint:
         thinking: bool = False,
     ) -> None:
         """
-        Tells the greedy reply to each conversation, by its place, as they arrive.
+        Calls `tell` with each conversation's index and greedy reply, as replies arrive.
 
-        top_logprobs: how many of the likeliest first tokens to ask for. Raises ValueError when a request is refused or
-        still fails after all retries; then no further request is sent.
+        top_logprobs: how many of the likeliest first tokens to request. Raises ValueError, and sends no more requests,
+        if one is refused or still fails after all retries.
         """
         body: dict[str, Any] = {"model": self.settings.judge_model, "max_tokens": max_tokens}
         body |= {"temperature": 0, "stream": False, "chat_template_kwargs": {"enable_thinking": thinking}}
@@ -85,7 +85,7 @@ class Endpoint:
     async def _ask_all(self, bodies: list[dict[str, Any]], tell: Callable[[int, Reply], None]) -> None:
         todo, most, seconds = enumerate(bodies), self.settings.judge_concurrency, self.settings.judge_timeout
         limits = httpx2.Limits(max_connections=most)
-        # it follows no redirect, which would carry the key to another host
+        # the client follows no redirects, which could send the key to another host
         settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates}
         async with httpx2.AsyncClient(timeout=seconds, limits=limits, **settings) as client:
 
@@ -96,7 +96,7 @@ class Endpoint:
             workers = [asyncio.create_task(work()) for _ in range(min(most, len(bodies)))]
             try:
                 await asyncio.gather(*workers)
-            finally:  # one was refused, or Ctrl-C: nobody waits for the others
+            finally:  # after a refusal or Ctrl-C, do not wait for the others
                 for worker in workers:
                     worker.cancel()
 
@@ -108,7 +108,7 @@ class Endpoint:
                 body = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
             asked_for = 0.0
             try:
-                async with asyncio.timeout(seconds):  # the client's own starts anew with every byte
+                async with asyncio.timeout(seconds):  # the client's own restarts with every byte
                     response = await client.post(f"{self.url}/chat/completions", json=body)
             except TimeoutError:
                 problem = f"no whole reply within {seconds:g} s"
@@ -128,7 +128,7 @@ class Endpoint:
                     raise ValueError(f"--judge-url {self.url} refused a request ({problem})")
                 asked_for = _seconds(response.headers.get("Retry-After"))
             if left:
-                # a random share, so that requests that failed together do not come back together
+                # random, so that requests that failed together do not retry together
                 await asyncio.sleep(min(max(asked_for, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
                 pause *= 2
         raise ValueError(
@@ -138,7 +138,7 @@ class Endpoint:
 
 
 def _reply(response: httpx2.Response, url: str) -> Reply:
-    """The reply in a server's JSON. ValueError when it is of another protocol."""
+    """The reply in a server's JSON. Raises ValueError for another protocol."""
     try:
         choice = response.json()["choices"][0]
         text = choice["message"].get("content") or ""
@@ -152,12 +152,12 @@ def _reply(response: httpx2.Response, url: str) -> Reply:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Seconds of a Retry-After header; 0 where it is missing or a date."""
+    """Seconds of a Retry-After header; 0 if it is missing or a date."""
     return float(retry_after) if retry_after and re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else 0.0
 
 
 class RemoteJudge(Grader):
-    """A judge of which the name on its server is all that is known. `key`: see `Endpoint`."""
+    """A judge known only by its name on a server. key: see `Endpoint`."""
 
     is_paid = True
 
@@ -187,7 +187,7 @@ class RemoteJudge(Grader):
             self.server.chat(asked, read, thinking=self.think > 0, **limits)
         problems = [reply.problem for reply in replies if reply.problem]
         silent = not any(reply.first or reply.text for reply in replies)
-        if silent and problems and nothing_known:  # and never before: no answer is to blame
+        if silent and problems and nothing_known:  # none ever worked, so no single answer is to blame
             raise ValueError(
                 f"--judge-url {self.server.url}: no prompt fits into its context ({problems[0]}); "
                 "lower --judge-think, or give its model more"
@@ -196,7 +196,7 @@ class RemoteJudge(Grader):
     def _read(self, reply: Reply) -> Evaluation:
         if self.mode == "decode":
             return rubrics.from_reply(reply.text)._replace(said=reply.text or reply.problem)
-        if not reply.first and reply.text:  # without any text it ended at once, or a filter took what it said
+        if not reply.first and reply.text:  # without text it ended at once, or was filtered
             raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
         value, mass = rubrics.from_first_tokens(reply.first, self.min_mass)
         return Evaluation(value, mass, reply.text or reply.problem)

@@ -1,9 +1,8 @@
 """
-Every setting of a run, declared once: each field is a flag, a key in YAML, and a check. And the command line.
+Every setting of a run, declared once: each field is a flag, a key in YAML, and a check. Also parses the command line.
 
-A flag wins over the environment, that over the recipe, that over the default. Settings are checked here before a model
-is loaded. What is left out: what they mean to the algorithm, which is in the files that use them. Nothing but the
-standard library and YAML is known here.
+Precedence: flag, environment, recipe, default. Settings are checked here, before a model is loaded. Left out: what they
+mean to the algorithm, which is in the files that use them. Imports only the standard library and YAML.
 """
 
 import argparse
@@ -36,7 +35,7 @@ RENAMED = {  # words of earlier versions, which answer with the new ones; the ne
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no key stands twice: where a list's dash is forgotten, the later entry would replace the other."""
+    """YAML without duplicate keys: after a forgotten list dash, the later entry would replace the earlier one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         if isinstance(node, yaml.MappingNode):
@@ -50,7 +49,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(path: str | Path, where: str) -> Any:
-    """What a user's YAML file holds. ValueError, beginning with `where`, when it cannot be read or is not YAML."""
+    """The content of a user's YAML file. Raises ValueError, starting with `where`, if unreadable or not YAML."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -68,19 +67,19 @@ def load_yaml(path: str | Path, where: str) -> Any:
 
 
 def fail(message: object) -> NoReturn:
-    """Ends the process the way a user's mistake does: one line on stderr, exit status 2."""
+    """Ends the process after a user's mistake: one line on stderr, exit status 2."""
     print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
     sys.exit(2)
 
 
 def stop() -> NoReturn:
-    """Ends the process the way Ctrl-C does, where nothing is to be saved: one line on stderr, exit status 130."""
+    """Ends the process after Ctrl-C, if nothing needs saving: one line on stderr, exit status 130."""
     print("\nstopped by Ctrl-C", file=sys.stderr)
     sys.exit(130)
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a command. What is wrong with them is said in one line, and an unknown flag with the nearest one."""
+    """Parses a command's flags. Reports mistakes in one line, and an unknown flag with the nearest known one."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -100,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _text(value: str) -> str:
-    """A flag's text. An empty one is a shell variable that was never set, not a wish for the default."""
+    """A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default."""
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
     return value
@@ -137,7 +136,7 @@ def flag_of(name: str) -> str:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help, and perhaps `low`, `high`, `choices`, `nargs`, and `parse`, which reads a flag's text."""
+    """A field with its help, and optionally `low`, `high`, `choices`, `nargs` and `parse` (reads a flag's text)."""
     metadata = {"help": text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -145,7 +144,7 @@ def flag(default: Any, text: str, **metadata: Any) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[str] | None = None) -> None:
-    """Each field, or those of these names, as a flag, `judge_mode` as `--judge-mode`; one that is not given is None."""
+    """Adds a flag for each field (or those in `names`), `--judge-mode` for `judge_mode`; an omitted flag is None."""
     for field in dataclasses.fields(settings):
         if names is not None and field.name not in names:
             continue
@@ -160,7 +159,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[
 
 
 def check_values(settings: type, values: dict[str, Any]) -> None:
-    """ValueError names the flag whose value is of the wrong type, out of range or no choice."""
+    """Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice."""
     words: dict[Any, str] = {
         int: "a whole number",
         float: "a finite number (in YAML 1.0e-4, not 1e-4)",
@@ -190,7 +189,7 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a setting has the type of its field. A bool is no number here, and numbers are finite."""
+    """Whether a setting has the type of its field. A bool is not a number, and numbers are finite."""
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
     if kind == list[str]:
@@ -205,7 +204,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 @dataclasses.dataclass
 class JudgeSettings:
-    """Who judges, and how."""
+    """Settings of the judge."""
 
     judge_model: str = flag("", "a judge other than the frozen base model; with --judge-url its name there")
     judge_mode: str = flag(
@@ -227,7 +226,7 @@ class JudgeSettings:
 
 
 def check_judge(settings: JudgeSettings) -> None:
-    """ValueError names the judge's flag that is wrong, or that does not go together with another."""
+    """Raises ValueError naming a judge flag that is invalid or conflicts with another."""
     check_values(JudgeSettings, vars(settings))
     if (think := settings.judge_think) and settings.judge_mode != "decode":
         raise ValueError(f"--judge-think {think} needs --judge-mode decode: logits are read before any thought")
@@ -236,7 +235,7 @@ def check_judge(settings: JudgeSettings) -> None:
 
 
 def judge_of_flags(args: argparse.Namespace) -> JudgeSettings:
-    """The judge's settings: flag, else environment, else default, checked."""
+    """The checked settings of the judge: flag, else environment, else default."""
     names = [field.name for field in dataclasses.fields(JudgeSettings)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings = JudgeSettings(**of_environment() | given)
@@ -245,7 +244,7 @@ def judge_of_flags(args: argparse.Namespace) -> JudgeSettings:
 
 
 def of_environment() -> dict[str, int]:
-    """The judge's chunk size where `RUBRIC_JUDGE_BATCH_SIZE` sets it; empty counts as unset. ValueError for no size."""
+    """The judge's chunk size if `RUBRIC_JUDGE_BATCH_SIZE` is set; empty means unset. Raises ValueError if invalid."""
     text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE")
     if not text:
         return {}
@@ -259,7 +258,7 @@ def of_environment() -> dict[str, int]:
 
 @dataclasses.dataclass
 class Training:
-    """What is trained, on what, and how."""
+    """Settings of training: model, data, method."""
 
     model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
     task: str = flag(
@@ -375,7 +374,7 @@ class Training:
 
 @dataclasses.dataclass
 class Config(JudgeSettings, Training):
-    """Every setting of a run: each field is a flag, and `config.yaml` holds them all, those of training first."""
+    """Every setting of a run: each field is a flag, and `config.yaml` holds them all, training's first."""
 
     eval_rubric: str = flag("", "rubric YAML for evaluations only, as the witness of a judge")
     eval_judge_model: str = flag("", "the witness's judge, instead of --judge-model")
@@ -394,11 +393,11 @@ class Config(JudgeSettings, Training):
 
     @property
     def sharing(self) -> bool | None:
-        """`share_prefix` as `sampler.rollout` takes it."""
+        """`share_prefix` as an argument of `sampler.rollout`."""
         return {"auto": None, "on": True, "off": False}[self.share_prefix]
 
     def num_checkpointed(self, num_layers: int) -> int:
-        """How many layers `checkpoint_layers` means; none for an `auto` that is not settled yet."""
+        """The number of layers in `checkpoint_layers`; 0 while `auto` is undecided."""
         named = {"auto": 0, "off": 0, "on": num_layers}
         return named[self.checkpoint_layers] if self.checkpoint_layers in named else int(self.checkpoint_layers)
 
@@ -415,7 +414,7 @@ CHANGEABLE = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags of train.py; those that are settings are None where they were not given."""
+    """Parses the flags of train.py; omitted settings are None."""
     parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
     parser.add_argument(
         "--config", metavar="FILE", help="recipe, instead of the task's; a run's `config.yaml` repeats it"
@@ -430,7 +429,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings among the flags that were given."""
+    """The settings among the given flags."""
     named = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Config)}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -442,9 +441,9 @@ def resolve(
     choose_model: Callable[[str | None], tuple[str, str]],
 ) -> tuple[Config, str]:
     """
-    Default < recipe < environment < flag, checked, and a line that says which model was taken and why.
+    The checked settings (default < recipe < environment < flag), and a line that says which model was chosen and why.
 
-    choose_model: what was asked for -> a model, and why that one. A resumed run keeps its settings, but for those in
+    choose_model: requested model -> chosen model, and the reason. A resumed run keeps its settings except those in
     CHANGEABLE.
     """
     if resume:
@@ -468,20 +467,20 @@ def resolve(
 
 
 def _task_recipe(task: str | None) -> dict[str, Any]:
-    """The defaults of a task, from `recipes/`; none for no task and for one that does not exist."""
+    """A task's defaults from `recipes/`; empty without a task or for an unknown one."""
     path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
     return load_recipe(path) if path.is_file() else {}
 
 
 def _rate_of_all_weights(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, float]:
-    """The learning rate where `--lora-rank 0` makes a recipe for adapters one for all weights, which bear a tenth."""
+    """A tenth of an adapter recipe's learning rate, if `--lora-rank 0` applies it to all weights."""
     if flags.get("lora_rank") != 0 or recipe.get("lora_rank") == 0:
         return {}
     return {"learning_rate": recipe.get("learning_rate", Config.learning_rate) / 10}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file. ValueError names an unknown key with the nearest known one."""
+    """The settings in a YAML file. Raises ValueError naming an unknown key and the nearest known one."""
     held = load_yaml(path, f"--config {path}")
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
@@ -496,7 +495,7 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def as_yaml(config: Config) -> str:
-    """Every setting; a size that is still to be measured is "auto"."""
+    """Every setting as YAML; sizes not yet measured are "auto"."""
     held = dataclasses.asdict(config)
     return yaml.safe_dump(
         {name: "auto" if name in AUTOMATIC and not value else value for name, value in held.items()}, sort_keys=False
@@ -504,7 +503,7 @@ def as_yaml(config: Config) -> str:
 
 
 def checked(settings: dict[str, Any]) -> Config:
-    """A configuration whose every value has the right type and lies in its range."""
+    """A configuration in which every value has the right type and range. Raises ValueError otherwise."""
     settings = {name: value for name, value in settings.items() if name not in AUTOMATIC or value != "auto"}
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
@@ -526,7 +525,7 @@ def checked(settings: dict[str, Any]) -> Config:
 
 
 def _check_objective(config: Config) -> None:
-    """ValueError for settings of the update that contradict each other, or that would have no effect."""
+    """Raises ValueError for settings of the update that conflict or would have no effect."""
     if config.advantage == "reinforce" and config.scale_rewards == "group":
         raise ValueError("--advantage reinforce measures from the whole step; set --scale-rewards batch or none")
     if config.advantage == "reinforce" and config.dynamic_sampling:

@@ -1,12 +1,12 @@
 """
-What users bring as data: records read from a file or the hub, checked, held out or not, and passed over in order.
+User data: reads records from a file or the hub, checks them, splits off held-out ones and orders them in epochs.
 
-An example is a dictionary with a prompt; all examples of one source have the same keys. No model is known here, and no
-array library. What is left out: what a task makes of its examples. Whatever is wrong with a record is a ValueError of
-one line that names the file, the place, the value and the fix.
+An example is a dictionary with a prompt; all examples of one source have the same keys. Uses no model and no array
+library. Left out: what tasks do with examples. An invalid record raises a one-line ValueError that names the file, the
+place, the value and the fix.
 
-JSON lines, JSON and CSV are not read by `datasets` or pyarrow: both lose the line of a mistake; `datasets` reads the
-answer "007" of a CSV file as 7.0 and "None" as missing, pyarrow refuses JSON answers of different types.
+JSON lines, JSON and CSV have their own readers, because `datasets` and pyarrow lose the line of a mistake. `datasets`
+reads a CSV answer "007" as 7.0 and "None" as missing; pyarrow refuses JSON answers of different types.
 """
 
 import csv
@@ -25,30 +25,30 @@ from pathlib import Path
 from typing import Any
 
 Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
-Records = list[tuple[str, Any]]  # where a record stands ("line 3"), and what stands there
+Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
 SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
-TRAINER = ("trainer_state", "log_extra", "log_metric")  # what only a user's reward can ask for
-RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # what rewards get besides the columns
-MOST_HELD_OUT = 256  # prompts, of data that has no column `split`
+TRAINER = ("trainer_state", "log_extra", "log_metric")  # arguments only for users' rewards
+RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # reward arguments besides columns
+MOST_HELD_OUT = 256  # prompts, if there is no column `split`
 _reprlib = reprlib.Repr()
 _reprlib.maxstring = _reprlib.maxother = 60
 
 
-# ---- what error messages quote
+# ---- quotes for error messages
 
 
 def short(value: Any) -> str:
-    """A value for an error message: one line, a few dozen characters, whatever the value is."""
+    """Any value as one line of a few dozen characters, for error messages."""
     return _reprlib.repr(value)
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and message of an error, in one line."""
+    """Type and message of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The words ", did you mean ...?" with the nearest of the known names, nothing where none is near."""
+    """The words ", did you mean ...?" with the nearest known name; empty if none is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -60,11 +60,11 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     """
     The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
 
-    spec: a file (.jsonl, .json with a list, .csv, .parquet), or a hub dataset id[:config][:split] (split train).
-    columns: "prompt=question,answer=solution" gives columns of the file the names on the left.
-    A prompt is a string or chat messages, `system` and `category` are strings, every further column is kept as it is.
-    Without a prompt the column `messages` is taken, less the assistant's reply where it ends with one; the reply is the
-    `answer` of data that has no such column.
+    spec: a file (.jsonl, .json with a list, .csv, .parquet), or a hub dataset id[:config][:split] (default: train).
+    columns: "prompt=question,answer=solution" renames the columns on the right to the names on the left.
+    A prompt is a string or chat messages; `system` and `category` are strings; other columns stay unchanged.
+    If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
+    the `answer` if there is no such column.
 
     Raises ValueError naming file, line or record, value and fix.
     """
@@ -72,22 +72,22 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
 
 
 def read_records(spec: str) -> Records:
-    """What `load_data` reads, before it is checked. Raises ValueError when it cannot be read or holds no record."""
+    """The unchecked records of `load_data`. Raises ValueError if they cannot be read or there are none."""
     path = Path(spec)
     reader = _READERS.get(path.suffix.lower())
     endings = ", ".join(_READERS)
-    if os.path.isdir(path):  # not path.is_dir(), which raises for a name that is too long
+    if os.path.isdir(path):  # path.is_dir() would raise for names that are too long
         raise ValueError(f"--data {spec} is a directory; name one file in it ({endings})")
     if not os.path.isfile(path):
         hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)  # config holds no slice [...]
         if hub is None or re.fullmatch(r"\.[A-Za-z]+", path.suffix):
             raise ValueError(f"--data {spec}: no such file; give {endings} or a hub dataset owner/name:config:split")
         name, config, split = hub.groups()
-        if split is None and config in SPLITS:  # a single part
+        if split is None and config in SPLITS:  # a lone split
             config, split = None, config
         try:
             records = hub_records(name, config or None, split or "train")
-        except Exception as error:  # the hub's client raises kinds of its own
+        except Exception as error:  # the hub's client raises its own types
             why = f"no such file, and no hub dataset that can be loaded ({one_line(error)})"
             raise ValueError(f"--data {spec}: {why}; check the spelling and the network") from error
     elif reader is None:
@@ -105,7 +105,7 @@ def read_records(spec: str) -> Records:
 
 def _text(spec: str, content: bytes) -> str:
     try:
-        return content.decode("utf-8-sig")  # some editors put a mark before the first character
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         byte = f"0x{content[error.start]:02x}"
@@ -123,7 +123,7 @@ def _json(spec: str, where: str, text: str) -> Any:
 
 
 def _jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_text(spec, content).split("\n"), 1):  # not splitlines: U+2028 may stand in a string
+    for number, line in enumerate(_text(spec, content).split("\n"), 1):  # not splitlines: strings may contain U+2028
         if line.strip():
             yield f"line {number}", _json(spec, f"line {number}", line)
 
@@ -138,10 +138,10 @@ def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Rows by the header's names; an empty cell is a missing value, a row of another length an error."""
+    """Rows by the header's names; an empty cell is a missing value, a wrong number of fields an error."""
     rows = csv.reader(io.StringIO(_text(spec, content), newline=""), strict=True)
     header: list[str] | None = None
-    csv.field_size_limit(2**31 - 1)  # a cell may be a document; the module's own limit is 131,072 characters
+    csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
     try:
         for row in filter(None, rows):
             where = f"line {rows.line_num}"
@@ -159,11 +159,11 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet  # here, because importing it takes half a second
+    import pyarrow.parquet  # here: importing it takes half a second
 
     try:
         rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    except Exception as error:  # a damaged file raises many kinds
+    except Exception as error:  # damaged files raise many types
         raise ValueError(f"{spec} is not a readable parquet file ({one_line(error)}); write it again") from error
     yield from ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
@@ -172,11 +172,11 @@ _READERS = {".jsonl": _jsonl_records, ".json": _json_records, ".csv": _csv_recor
 
 
 def hub_records(name: str, config: str | None, split: str) -> Records:
-    import datasets  # here, because importing it takes seconds
+    import datasets  # here: importing it takes seconds
 
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # its retries would fill a screen; what comes of them is said in one line
+    logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
     try:
         rows = datasets.load_dataset(name, config, split=split).to_list()
     finally:
@@ -184,11 +184,11 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
     return [(f"record {number}", row) for number, row in enumerate(rows, 1)]
 
 
-# ---- records become examples
+# ---- records to examples
 
 
 def make_examples(source: str, records: Records, columns: str | None = None) -> list[Example]:
-    """Checked examples of equal keys from records; see `load_data`. Raises ValueError naming the record."""
+    """Checked examples with equal keys; see `load_data`. Raises ValueError naming the record."""
     for where, record in records:
         if not isinstance(record, dict):
             raise ValueError(f'{source}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
@@ -211,7 +211,7 @@ def make_examples(source: str, records: Records, columns: str | None = None) -> 
 
 
 def _of_messages(example: Example) -> Example:
-    """The example with a prompt from its column `messages`, if it has one; see `load_data`."""
+    """The example, with a prompt from its column `messages` if present; see `load_data`."""
     messages = example.get("messages")
     if not isinstance(messages, list):
         return example
@@ -223,7 +223,7 @@ def _of_messages(example: Example) -> Example:
 
 
 def _parse_columns(columns: str | None) -> dict[str, str]:
-    """What "prompt=question,answer=solution" says, ours -> theirs. ValueError names a part that is malformed."""
+    """Parses "prompt=question,answer=solution", ours -> theirs. Raises ValueError naming a malformed part."""
     renames: dict[str, str] = {}
     for part in [] if columns is None else columns.split(","):
         ours, equals, theirs = (piece.strip() for piece in part.partition("="))
@@ -234,7 +234,7 @@ def _parse_columns(columns: str | None) -> dict[str, str]:
 
 
 def _checked(example: Example) -> Example:
-    """The example with its messages reduced to role and content. ValueError says what is wrong with it."""
+    """The example with its messages reduced to role and content. Raises ValueError naming the mistake."""
     if taken := [name for name in RESERVED if name in example]:
         raise ValueError(
             f"column {taken[0]!r} is an argument of rewards; rename it: --columns my_{taken[0]}={taken[0]}"
@@ -258,7 +258,7 @@ def _checked(example: Example) -> Example:
 
 
 def _messages(prompt: list[Any]) -> list[dict[str, str]]:
-    """Chat messages, checked: an optional system message first, user and assistant after it, a user's last."""
+    """Checked chat messages: an optional system message, then user and assistant, with the user's last."""
     if not prompt:
         raise ValueError('prompt is an empty list; write [{"role": "user", "content": "..."}]')
     for place, message in enumerate(prompt):
@@ -275,7 +275,7 @@ def _messages(prompt: list[Any]) -> list[dict[str, str]]:
 
 
 def check_text(name: str, text: Any) -> None:
-    """Raises ValueError, by `name`, for what is no text that a tokenizer takes."""
+    """Raises ValueError with `name` if a tokenizer would not accept the text."""
     if not isinstance(text, str):
         raise ValueError(f"{name} {short(text)} is a {type(text).__name__}; it must be a string")
     if not text.strip():
@@ -284,18 +284,18 @@ def check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
 
 
-# ---- which examples, and in which order
+# ---- splits and order
 
 
 def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example]]:
     """
-    (train, held out) of a user's examples, with no prompt on both sides.
+    Splits a user's examples into (train, held out), with no prompt on both sides.
 
-    A column `split` decides where there is one: "train", or "held_out", "test" or "validation". Else a tenth of the
-    different prompts is held out, from one to `MOST_HELD_OUT`, chosen by hash and not by place: a longer file keeps
-    most of its choice, and the order of the records does not matter.
+    A column `split` decides if present: "train", or "held_out", "test" or "validation". Otherwise a tenth of the
+    distinct prompts is held out, from one to `MOST_HELD_OUT`. They are chosen by hash, not by place, so the choice
+    ignores the records' order and mostly survives when a file grows.
 
-    Raises ValueError when `split` holds another word.
+    Raises ValueError if `split` has another value.
     """
     if any(example.get("split") is not None for example in examples):
         if wrong := [short(example["split"]) for example in examples if example["split"] not in SPLITS]:
@@ -309,23 +309,22 @@ def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example
 
 
 def prompt_key(example: Example) -> str:
-    """The same for the same prompt, whatever else the examples hold."""
+    """A key that depends only on the example's prompt."""
     return sha256(json.dumps(example["prompt"], sort_keys=True).encode()).hexdigest()
 
 
 def spread(examples: list[Any], limit: int | None) -> list[Any]:
-    """At most `limit` of them, evenly spread, so over all categories; 0 and None take all."""
+    """At most `limit` examples, evenly spread and so over all categories; 0 and None keep all."""
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
 
 
 def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
     """
-    The examples of one step, step counted from 0: prompts are shuffled and passed over in epochs, never drawn again
-    before all were seen.
+    Indices of one step's examples, from shuffled epochs: no example returns before all were seen. Steps start at 0.
 
-    A pure function of (seed, step), so a resumed run goes on where it stopped. A batch may span two epochs, and still
-    holds no example twice when num_examples >= batch (see `_epoch_order`).
+    A pure function of (seed, step), so a resumed run continues where it stopped. A batch may span two epochs but has no
+    example twice if num_examples >= batch (see `_epoch_order`).
     """
     assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
     places = range(step * batch, (step + 1) * batch)
@@ -337,8 +336,8 @@ def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[
     """
     The order of one epoch.
 
-    Examples are dealt once into blocks of num_examples - batch + 1, and each epoch shuffles within the blocks. So an
-    example returns num_examples - (that size - 1) = batch places later at the soonest, which is the next batch.
+    Examples are assigned once to blocks of size num_examples - batch + 1, and each epoch shuffles within the blocks. So
+    an example returns at least num_examples - (size - 1) = batch places later: in the next batch at the earliest.
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)

@@ -1,12 +1,12 @@
 """
-Adapters on disk: mlx_lm's layout, in which runs save theirs, and PEFT's, which transformers and vLLM open.
+Adapters on disk: mlx_lm's layout, used by runs, and PEFT's, read by transformers and vLLM.
 
     mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O); adapter_config.json: rank and scale
     PEFT     adapter_model.safetensors: base_model.model.NAME.lora_A.weight (R, C) and .lora_B.weight (O, R);
              adapter_config.json: r and lora_alpha = scale * rank
 
-Both are read, and each is written from the other without loss: tensors are transposed, never rounded. NAME is a
-projection's Hugging Face name, "model.layers.0.self_attn.q_proj". What is left out: adapters inside a model (lora.py).
+Reads both and converts between them without loss: tensors are transposed, never rounded. NAME is a projection's
+Hugging Face name, "model.layers.0.self_attn.q_proj". Left out: adapters inside a model (lora.py).
 
 Axes: C input width, O output width, R rank.
 """
@@ -24,7 +24,7 @@ import hub
 LAYOUTS = ("peft", "mlx_lm")
 PEFT_PREFIX = "base_model.model."
 Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
-# what PEFT adapters may have beyond x A B, and what each must be here
+# PEFT options beyond x A B, and the only values supported here
 PEFT_ONLY: dict[str, Any] = {
     **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), False),
     **{key: {} for key in ("rank_pattern", "alpha_pattern")},
@@ -36,13 +36,13 @@ PEFT_ONLY: dict[str, Any] = {
 class Adapter(NamedTuple):
     """A "lora" adapter: y = x W^T + scale * x A B."""
 
-    base: str | None  # the model that it was trained on, as its configuration names it
+    base: str | None  # the model it was trained on, as named in its configuration
     scale: float
     pairs: Pairs
 
 
 def find(path: str | Path) -> Path:
-    """The adapter at `path`, or that of the run or checkpoint there. ValueError without one."""
+    """The adapter directory at `path`, or of the run or checkpoint there. Raises ValueError if none."""
     for directory in (Path(path), Path(path) / "adapter"):
         if (directory / "adapter_config.json").is_file():
             return directory
@@ -50,7 +50,7 @@ def find(path: str | Path) -> Path:
 
 
 def base_of(path: str | Path) -> str:
-    """The model that an adapter was trained on, as its configuration names it. ValueError when it does not."""
+    """The base model named in an adapter's configuration. Raises ValueError if it names none."""
     config = hub.load_object(find(path) / "adapter_config.json")
     name = config.get("base_model_name_or_path" if _is_peft(config) else "model")
     if not isinstance(name, str) or not name:
@@ -59,7 +59,7 @@ def base_of(path: str | Path) -> str:
 
 
 def kind_of(directory: Path) -> str:
-    """ "lora" or "full", as an adapter's configuration says. ValueError for another."""
+    """ "lora" or "full", from an adapter's configuration. Raises ValueError for others."""
     config = hub.load_object(directory / "adapter_config.json")
     kind = "lora" if _is_peft(config) else config.get("fine_tune_type", "lora")
     if kind not in ("lora", "full"):
@@ -75,7 +75,7 @@ def _is_peft(config: dict[str, Any]) -> bool:
 
 
 def read(path: str | Path) -> Adapter:
-    """A "lora" adapter of either layout. ValueError names what is wrong with it. path: see `find`."""
+    """A "lora" adapter of either layout. Raises ValueError naming the problem. path: see `find`."""
     directory = find(path)
     config = hub.load_object(directory / "adapter_config.json")
     read_one = _read_peft if _is_peft(config) else _read_mlx_lm
@@ -123,7 +123,7 @@ def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[float, dict[tup
 
 
 def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
-    """The adapter at `path`. ValueError when one of its projections is not one of these weights, by name and shape."""
+    """The adapter at `path`. Raises ValueError if a projection's name or shape does not match these weights."""
     adapter = read(path)
     for name, (low, high) in adapter.pairs.items():
         base = weights.get(f"{name}.weight")
@@ -136,9 +136,9 @@ def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
 
 def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]:
     """
-    Hugging Face weights with an adapter added in, W + scale * (A B)^T in float32. path: see `find`.
+    Hugging Face weights with an adapter merged in, W + scale * (A B)^T in float32. path: see `find`.
 
-    Raises ValueError when there is no adapter or not one of this model.
+    Raises ValueError if there is no adapter, or none for this model.
     """
     directory = find(path)
     if kind_of(directory) == "full":
@@ -160,7 +160,7 @@ def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]
 
 
 def write(adapter: Adapter, directory: Path, layout: str) -> None:
-    """Writes a "lora" adapter into a new directory. ValueError when its projections differ in rank."""
+    """Writes a "lora" adapter to a new directory. Raises ValueError if its projections differ in rank."""
     assert layout in LAYOUTS, layout
     ranks = {low.shape[1] for low, _ in adapter.pairs.values()}
     if len(ranks) != 1:
@@ -194,7 +194,7 @@ def _as_peft(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[str
 
 
 def _targets(pairs: Pairs) -> list[str]:
-    """Names that end those of all adapted projections and of no other: short where every layer has the same."""
+    """Suffixes that match exactly the adapted projections; short if every layer adapts the same ones."""
     layers: dict[str, set[str]] = {}
     for name in pairs:
         layer, _, rest = name.removeprefix("model.layers.").partition(".")

@@ -1,12 +1,12 @@
 """
-Preallocated keys and values: of a batch of rows, and of the slots of a decode batch.
+Preallocated keys and values: of a batch of rows, of the slots of a decode batch, and of a tree.
 
-Buffers hold more columns than are used and grow in chunks of 128, so that a decode step writes in place instead of
-copying the past. Rows of different lengths are aligned at their right end: a shorter row begins with `pad` columns
-that no query sees, every row writes to the same column, and a row's position is the column less its padding.
-Slots are what rows are decoded in: they read a prompt's cache in place or hold a copy of it, and their own tokens are
-in a ring, so that a slot can go from a row that ended to one that waits. A tree has levels of runs that rows share.
-What is left out: which row gets which slot.
+Buffers have spare columns and grow in chunks of 128, so that a decode step writes in place instead of copying the past.
+Rows of different lengths are right-aligned: a shorter row starts with `pad` columns that no query sees, all rows write
+to the same column, and a row's position is the column minus its padding.
+Rows are decoded in slots. A slot reads a prompt's cache in place or holds a copy. Its own tokens are in a ring, so it
+can pass from an ended row to a waiting one. A tree has levels of token runs that rows share.
+Left out: which row gets which slot.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
 R rows of a part that G query rows each share.
@@ -17,40 +17,40 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-CHUNK = 128  # columns; growing by less copies more often, by more wastes memory on short completions
+CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short completions
 
 
 def round_up(length: int) -> int:
-    """The smallest multiple of CHUNK that holds `length` columns."""
+    """`length` rounded up to a multiple of CHUNK."""
     return -(-length // CHUNK) * CHUNK
 
 
 class Group(NamedTuple):
     """Which query rows read which rows of one part of a cache, N query rows over R rows of the part."""
 
-    members: mx.array | None  # (R, G) the query rows of each, filled up with 0; None: row r * G + g, all full
-    places: mx.array | None  # (N,) where in the flattened (R, G) each query row stands
+    members: mx.array | None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
+    places: mx.array | None  # (N,) each query row's index in the flattened (R, G)
     mask: mx.array | str | None  # (R, 1, 1, S) boolean, "causal" with G = 1, or None
 
 
-Layout = list[Group]  # of each part, in the order of `Parts`
-Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; together all that a query sees
-Held = Parts | tuple[mx.array, mx.array]  # in parts that rows share, or whole
-Mask = Layout | mx.array | str | None  # of parts a layout; of the whole "causal", a mask (N, 1, L, S) boolean, or None
+Layout = list[Group]  # one per part, in the order of `Parts`
+Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; a query attends to all parts
+Held = Parts | tuple[mx.array, mx.array]  # shared parts, or one whole
+Mask = Layout | mx.array | str | None  # for parts a layout; for a whole "causal", a boolean (N, 1, L, S), or None
 
 
 class LayerState(Protocol):
     """
-    What one layer keeps of the tokens before the ones that it is given: keys and values, or a state of another kind.
+    One layer's state of the past tokens: keys and values, or another kind.
 
-    Only the layer knows the kind; all others pass it on. An implementer promises:
-    - `update` takes in what the layer made of the new tokens, arrays (N, heads, L, size) in the order of the batch's
-      rows and positions, and returns all that these tokens may read, themselves included. The layer calls it once a
-      forward pass, and where it returns parts or arrays decides by `Mask` who reads what.
-    - `arrays` are all that it holds: evaluating them frees the graph behind it, and their bytes are its bytes. Before
-      the first update there are none.
-    - Nothing that was returned changes afterwards.
-    Positions and padding are the same for all layers: they belong to the `Cache`.
+    Only the layer knows the kind; others pass it on. An implementation guarantees:
+    - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of the batch's rows and
+      positions. It returns everything these tokens may read, including themselves, as parts or arrays. The layer calls
+      it once per forward pass and applies `Mask` to the result.
+    - `arrays` returns everything it holds: evaluating them frees the graph behind it, and their bytes are its bytes.
+      Before the first update there are none.
+    - Returned values never change afterwards.
+    Positions and padding are the same for all layers, so they belong to the `Cache`.
     """
 
     @property
@@ -60,7 +60,7 @@ class LayerState(Protocol):
 
 
 class Cache(Protocol):
-    """What a model needs of the tokens before: a state for each layer, and where rows stand and what they see."""
+    """What a model needs from the past tokens: a state for each layer, positions and masks."""
 
     @property
     def layers(self) -> Sequence[LayerState]: ...
@@ -69,15 +69,15 @@ class Cache(Protocol):
         """The position of the first new token of each row, (N,) int32."""
 
     def mask(self, num_new: int) -> Mask:
-        """What the next `num_new` tokens of each row may see."""
+        """The mask of the next `num_new` tokens of each row."""
 
 
 class LayerCache:
     """
-    Keys and values of one layer, each (N, K, S, D), of which the first `length` columns are written.
+    Keys and values of one layer, each (N, K, S, D), with the first `length` columns written.
 
-    Invariant: `length <= S`. No view of the buffers may outlive the step that made it: MLX writes a slice in place
-    only while nothing else refers to the buffer (0.02 ms on 128 MiB; 160 ms when it must copy).
+    Invariant: `length <= S`. No view of the buffers may outlive the step that made it: MLX writes a slice in place only
+    if nothing else references the buffer (0.02 ms on 128 MiB; 160 ms when it must copy).
     """
 
     def __init__(self, capacity: int = 0):
@@ -87,9 +87,9 @@ class LayerCache:
         self.values: mx.array | None = None
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends (N, K, L, D) to both and returns all that is written, (N, K, length, D)."""
+        """Appends (N, K, L, D) to both and returns all written columns, (N, K, length, D)."""
         assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
-        if self.keys is not None:  # a slice assignment would broadcast one row to all, or cast, without a word
+        if self.keys is not None:  # slice assignment would silently broadcast one row to all, or cast
             held, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
             assert held == new, f"{held} != {new}"
         begin, end = self.length, self.length + keys.shape[2]
@@ -116,10 +116,10 @@ class LayerCache:
 
 class KVCache:
     """
-    The caches of all layers of a batch, and the alignment that its rows share.
+    The caches of all layers of a batch, and the alignment of its rows.
 
-    `pad` (N,) int32 is the number of invisible columns before each row's first token; None means that all rows
-    have the same length, and then one-token decode needs no mask at all.
+    `pad` (N,) int32 is the number of invisible columns before each row's first token. None means that all rows have
+    the same length; one-token decode then needs no mask.
     """
 
     def __init__(self, num_layers: int, capacity: int = 0, pad: mx.array | None = None):
@@ -142,19 +142,19 @@ class KVCache:
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each row, (N,) int32."""
-        # Always an array: with a scalar offset MLX's one-token rope was wrong for batches on Metal before 0.32.
+        # Always an array: before 0.32, MLX's one-token rope with a scalar offset was wrong for batches on Metal.
         assert self.pad is None or self.pad.shape == (num_rows,), f"{self.pad.shape} != {num_rows} rows"
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)
         return next_column if self.pad is None else next_column - self.pad
 
     def mask(self, num_new: int) -> Mask:
-        """What the next `num_new` queries may see: None, "causal", or (N, 1, L, length + L) boolean."""
+        """The mask of the next `num_new` queries: None, "causal", or (N, 1, L, length + L) boolean."""
         if self.pad is None:
             return "causal" if num_new > 1 else None
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
-        # A query in the padding sees itself: a row of the mask that is false throughout gives NaN on some backends,
-        # and 0 * NaN in the values would then reach the real tokens.
+        # A query in the padding sees itself: an all-false mask row gives NaN on some backends, and 0 * NaN in the
+        # values would reach the real tokens.
         visible = (column >= self.pad[:, None, None]) | (column == query)
         return ((column <= query) & visible)[:, None]
 
@@ -174,10 +174,10 @@ def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) ->
 
 class SlotLayer:
     """
-    One layer of a `SlotCache`: the prompts, and a ring of W own columns for each slot.
+    One layer of a `SlotCache`: the prompts, and a ring of W columns for each slot.
 
-    Shared, it hands out a view of the prompts in use beside the ring. Copied, each slot's buffer (N, K, P + W, D) has
-    its prompt in front, and is handed out whole.
+    Shared: returns a view of the prompts in use, and the ring. Copied: each slot's buffer (N, K, P + W, D) starts with
+    its prompt and is returned whole.
     """
 
     def __init__(self, prompts: LayerCache, width: int, share: bool):
@@ -189,7 +189,7 @@ class SlotLayer:
         self.values: mx.array | None = None
 
     def reserve(self, num_slots: int) -> tuple[mx.array, mx.array]:
-        """The buffers, made at the first call."""
+        """The buffers, allocated on the first call."""
         held = self.prompts.keys, self.prompts.values
         assert held[0] is not None and held[1] is not None, "the prompts' cache is empty"
         if self.keys is None or self.values is None:
@@ -206,11 +206,11 @@ class SlotLayer:
             buffer[to, :, :length] = held[source, :, :length]
 
     def arrays(self) -> list[mx.array]:
-        """The slots' buffers; the prompts' are their own."""
+        """The slots' buffers, without the prompts'."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     def update(self, keys: mx.array, values: mx.array) -> Held:
-        """Writes one token a slot, (N, K, 1, D), into the ring."""
+        """Writes one token per slot, (N, K, 1, D), into the ring."""
         assert keys.shape[2] == 1 and keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         all_keys, all_values = self.reserve(keys.shape[0])
         column = self.num_copied + self.step % self.width
@@ -228,19 +228,19 @@ class SlotLayer:
 
 class SlotCache:
     """
-    The cache of a decode batch whose slots are handed from finished rows to waiting ones.
+    The cache of a decode batch whose slots pass from finished rows to waiting ones.
 
-    share: a prompt's columns are held once and read by all slots that continue it; else each slot has a copy, so that
-    keys are one buffer. All slots write to the same column of a ring as wide as the longest completion, so a row that
-    begins late shares the ring with rows that are far on, and a row's own columns are the newest ones. Keys are rotated
-    before they are stored, so their order does not matter.
+    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy, and keys are one
+    buffer. All slots write to the same column of a ring as wide as the longest completion. Rows that start late share
+    the ring with rows far ahead; a row's own columns are the newest ones. Keys are rotated before they are stored, so
+    their order does not matter.
     """
 
     def __init__(self, prompts: KVCache, prompt_lengths: list[int], width: int, share: bool = True):
         self.prompts, self.prompt_lengths, self.share = prompts, prompt_lengths, share
         self.layers = [SlotLayer(layer, round_up(width), share) for layer in prompts.layers]
-        self.prompt_of: list[int] = []  # of each slot
-        self.starts: list[int] = []  # the step at which each slot's row began
+        self.prompt_of: list[int] = []  # each slot's prompt
+        self.starts: list[int] = []  # the step at which each slot's row started
         self._most_bytes = 0  # before slots were dropped
 
     @property
@@ -255,16 +255,16 @@ class SlotCache:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that it has held."""
+        """The most bytes ever held."""
         return max(self._most_bytes, self.nbytes)
 
     def advance(self, num_steps: int) -> None:
-        """As if so many steps had been decoded, with zeros for their keys: for timing the middle of a completion."""
+        """Skips steps, with zeros as their keys, to time the middle of a completion."""
         for layer in self.layers:
             layer.step += num_steps
 
     def assign(self, prompt_of: list[int], starts: list[int]) -> None:
-        """Says which prompt each slot continues and since which step; slots keep their columns."""
+        """Sets each slot's prompt and the step at which its row started; slots keep their columns."""
         assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
         new = [s for s, p in enumerate(prompt_of) if s >= len(self.prompt_of) or self.prompt_of[s] != p]
         self.prompt_of, self.starts = prompt_of, starts
@@ -289,7 +289,7 @@ class SlotCache:
         return self.first_position + self.step
 
     def mask(self, num_new: int) -> Mask:
-        """What slots see in the next step: a layout where prompts are shared, else (N, 1, 1, P + W) boolean or None."""
+        """The mask of the next step: a layout if prompts are shared, else (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
         own_mask = None
         width = self.layers[0].width
@@ -320,13 +320,13 @@ class SlotCache:
 
 
 class TreeLayer:
-    """One layer of a `TreeCache`: keys and values of each level from the root on, (R, K, S, D)."""
+    """One layer of a `TreeCache`: keys and values of each level, root first, (R, K, S, D)."""
 
     def __init__(self, parts: Parts):
         self.parts = parts
 
     def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Adds the newest level, (N, K, L, D) each, and returns all levels that its queries see."""
+        """Adds the newest level, (N, K, L, D) each, and returns all levels visible to its queries."""
         self.parts.append((keys, values))
         return self.parts
 
@@ -337,11 +337,11 @@ class TreeLayer:
 
 class TreeCache:
     """
-    The cache of a tree of token runs: a row is a child of a row of the level above, and sees all its ancestors.
+    The cache of a tree of token runs: each row is a child of a row in the level above and sees all its ancestors.
 
-    An ancestor's keys and values are held once, however many rows descend from it. A level is computed in one forward
-    pass over its rows, padded on the right; nothing is written in place, so it can be differentiated, and a parent
-    may have several children, one after the other, as in
+    An ancestor's keys and values are held once for all its descendants. One forward pass computes a level's rows,
+    padded on the right. Nothing is written in place, so gradients work, and a parent may get several children one after
+    another. Example:
 
         preamble = TreeCache(num_layers).child([len(ids)])
         model.hidden(preamble_tokens, preamble)
@@ -351,14 +351,14 @@ class TreeCache:
 
     def __init__(self, num_layers: int):
         self.layers = [TreeLayer([]) for _ in range(num_layers)]
-        self.lengths: list[list[int]] = []  # of each level's rows, from the root on
-        self.parents: list[list[int]] = []  # of each level but the root: rows of the level above
+        self.lengths: list[list[int]] = []  # of each level's rows, root first
+        self.parents: list[list[int]] = []  # of each level's rows except the root's: rows of the level above
 
     def child(self, lengths: list[int], parents: list[int] | None = None) -> "TreeCache":
         """
-        A cache with one level more, of rows with these lengths that continue the rows `parents` of the newest level.
+        A cache with one more level: rows of these lengths that continue the rows `parents` of the newest level.
 
-        What is needed of the levels above is taken as a view where its rows are consecutive.
+        Takes consecutive rows of the levels above as a view.
         """
         held = TreeCache(0)
         held.lengths, held.parents = [lengths], []
@@ -388,7 +388,7 @@ class TreeCache:
         return sum(array.nbytes for array in self.arrays())
 
     def _ancestors(self) -> list[list[int]]:
-        """For each level above the newest, the row that each row of the newest descends from."""
+        """For each level above the newest, the ancestor of each row of the newest."""
         rows = list(range(len(self.lengths[-1])))
         found: list[list[int]] = []
         for parents in reversed(self.parents):
@@ -405,7 +405,7 @@ class TreeCache:
         return mx.array(before, dtype=mx.int32)
 
     def mask(self, num_new: int) -> Layout:
-        """Who reads which level, and what of it; the newest level is causal."""
+        """Which rows read which part of each level; the newest level is causal."""
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
         layout = []
         for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
@@ -417,11 +417,11 @@ class TreeCache:
 
     def flat(self) -> tuple[KVCache, list[int]]:
         """
-        A plain cache with a row for each row of the newest level, its ancestors copied in front, and the rows' lengths.
+        A plain cache with the newest level's rows, each after a copy of its ancestors, and the rows' lengths.
 
-        Aligned at the right end, for rows that go on token by token.
+        Right-aligned, for rows that continue token by token.
         """
-        columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in all levels laid end to end
+        columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in the concatenated levels
         begin = 0
         for level, rows in enumerate([*self._ancestors(), range(len(columns))]):
             num_rows, _, width, _ = self.layers[0].parts[level][0].shape

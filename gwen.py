@@ -21,9 +21,7 @@ from mlx.utils import tree_flatten
 
 import adapters
 import gpu
-import grpo
 import hub
-import lm_head
 import ops
 import softmax
 from config import Parser, fail
@@ -247,7 +245,7 @@ def check_kernels(model: Model) -> None:
 
 
 def rehearse(model: Model) -> list[gpu.Call]:
-    """What one layer and the head call in a prefill, a decode step and an update, on a few tokens."""
+    """What one layer and the draw of a token call in a prefill and a decode step, on a few tokens."""
     layers, head, vocab = model.layers, model.head_weight, model.config.vocab_size
     ids = mx.array([[1, 2, 3], [3, 2, 1]]) % vocab
     model.layers = layers[:1]
@@ -263,12 +261,6 @@ def rehearse(model: Model) -> list[gpu.Call]:
             hidden = model.hidden(ids)
             softmax.sample_token(hidden[:, -1] @ head.T, mx.full((2, 4), 0.5), 0.7)
             softmax.log_softmax(hidden[:, -1] @ head.T)
-            surrogate = grpo.Surrogate(mx.ones(ids.shape), None)
-            for loss in (
-                lambda x: lm_head.token_logprobs(x, head, ids)[0],
-                lambda x: lm_head.token_losses(x, head, ids, surrogate).losses,
-            ):
-                mx.vjp(loss, [hidden], [mx.ones(ids.shape)])
     finally:
         model.layers = layers
     return calls

@@ -41,6 +41,7 @@ KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()
 VIEWS = (
     "Broadcast BroadcastAxes Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose Unflatten"
 ).split()
+WRITES_IN_PLACE = ("SliceUpdate", "DynamicSliceUpdate")
 FAST = "fast_"  # begins the names of the stand-ins
 # Launches of MLX 0.32.4's gradients: rms_norm's has a sum for the weight behind it; attention's takes a sum of each
 # row of out * d_out, five matmuls for one block of scores, and what stands between them.
@@ -56,6 +57,7 @@ class Launch(NamedTuple):
     written: int
     flops: int  # of a matmul or an attention; of the others, which memory bounds, 0
     buffers: tuple[tuple[str, int], ...]  # that it binds, with the elements of each
+    made: tuple[tuple[str, int], ...] = ()  # buffers that it writes to, with their bytes
 
 
 class Held(NamedTuple):
@@ -342,7 +344,7 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
             continue
         for name in ({name for name, *_ in node["inputs"]} & zeros) - given:  # that something reads after all
             launches.append(_fill(name, held))
-            zeros.remove(name)
+            given.add(name)
         found = [held[name] for name, *_ in node["inputs"]]
         views = views_of(node, [one.layout for one in found])
         for place, ((name, shape, dtype), view) in enumerate(zip(node["outputs"], views, strict=True)):
@@ -350,7 +352,9 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
             is_own = view is None and not _writes_in_place(node)
             held[name] = Held(name if is_own else found[source].buffer, layout, dtype.size)
             assert layout.shape == tuple(shape), node
-        launches += launches_of(node, found, [held[name] for name, *_ in node["outputs"]])
+        outputs = [held[name] for name, *_ in node["outputs"]]
+        made = tuple((one.buffer, one.layout.size * one.itemsize) for one in outputs)
+        launches += [one._replace(made=made) for one in launches_of(node, found, outputs)]
     return launches
 
 
@@ -409,7 +413,7 @@ def is_row_major(layout: np.ndarray) -> bool:
 
 
 def _writes_in_place(node: dict[str, Any]) -> bool:
-    return node["name"] in ("SliceUpdate", "DynamicSliceUpdate")
+    return node["name"] in WRITES_IN_PLACE
 
 
 def launches_of(node: dict[str, Any], inputs: list[Held], outputs: list[Held]) -> list[Launch]:
@@ -499,6 +503,49 @@ def command_buffers(
             made.append(current)
             current, elements, bound = [], 0, set()
     return made + [current] * bool(current)
+
+
+MOST_IN_FLIGHT = 10  # command buffers; with more MLX waits for one (MAX_ACTIVE_TASKS in its transforms.cpp)
+
+
+def copied_slices(step: Sequence[Launch], most_operations: int = 40, most_elements: int = 40) -> list[Launch]:
+    """
+    The slices that a step, queued right behind another like it, cannot write in place: MLX copies their buffers whole.
+
+    A slice is written in place if nobody else holds its buffer, and a command buffer holds what its kernels read until
+    it has run. Nothing is known to have run but what is more command buffers away than MLX has in flight. The limits
+    are those of `command_buffers`. Source: `is_donatable` in MLX's array.h, `eval` in its backend/metal/eval.cpp.
+    """
+    queued = command_buffers(step, most_operations, most_elements)
+    readers: dict[str, int] = {}  # the command buffer that last reads each buffer
+    copied = []
+    for number, held in enumerate(queued + queued):
+        for launch in held:
+            target = launch.buffers[0][0] if launch.name in WRITES_IN_PLACE else ""
+            if number >= len(queued) and readers.get(target, -MOST_IN_FLIGHT) > number - 1 - MOST_IN_FLIGHT:
+                copied.append(launch)
+            readers |= {name: number for name, _ in launch.buffers if name != target}
+    return copied
+
+
+def peak_bytes(launches: Sequence[Launch]) -> int:
+    """
+    The most bytes of results that exist at once, when each goes after the last launch that binds it.
+
+    What the function was given is not in it, and MLX, which runs some launches ahead, holds a little more.
+    """
+    last = {buffer: place for place, launch in enumerate(launches) for buffer, _ in launch.buffers}
+    live: dict[str, int] = {}
+    most = total = 0
+    for place, launch in enumerate(launches):
+        for buffer, size in launch.made:
+            total += 0 if buffer in live else size
+            live[buffer] = max(size, live.get(buffer, 0))
+        most = max(most, total)
+        for buffer, _ in launch.buffers:
+            if last[buffer] == place:
+                total -= live.pop(buffer, 0)
+    return most
 
 
 def views_of(node: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray | None]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+import gpu
 import grpo
-import ops
 import softmax
 
 
@@ -235,7 +235,7 @@ def token_logprobs(
                     factor = d_logprob + d_entropy[rows] * (logprobs + entropy[rows, None])
                 place, inside = _place(ids[rows], tile)
                 row = mx.arange(x.shape[0])[:, None]
-                slopes = (ops.exp(logprobs) * factor).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
+                slopes = (gpu.exp(logprobs) * factor).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
                 d_tile = d_tile - slopes.T @ x
                 done = [d_tile]
             d_tiles.append(d_tile.astype(head_weight.dtype))
@@ -293,8 +293,8 @@ class _Softmax(NamedTuple):
         found = mx.take_along_axis(logits, place, axis=-1)
         peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
         logits, moved = logits - peak, self.peak - peak
-        shrunk = ops.exp(moved)
-        weights = ops.exp(logits)
+        shrunk = gpu.exp(moved)
+        weights = gpu.exp(logits)
         weighted = weights * logits
 
         def moments(total: Any, moment: Any) -> Any:  # a sum of weight * (logit - peak) under the new peak
@@ -321,3 +321,16 @@ class _Softmax(NamedTuple):
         ):  # -sum(p (log p + entropy) W), log p = logit - peak - log_total
             kept.append((moment * self.mean - self.slope) / self.total / temperature)
         return *(array.squeeze(-1) for array in (logprobs, entropy, self.peak + log_total)), *kept
+
+
+def rehearse(head: mx.array) -> list[gpu.Call]:
+    """What an update calls with a head of this shape and type, on a few tokens. head (V, C)."""
+    hidden, ids = gpu.normal(2, 3, head.shape[1], dtype=head.dtype), mx.array([[1, 2, 3], [3, 2, 1]]) % len(head)
+    surrogate = grpo.Surrogate(mx.ones(ids.shape), None)
+    with gpu.recording() as calls:
+        for loss in (
+            lambda x: token_logprobs(x, head, ids)[0],
+            lambda x: token_losses(x, head, ids, surrogate).losses,
+        ):
+            mx.vjp(loss, [hidden], [mx.ones(ids.shape)])
+    return calls

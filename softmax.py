@@ -15,7 +15,6 @@ import mlx.core as mx
 
 import gpu
 import grpo
-import ops
 
 
 def tiled_sum(x: mx.array) -> mx.array:
@@ -33,7 +32,7 @@ def tiled_sum(x: mx.array) -> mx.array:
 def logsumexp(x: mx.array) -> mx.array:
     """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
     peak = mx.stop_gradient(x.max(-1, keepdims=True))
-    return mx.log(tiled_sum(ops.exp(x - peak))) + peak.squeeze(-1)
+    return mx.log(tiled_sum(gpu.exp(x - peak))) + peak.squeeze(-1)
 
 
 # What the kernels on rows of logits have in common: one threadgroup of 16 simdgroups a row, which takes it in tiles of
@@ -164,7 +163,7 @@ def _gradient_of_log_softmax(
     cotangents: list[mx.array], results: list[mx.array], logits: mx.array, temperature: float = 1.0
 ) -> list[mx.array]:
     (d_out,), (out,) = cotangents, results
-    return [((d_out - ops.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
+    return [((d_out - gpu.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
 
 
 def _example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
@@ -197,7 +196,7 @@ def sample_token_ref(
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
     peak = logits.max(-1, keepdims=True)
-    weights = ops.exp(logits - peak)
+    weights = gpu.exp(logits - peak)
     shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
 
@@ -300,7 +299,7 @@ def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) 
     logits = at_temperature(logits, temperature)
     peak = mx.stop_gradient(logits.max(-1, keepdims=True))
     shifted = logits - peak
-    weights = ops.exp(shifted)
+    weights = gpu.exp(shifted)
     total = tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
     moment = tiled_sum(weights * mx.where(weights > 0, shifted, 0.0))
@@ -493,6 +492,104 @@ class Support(NamedTuple):
     min_p: float = 0.0
 
 
+def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
+    """The least of the fewest largest logits that together have `top_p` of a row's mass, (N, V) float32 -> (N,)."""
+    descending = -mx.sort(-logits, axis=-1)
+    probs = gpu.exp(descending - logsumexp(descending)[..., None])
+    before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
+    num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
+    return mx.take_along_axis(descending, num_kept - 1, axis=-1).squeeze(-1)
+
+
+NUCLEUS = gpu.Kernel(
+    "nucleus",
+    ["logits", "top_p"],
+    ["least"],
+    """
+    // One threadgroup of 16 simdgroups a row, which it reads 9 times: for its peak, and then to find the least float,
+    // four bits at a time, above which there is less mass than asked for: that is a logit. A pass adds up the masses of
+    // the 16 digits that may come next, of the logits that begin with the digits before.
+    threadgroup float parts[16 * 16];
+    uint row = threadgroup_position_in_grid.x, thread_index = thread_index_in_threadgroup;
+    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+    auto x = logits + size_t(row) * V;
+    float peak = -INFINITY;
+    for (uint at = thread_index; at < V; at += 512) peak = metal::max(peak, x[at]);
+    peak = simd_max(peak);
+    if (lane == 0) parts[simd] = peak;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 0; i < 16; i++) peak = metal::max(peak, parts[i]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    uint digits = 0;  // found so far, the others 0
+    float above = 0.0f, wanted = 0.0f;  // the mass of larger digits
+    for (int shift = 28; shift >= 0; shift -= 4) {
+        float sums[16];
+        #pragma unroll
+        for (uint i = 0; i < 16; i++) sums[i] = 0.0f;
+        for (uint at = thread_index; at < V; at += 512) {
+            uint place = in_order(x[at]);
+            bool same = ((place ^ digits) >> shift) < 16;  // in the digits before this one
+            float mass = same ? metal::exp(x[at] - peak) : 0.0f;
+            uint digit = (place >> shift) & 15;
+            #pragma unroll
+            for (uint i = 0; i < 16; i++) sums[i] += digit == i ? mass : 0.0f;
+        }
+        #pragma unroll
+        for (uint i = 0; i < 16; i++) {
+            float sum = simd_sum(sums[i]);
+            if (lane == 0) parts[simd * 16 + i] = sum;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        float total = 0.0f;  // of lane l's digit; every simdgroup does the same
+        for (uint i = 0; i < 16; i++) total += lane < 16 ? parts[i * 16 + lane] : 0.0f;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (shift == 28) wanted = top_p[0] * simd_sum(total);
+        // The last digit of which less than is wanted lies above, from the largest down.
+        uint digit = 15;
+        float so_far = above;
+        for (uint i = 15; i > 0; i--) {
+            so_far += simd_broadcast(total, i);
+            bool goes_on = digit == i && so_far < wanted;
+            digit = goes_on ? i - 1 : digit;
+            above = goes_on ? so_far : above;
+        }
+        digits |= digit << shift;
+    }
+    if (thread_index == 0) least[row] = from_order(digits);
+""",
+    header="""
+// Of a float the whole number that has its place among all floats, and back.
+inline uint in_order(float x) {
+    uint bits = as_type<uint>(x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+inline float from_order(uint place) {
+    return as_type<float>(place & 0x80000000u ? place & 0x7fffffffu : ~place);
+}
+""",
+)
+
+
+def _launch_nucleus(logits: mx.array, top_p: float) -> mx.array:
+    """Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times."""
+    num_rows, size = logits.shape
+    return NUCLEUS(
+        [logits, gpu.constant(float(top_p))],
+        [((num_rows,), mx.float32)],
+        grid=(num_rows * 512, 1, 1),
+        threadgroup=(512, 1, 1),
+        V=size,
+    )[0]
+
+
+def _example_of_nucleus(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
+    logits = gpu.normal(*((64, 151_936) if large else (3, 1100)), dtype=dtype, scale=4)
+    return [(logits.astype(mx.float32), 0.9)]
+
+
+nucleus = gpu.Op(nucleus_ref, _launch_nucleus, _example_of_nucleus)
+
+
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:
     """
     Logits (..., V) float32 with -inf outside the support.
@@ -508,10 +605,6 @@ def truncate_logits(logits: mx.array, support: Support) -> mx.array:
     if min_p:
         logits = mx.where(logits < logits.max(-1, keepdims=True) + math.log(min_p), -mx.inf, logits)
     if top_p < 1:
-        descending = -mx.sort(-logits, axis=-1)
-        probs = ops.exp(descending - logsumexp(descending)[..., None])
-        before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
-        num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
-        least = mx.take_along_axis(descending, num_kept - 1, axis=-1)
+        least = nucleus(logits.reshape(-1, logits.shape[-1]), top_p).reshape(*logits.shape[:-1], 1)
         logits = mx.where(logits < least, -mx.inf, logits)
     return logits

@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+import gpu
 import grpo
 import gwen
 import lm_head
@@ -47,6 +48,8 @@ class Learner:
 
     def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
         self.model, self.config, self.base = model, config, base
+        if gpu.backend() and gpu.is_wanted():
+            gpu.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
         self.optimizer = optim.AdamW(config.learning_rate, weight_decay=config.weight_decay, bias_correction=True)
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))
@@ -426,7 +429,7 @@ def count_failure(learner: Learner, loss: float) -> None:
     if not mended and learner.failures + 1 == MOST_FAILURES:
         raise ValueError(
             f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
-            f"begin anew with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
+            f"start again with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
         )
     learner.num_changes += 1
     learner.num_skipped += 1

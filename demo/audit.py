@@ -93,19 +93,27 @@ def value_of(side: list[Any]) -> int | None:
     return value
 
 
-def answers_of(adapter: Path | None, max_tokens: int) -> tuple[list[str], list[str]]:
-    """All held-out problems, and the first answer to each that the demo model gives with this adapter."""
+def answers_of(adapter: Path | None, max_tokens: int) -> tuple[list[str], list[str], list[str]]:
+    """All held-out problems, and a sampled and the greedy answer that the demo model gives with this adapter."""
     model, tokenizer = gwen.load("demo", adapter=adapter)
     _, details = evaluate.evaluate(model, tokenizer, tasks.load("demo"), evaluate.EvalParams(max_tokens))
-    return [detail["prompt"] for detail in details], [detail["completions"][0] for detail in details]
+    sampled = [detail["completions"][0] for detail in details]
+    return [detail["prompt"] for detail in details], sampled, [detail["greedy"] for detail in details]
 
 
-def audit(grader: judge.Judge, problems: list[str], answers: list[str]) -> dict[str, float]:
-    """Shares of the answers; `judge/...` is where the judge's score is nearer to the truth than to its neighbours."""
-    readings = [read(problem, answer) for problem, answer in zip(problems, answers, strict=True)]
+def shares_right(readings: list[Reading]) -> tuple[np.ndarray, np.ndarray]:
+    """Which answers are right, and which end in the right number and say something else that is wrong."""
     right, ends_right = (np.array([getattr(reading, name) for reading in readings]) for name in ("right", "ends_right"))
+    return right, ends_right & ~right
+
+
+def audit(grader: judge.Judge, problems: list[str], answers: list[str], greedy: list[str]) -> dict[str, float]:
+    """Shares of the answers; `judge/...` is where the judge's score is nearer to the truth than to its neighbours."""
+    readings, greedily = ([read(p, a) for p, a in zip(problems, some, strict=True)] for some in (answers, greedy))
+    (right, number_only), (greedy_right, greedy_number_only) = map(shares_right, (readings, greedily))
     agrees = abs(grader.score(problems, answers).scores - [reading.scores for reading in readings]) < 1
-    shares = {"right": right.mean(), "right number, something else wrong": (ends_right & ~right).mean()}
+    shares = {"right": right.mean(), "right number, something else wrong": number_only.mean()}
+    shares |= {"greedy right": greedy_right.mean(), "greedy, right number only": greedy_number_only.mean()}
     shares |= {f"judge/{c.name}": agrees[:, place].mean() for place, c in enumerate(grader.rubric.criteria)}
     shares["judge/correct of what is not right"] = agrees[~right, 0].mean()
     return {name: float(share) for name, share in shares.items()}
@@ -126,8 +134,8 @@ def main() -> None:
     grader = judge.Judge(*gwen.load("demo"), RUBRIC)
     rows = []
     for run in [None, *args.runs]:
-        problems, answers = answers_of(run and run / "adapter", args.max_tokens)
-        rows.append(audit(grader, problems, answers))
+        problems, answers, greedy = answers_of(run and run / "adapter", args.max_tokens)
+        rows.append(audit(grader, problems, answers, greedy))
         if run is None:
             print("|", " | ".join([f"{len(problems)} answers", *rows[0]]), "|\n|" + "---|" * (len(rows[0]) + 1))
         print_row(run.name if run else "before training", rows[-1])

@@ -662,6 +662,11 @@ def test_a_full_adapter_replaces_weights_and_takes_the_dtype_of_the_model(direct
     assert {array.dtype for _, array in tree_flatten(model.parameters())} == {mx.bfloat16}
 
 
+def pair_of(name, low, high):
+    halves = {f"{name}.lora_a": low, f"{name}.lora_b": high}
+    return {key: mx.zeros(shape) for key, shape in halves.items() if shape}
+
+
 @pytest.mark.parametrize(
     ("tensors", "config", "match"),
     [
@@ -670,18 +675,16 @@ def test_a_full_adapter_replaces_weights_and_takes_the_dtype_of_the_model(direct
         ({"model.norm.weight": mx.zeros(47)}, {"fine_tune_type": "full"}, "is not a tensor of this model"),
         (lora_tensors(), {"fine_tune_type": "lora"}, "no lora_parameters with a scale"),
         (lora_tensors(), {"lora_parameters": {"scale": "2"}}, "no lora_parameters with a scale"),
-        ({"model.layers.7.mlp.x.lora_a": mx.zeros((4, 3))}, {"lora_parameters": {"scale": 1}}, "is not a projection"),
-        ({Q[:-7] + ".lora_a": mx.zeros((48, 3))}, {"lora_parameters": {"scale": 1}}, "with lora_a and lora_b"),
-        (
-            {Q[:-7] + ".lora_a": mx.zeros((48, 3)), Q[:-7] + ".lora_b": mx.zeros((2, 128))},
-            {"lora_parameters": {"scale": 1}},
-            "does not fit",
-        ),
-        (
-            {Q[:-7] + ".lora_a": mx.zeros(3), Q[:-7] + ".lora_b": mx.zeros((3, 128))},
-            {"lora_parameters": {"scale": 1}},
-            "does not fit",
-        ),
+        *[
+            (pair_of(*pair), {"lora_parameters": {"scale": 1}}, said)
+            for pair, said in [
+                (("model.layers.7.mlp.x", (48, 3), None), "has no two matrices of one rank"),
+                (("model.layers.7.mlp.x", (48, 3), (3, 128)), "is not a projection of this model"),
+                ((Q[:-7], (48, 3), (2, 128)), "has no two matrices of one rank"),
+                ((Q[:-7], (3,), (3, 128)), "has no two matrices of one rank"),
+                ((Q[:-7], (47, 3), (3, 128)), "does not fit a weight of shape"),
+            ]
+        ],
     ],
 )
 def test_an_adapter_that_is_not_of_this_model_is_named(directory, tmp_path, tensors, config, match):

@@ -149,16 +149,16 @@ def test_both_layouts_of_rope_settings_give_the_same_configuration():
 
 def test_exp_equals_that_of_numpy_and_takes_minus_infinity_to_zero():
     x = np.linspace(-8, 8, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(ops.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
+    np.testing.assert_allclose(np.array(gpu.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
     x = np.linspace(-80, 80, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(ops.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
-    assert ops.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
+    np.testing.assert_allclose(np.array(gpu.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
+    assert gpu.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
 
 
 def test_the_gradient_of_exp_is_exp():
     x = normal(100)
-    np.testing.assert_allclose(np.array(mx.grad(lambda x: ops.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
-    assert mx.grad(lambda x: ops.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
+    np.testing.assert_allclose(np.array(mx.grad(lambda x: gpu.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
+    assert mx.grad(lambda x: gpu.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
 
 
 GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]

@@ -39,6 +39,7 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""
     monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "check_calls", lambda _: None)
     for op in gpu.OPS.values():
         monkeypatch.setattr(op, "_runs", {})
         monkeypatch.setattr(op, "check", lambda _: "")
@@ -434,6 +435,20 @@ def test_qwens_vocabulary_is_exact(kernels, dtype):
     by_hand = -p * (first + second * (logprobs + expected[1][:, None]))
     by_hand[np.arange(3), ids] += first[:, 0]
     np.testing.assert_allclose(wide(gradient), by_hand / 0.9, rtol=4 * EPSILON[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 7, 33, 1100])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+def test_the_nucleus_ends_with_the_logit_that_makes_its_mass(kernels, size, top_p):
+    logits = rows_of_logits(size, mx.float32)[:3]
+    ties = mx.round(logits)
+    for rows in (logits, ties):
+        found = np.array(softmax.nucleus(rows, top_p))
+        for row, least in zip(wide(rows), found, strict=True):
+            weights = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            assert least in row
+            assert weights[row > least].sum() < top_p + 1e-6
+            assert weights[row >= least].sum() >= top_p - 1e-6
 
 
 # ---- sampling

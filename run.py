@@ -36,7 +36,7 @@ class Run:
         self.model, self.tokenizer = gwen.load(config.model)
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampler.params_of(config, eos_ids, pad_id)
+        self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=config.record_tokens > 0)
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None

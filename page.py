@@ -37,6 +37,7 @@ MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabil
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
 ALARMING = 0.05  # share of the last answers that are wrong and get the most a reward gives
 NUM_FIRST = 6  # problems on the first screen
+CHEATED = "wrong, yet paid most"  # where that is alarmingly often, these stand first
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
 
@@ -67,6 +68,11 @@ def make_answers(run: History) -> dict[str, Any]:
     verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
+    paid = paid_though_wrong(by_step, chosen) if verified else []
+    for row in rows:
+        last = row["cells"][-1]
+        if last["right"] is False and any(last["rewards"].get(one["name"]) == one["most"] for one in paid):
+            row["kind"] = CHEATED
     counts = Counter(row["kind"] for row in rows)
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
     shown = spread(rows, max(NUM_FIRST, int(len(rows) * MOST_ANSWERS / size)))
@@ -76,7 +82,7 @@ def make_answers(run: History) -> dict[str, Any]:
         "columns": [when(step, chosen) for step in chosen],
         "counts": dict(counts.most_common()),
         "left_out": len(rows) - len(shown),
-        "paid": paid_though_wrong(by_step, chosen) if verified else [],
+        "paid": paid,
     }
 
 
@@ -123,7 +129,7 @@ def first_rows(rows: list[dict[str, Any]], counts: Counter[str]) -> list[dict[st
     while sum(map(len, taken.values())) < NUM_FIRST and any(waiting.values()):
         kind = max((k for k in waiting if waiting[k]), key=lambda k: counts[k] / (len(taken[k]) or 1e-9))
         taken[kind].append(waiting[kind].pop(0))
-    return [row for kind in taken for row in taken[kind]]
+    return [row for kind in sorted(taken, key=lambda kind: kind != CHEATED) for row in taken[kind]]
 
 
 def paid_though_wrong(by_step: dict[int, dict[int, dict[str, Any]]], chosen: list[int]) -> list[dict[str, Any]]:

@@ -253,9 +253,9 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
 # to find a hole, and every step below takes time linear in the text. Nothing is evaluated; fractions are exact.
 
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_NUMBER_IN_TEXT = re.compile(
-    r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<![0-9][eE][-+])"  # not "x5", nor the minus of "7-5"
-    rf"(?P<top>(?>{_PLAIN}))(?: ?/ ?(?P<bottom>(?>{_PLAIN})))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"  # nor the 1 of "1e5"
+_NUMBER_IN_TEXT = re.compile(  # not the 5 of "x5", the minus of "7-5", any digit of "1e-5"
+    r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<![0-9][eE][-+])"
+    rf"(?P<top>(?>{_PLAIN}))(?: ?/ ?(?P<bottom>(?>{_PLAIN})))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"
     r"(?: (?P<scale>thousand|million|billion|trillion)\b)?"
 )
 _SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -420,7 +420,11 @@ def make_math_checker() -> Callable[[tuple[str, str]], bool]:
     def formulas(text: str) -> list[Any]:
         return list(parse(f"${text}$", parsing_timeout=None))
 
-    return lambda pair: bool(verify(formulas(pair[0]), formulas(pair[1]), timeout_seconds=None))
+    def check(pair: tuple[str, str]) -> bool:
+        return bool(verify(formulas(pair[0]), formulas(pair[1]), timeout_seconds=None))
+
+    assert check(("\\frac{1}{2}", "0.5"))  # the first one loads the grammar, which takes longer than most answers
+    return check
 
 
 def math_correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
@@ -441,13 +445,20 @@ def math_correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) ->
     return [float(bool(verdict)) for verdict in judged]
 
 
+def _stated(text: str) -> Fraction | None:
+    """The number of a text that holds nothing else but words and units of two letters or more; else None."""
+    plain = plain_text(text).rpartition("=")[2]
+    rest = _NUMBER_IN_TEXT.sub(" ", re.sub(r"^ *([-+]) ", r"\1", plain))
+    return parse_number(text) if re.fullmatch(r"(?:[A-Za-z]{2,}|[\s.,:;%])*", rest) else None
+
+
 def _read_plainly(right: str, said: str | None) -> bool | None:
     """Whether an answer is right, where that can be told without computer algebra; else None."""
     if said is None or len(said) > _LONGEST_ANSWER:
         return False
     if said.strip() == right.strip():
         return True
-    ours, theirs = parse_number(right), parse_number(said)
+    ours, theirs = _stated(right), _stated(said)
     if ours is not None and theirs is not None:
         return ours == theirs
     return False if _ENDLESS.search(said) else None

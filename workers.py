@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 LATE = "took longer than its limit"
 GRACE = 1.0  # seconds beyond the limit after which a worker that did not stop itself is killed
+BUSY = 3.0  # times its limit that a sealed worker has, whose limit is of processor time, on a machine that others use
 START = 300.0  # seconds that a worker may take to build its answerer
 SEALED_BYTES = 4 * 2**30  # address space of a sealed worker, on Linux
 READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # what a sealed worker may do of the families below
@@ -41,8 +42,9 @@ class Pool:
     Up to `num` workers, each started when it is first needed.
 
     target: `module:function`, which a worker calls with `arguments` and which gives the function that answers.
-    limit: seconds for one question. sealed: the answers come from hostile text, so a worker neither writes files nor
-    starts programs nor opens connections, prints nothing and stays below `SEALED_BYTES`.
+    limit: seconds for one question, of processor time where a worker is sealed. sealed: the answers come from hostile
+    text, so a worker neither writes files nor starts programs nor opens connections, prints nothing and stays below
+    `SEALED_BYTES`.
     """
 
     def __init__(self, target: str, arguments: tuple[Any, ...], *, num: int, limit: float, sealed: bool = False):
@@ -101,6 +103,7 @@ class _Worker:
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.question: int | None = None
+        self.patience = BUSY if sealed else 1.0
         self.deadline = 0.0
         self.pipe, theirs = Pipe()
         # hashes of strings order sets, and so decide what some generators of problems draw
@@ -122,7 +125,7 @@ class _Worker:
             raise ValueError(failed)
 
     def ask(self, number: int, question: Any, limit: float) -> None:
-        self.question, self.deadline = number, time.monotonic() + limit + GRACE
+        self.question, self.deadline = number, time.monotonic() + limit * self.patience + GRACE
         with contextlib.suppress(BrokenPipeError):  # it has just ended, as `take` will find
             self.pipe.send((question, limit))
 
@@ -179,7 +182,8 @@ def _said(error: BaseException) -> str:
 def serve(pipe: Connection, target: str, sealed: bool) -> None:
     """Builds the answerer and answers until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to answer
-    signal.signal(signal.SIGALRM, _on_alarm)
+    signal.signal(signal.SIGPROF if sealed else signal.SIGALRM, _on_alarm)
+    timer = signal.ITIMER_PROF if sealed else signal.ITIMER_REAL
     module, _, function = target.partition(":")
     try:
         answer = getattr(importlib.import_module(module), function)(*pipe.recv())
@@ -196,13 +200,13 @@ def serve(pipe: Connection, target: str, sealed: bool) -> None:
             return
         said: Answer
         try:
-            signal.setitimer(signal.ITIMER_REAL, limit)
+            signal.setitimer(timer, limit)
             said = Answer(answer(question))
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(timer, 0)
         except _TooLate:
             said = Answer(error=LATE)
         except BaseException as error:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(timer, 0)
             said = Answer(error=_said(error))
         try:
             pipe.send(tuple(said))

@@ -168,7 +168,8 @@ def test_what_changed_since_before_training_is_marked(run):
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
     answers = page.make_answers(history.load(run))
     assert answers["paid"] == [{"name": "correct", "num": 4, "most": 1.0, "before": 0, "after": 1}]
-    assert answers["counts"] == {"became right": 3, "stayed wrong": 1}
+    assert answers["counts"] == {"became right": 3, "wrong, yet paid most": 1}
+    assert answers["first"][0]["cells"][-1]["text"] == "Nine is five."
 
 
 def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantage(run):
@@ -425,7 +426,7 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
         document.querySelector("button[data-smooth]").click();
         document.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
         found.push(document.querySelector(".chart output").textContent);
-        filter.elements.kind.value = "stayed wrong";
+        filter.elements.kind.value = "wrong, yet paid most";
         filter.dispatchEvent(new Event("input", {bubbles: true}));
         found.push(document.getElementById("found").textContent);
         document.title = JSON.stringify(found);

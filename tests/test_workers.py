@@ -30,6 +30,7 @@ DEEDS = {
     "sleep": time.sleep,
     "stubborn": stubborn,
     "power": lambda x: len(str(9**9**x)),  # one multiplication of minutes, which no signal interrupts
+    "count": lambda x: sum(1 for _ in range(x)),
     "leave": os._exit,
     "fail": lambda x: [][x],
     "lambda": lambda x: lambda: x,
@@ -90,6 +91,12 @@ def test_a_limit_holds_whatever_a_question_does_and_the_next_is_answered(pool, d
     answers = one.ask([("double", 2), deed, ("double", 3)])
     assert [answer.error for answer in answers] == ["", workers.LATE, ""] and answers[2].value == 6
     assert time.monotonic() - begin < 0.5 + workers.GRACE + 5, "a limit, a kill and a start"
+
+
+def test_the_limit_of_a_sealed_worker_is_of_its_own_processor_time(pool):
+    sealed = pool(limit=0.5, sealed=True)
+    answers = sealed.ask([("sleep", 0.8), ("count", 10**9), ("double", 1)])
+    assert [answer.error for answer in answers] == ["", workers.LATE, ""]
 
 
 def test_what_ends_a_worker_or_fails_in_it_is_told_and_the_rest_is_answered(pool):

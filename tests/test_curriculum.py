@@ -1,0 +1,159 @@
+"""Which prompts are drawn: epochs as before, by the signal that is expected, and exactly so after a resume."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import message_of
+from extras import needs
+from small_run import SMALL, make_config
+
+import curriculum
+import procedural
+import train
+from curriculum import PRIOR, Epochs, Memory
+from examples import epoch_indices
+
+PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
+IDS = [[n] for n in range(40)]
+
+
+def memory(*flags, num=40):
+    return Memory(make_config("--batch", "4", "--groups", "8", *flags), PROMPTS[:num], IDS[:num])
+
+
+def earned(rewards):
+    return SimpleNamespace(rewards=SimpleNamespace(total=np.asarray(rewards, float)))
+
+
+def play(prompts, rewards_of, steps, first=0):
+    """Draws and notes; a prompt earns what `rewards_of` gives for its number. The numbers that were drawn."""
+    drawn = []
+    for number in range(first, first + steps):
+        ids = [one[0] for one in prompts.draw(number)[1]]
+        prompts.note([earned([rewards_of(n) for n in ids])])
+        drawn += ids
+    return drawn
+
+
+def mixed(n):
+    """A tenth of the prompts is worth the time: half of their completions are right."""
+    return [1, 0] * 4 if n % 10 == 0 else [float(n % 2)] * 8
+
+
+def test_without_memory_prompts_come_in_epochs():
+    config = make_config("--batch", "3")
+    prompts = curriculum.make(config, SimpleNamespace(problems=None, train=PROMPTS), IDS, None)
+    assert type(prompts) is Epochs and prompts.figures() == {} and prompts.state() == {}
+    for number in (0, 7, 30):
+        indices = epoch_indices(40, 3, number, config.seed)
+        assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
+
+
+def test_prompts_whose_rewards_differ_come_more_often_than_those_solved_or_hopeless():
+    drawn = play(memory(), mixed, 150)
+    counts = np.bincount(drawn, minlength=40)
+    useful = counts[::10].mean()
+    assert (counts > 0).all(), "whatever was seen, nothing is given up"
+    assert useful > 2 * counts[[n for n in range(40) if n % 10]].mean()
+    assert useful > 1.5 * 150 * 4 / 40, "of what an epoch gives to each"
+
+
+def test_a_draw_holds_no_prompt_twice_nor_does_a_step():
+    prompts = memory("--dynamic-sampling")
+    play(prompts, mixed, 40)
+    for number in range(40, 60):
+        step = [prompts.draw(number * 4 + more)[1] for more in range(4)]
+        flat = [ids[0] for one in step for ids in one]
+        assert len(set(flat)) == len(flat) == 16
+        prompts.note([earned([mixed(ids[0]) for ids in one]) for one in step])
+
+
+def test_fewer_prompts_than_a_step_may_draw_are_refused():
+    assert "--curriculum: 15 prompts" in message_of(memory, "--dynamic-sampling", num=15)
+    assert "--curriculum: 3 prompts" in message_of(memory, num=3)
+
+
+def test_the_expected_variance_is_that_of_the_rewards_between_the_lowest_and_highest_seen():
+    prompts = memory()
+    assert prompts.signal(0) == pytest.approx(PRIOR)
+    ids = [one[0] for one in prompts.draw(0)[1]]
+    prompts.note([earned([[-1, 3] * 4, [3] * 8, [-1] * 8, [1] * 8])])  # on a scale from -1 to 3
+    epoch = 40 / 4
+    for index, variance in zip(ids, [0.25, 0, 0, 0], strict=True):
+        assert prompts.signal(0)[index] == pytest.approx((2 * PRIOR + 8 * variance) / 10)
+        after = 2 * epoch  # half of the evidence is left
+        assert prompts.signal(int(after))[index] == pytest.approx((2 * PRIOR + 4 * variance) / 6)
+        assert prompts.signal(10**6)[index] == pytest.approx(PRIOR), "long unseen is like unseen"
+
+
+def test_a_prompt_solved_twice_rests_for_two_epochs_and_unreadable_rewards_say_nothing():
+    prompts = memory()
+    prompts.low, prompts.high = 0.0, 1.0
+    for number in (0, 1):
+        prompts.open = [(number, [5, 6, 7, 8])]
+        prompts.note([earned([[1] * 8, [1] * 7 + [0], [0] * 8, [np.nan] * 8])])
+    assert np.flatnonzero(prompts.resting(2)).tolist() == [5] and prompts.seen_at[8] == -1
+    assert all(5 not in [one[0] for one in prompts.draw(number)[1]] for number in range(2, 10))
+    assert not prompts.resting(1 + 20).any(), "two epochs of ten draws later"
+    assert prompts.figures()["curriculum/resting_frac"] == 1 / 40
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn_and_a_lost_step_leaves_no_trace():
+    whole = memory()
+    first, rest = play(whole, mixed, 30), None
+    broken = memory()
+    assert play(broken, mixed, 30) == first
+    broken.draw(30)  # the step is lost
+    resumed = memory()
+    resumed.restore(json.loads(json.dumps(broken.state())))
+    rest = play(whole, mixed, 30, first=30)
+    assert play(resumed, mixed, 30, first=30) == rest and resumed.state() == whole.state()
+
+
+# ---- whole runs
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def resumed_equals_whole(tmp_path, flags):
+    """Whether four steps leave the same completions and weights as two, an end, and two more."""
+    flags = [*SMALL, *flags, "--eval-every", "0", "--save-every", "1"]
+    train.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--lr-schedule", "constant"])
+    train.main([*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--lr-schedule", "constant"])
+    train.main(["--resume", str(tmp_path / "broken"), "--steps", "4"])
+    whole, broken = (tmp_path / name for name in ("whole", "broken"))
+    assert records(whole / "rollouts.jsonl") == records(broken / "rollouts.jsonl")
+    assert records(whole / "metrics.jsonl")[-1].keys() == records(broken / "metrics.jsonl")[-1].keys()
+    return records(whole / "metrics.jsonl"), records(whole / "rollouts.jsonl")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_memory_is_repeated_exactly_by_one_that_stopped(tmp_path):
+    rows = [{"prompt": f"Add {a} and seven.", "answer": b} for a, b in (("one", "eight"), ("two", "nine"))] * 8
+    rows = [row | {"prompt": f"{row['prompt']}{'!' * n}"} for n, row in enumerate(rows)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data", str(tmp_path / "sums.jsonl"), "--reward-weights", "rubric=0"]
+    metrics, rollouts = resumed_equals_whole(tmp_path, [*data, "--curriculum", "--dynamic-sampling"])
+    assert 0 < metrics[-1]["curriculum/seen_frac"] <= 1 and metrics[-1]["curriculum/expected"] > 0
+    for step in range(1, 5):
+        groups = {(one["group"], one["prompt"]) for one in rollouts if one["step"] == step}
+        assert len({prompt for _, prompt in groups}) == len(groups)
+
+
+@needs("reasoning_gym", "tasks")
+@pytest.mark.slow
+def test_a_run_without_end_is_repeated_exactly_and_raises_the_level(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(curriculum, "WINDOW", 4)
+    monkeypatch.setattr(procedural.Problems, "score", lambda self, completions, **_: [1.0] * len(completions))
+    (tmp_path / "sizes.yaml").write_text("held_out: 4\nraise_level_at: 0.9\nchain_sum:\n  level: 1\n")
+    flags = ["--task", "rg:chain_sum,lcm", "--task-config", str(tmp_path / "sizes.yaml")]
+    metrics, rollouts = resumed_equals_whole(tmp_path, flags)
+    assert metrics[-1]["curriculum/level/chain_sum"] == 2 and metrics[-1]["curriculum/problems"] == 12
+    assert "chain_sum: 100% of the last 4 problems were solved, so level 2 comes next" in capsys.readouterr().out
+    prompts = [one["prompt"] for one in rollouts[::4]]
+    assert len(set(prompts)) == len(prompts) == 12
+    assert {one["category"] for one in rollouts} == {"chain_sum", "lcm"}

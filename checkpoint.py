@@ -87,7 +87,7 @@ def load(run_dir: str | Path) -> State:
             print(f"checkpoint {path.name} is damaged ({error}); trying the one before", file=sys.stderr)
     config = shlex.quote(str(Path(run_dir) / "config.yaml"))
     raise ValueError(
-        f"--resume {run_dir}: no whole checkpoint is there; begin again with: uv run train.py --config {config}"
+        f"--resume {run_dir}: it has no intact checkpoint; start over with: uv run train.py --config {config}"
     )
 
 

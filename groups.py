@@ -1,7 +1,7 @@
 """
-The groups of a step: what their completions earned, and which of them are trained.
+The groups of a step: the rewards of their completions, and which groups are trained.
 
-What is left out: sampling and judging, which `train.py` does, and the arithmetic of advantages, which is `grpo.py`.
+What is left out: sampling and judging (train.py), and the arithmetic of advantages (grpo.py).
 
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, K rewards.
 """
@@ -22,17 +22,17 @@ from examples import Example
 class Rewards(NamedTuple):
     """Rewards of one rollout, numpy float64."""
 
-    total: np.ndarray  # (B, G), weighted sum of the parts; nan where none of them could be read
-    filled: np.ndarray  # (B, G), the same, there too
-    parts: np.ndarray  # (K, B, G), each reward before weighting, see `fill` for what could not be read
+    total: np.ndarray  # (B, G), weighted sum of the parts; nan where every component is unreadable
+    filled: np.ndarray  # (B, G), the same without nan: the sum of the filled parts everywhere
+    parts: np.ndarray  # (K, B, G), each reward before weighting; `fill` replaced unreadable values
     weights: list[float]  # K
-    components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where the judge was unreadable
+    components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where unreadable
     judgement: rubrics.Judgement | None
     completions: list[str]
 
 
 class Draw(NamedTuple):
-    """One batch of prompts with their completions, and what these earned."""
+    """One batch of prompts with its completions and their rewards."""
 
     examples: list[Example]  # B
     prompts: list[list[int]]  # B
@@ -50,14 +50,14 @@ def weigh(
     """
     The weighted sum of the components, (N,) each.
 
-    What the judge could not read gets the mean that it is compared with: the judge then says nothing of that
-    completion, and what the verifiers say of it counts in full. A reward that does not apply to a completion, its
-    function gave None, is left out of that completion's sum.
+    An unreadable score becomes the mean that it would be compared with. So the judge neither rewards nor punishes that
+    completion, and its verifiers count in full. A reward function that gave None for a completion is left out of that
+    completion's sum.
     """
     for (name, values), weight in zip(components.items(), weights, strict=True):
-        if (np.abs(weight * values) >= 1e15).any():  # as `rewards.call_reward` refuses it before weighting
+        if (np.abs(weight * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
             raise ValueError(
-                f"reward {name} times its weight {weight:g} passes 1e15; begin anew with lower --reward-weights"
+                f"reward {name} times its weight {weight:g} passes 1e15; start again with lower --reward-weights"
             )
     given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
     axis = None if config.advantage == "reinforce" else 1
@@ -67,21 +67,21 @@ def weigh(
             for name, part in zip(components, given, strict=True)
         ]
     )
-    # no BLAS, whose roundings may depend on the place: what is equal must stay equal
+    # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
     filled = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
     total = np.where(np.isnan(given).all(axis=0), np.nan, filled)
     return Rewards(total, filled, parts, weights, components, judgement, completions)
 
 
 def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """(B, G) with the mean of the readable values, along `axis` or of all, where one is nan, and 0 without any."""
+    """(B, G) with each nan replaced by the mean of the readable values along `axis` (None: of all), 0 without any."""
     readable = ~np.isnan(values)
     total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
     return np.where(readable, values, total / np.maximum(number, 1))
 
 
 def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
-    """Advantages of the chosen groups, numbered through all draws, (B, G) float32."""
+    """Advantages of the chosen groups, (B, G) float32. Groups are numbered through all draws."""
     if config.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
         return grpo.decoupled_advantages(parts, draws[0].rewards.weights, config.signal_floor)
@@ -90,15 +90,15 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.nd
 
 
 def has_signal(advantages: np.ndarray) -> np.ndarray:
-    """Which groups change the policy, (B, G) -> (B,) bool: those whose rewards differ by more than noise."""
+    """Which groups change the policy, (B, G) -> (B,) bool: those with rewards that differ by more than noise."""
     return (advantages != 0).any(axis=1)
 
 
 def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], np.ndarray]:
     """
-    The B groups that are trained, numbered through all draws, ascending, and their advantages, (B, G).
+    The B groups to train, numbered through all draws in ascending order, and their advantages, (B, G).
 
-    They are the first that have a signal; where there are too few, the first without one fill up the batch.
+    Takes the first groups with a signal; if there are too few, the first without one fill up the batch.
     """
     everything = list(range(len(draws) * config.batch))
     advantages = advantages_of(config, draws, everything)
@@ -110,16 +110,16 @@ def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], np.ndar
 
 def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:
     """
-    Prompts of every row, and one rollout of the chosen groups, whose mask is empty where a row is not trained.
+    The prompt of every row, and one rollout of the chosen groups; a row that is not trained has an empty mask.
 
-    --truncated mask leaves out the rows that ran into --max-tokens.
+    --truncated mask drops the rows that hit --max-tokens.
     """
     rows = [group * config.groups + member for group in chosen for member in range(config.groups)]
     prompts = [prompt for draw in draws for prompt in draw.prompts for _ in range(config.groups)]
     reasons = [reason for draw in draws for reason in draw.rollout.finish_reasons]
     width = max(draw.rollout.mask.shape[1] for draw in draws)
 
-    def merged(arrays: list[mx.array]) -> mx.array:  # what is padded lies outside the mask
+    def merged(arrays: list[mx.array]) -> mx.array:  # the padding lies outside the mask
         return mx.concatenate([mx.pad(a, [(0, 0), (0, width - a.shape[1])]) for a in arrays])[mx.array(rows)]
 
     fields = ("completion_ids", "logprobs", "mask")

@@ -1,12 +1,11 @@
 """
-What a run leaves on record: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the lines on the console.
+What a run records: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the lines on the console.
 
-Seconds are billed to phases by a clock. A step's figures and completions are made by pure functions: a step goes in,
-dictionaries come out. A figure that nobody measured is None; `docs/reference.md` explains the keys. `Journal` writes
-them, says what ails the run, knows its best evaluation, and keeps the page, the live line and the trackers up to date.
+A clock bills seconds to phases. Pure functions turn a step into dictionaries of figures and completions. A figure that
+was not measured is None; `docs/reference.md` explains the keys. `Journal` writes them, prints warnings, knows the best
+evaluation, and keeps the page, the live line and the trackers up to date.
 
-What is left out: the console's lines, which are in console.py, the page, in page.py, and the state to go on from, in
-checkpoint.py.
+What is left out: console lines (console.py), the page (page.py), and the state to resume from (checkpoint.py).
 """
 
 import base64
@@ -37,7 +36,7 @@ from examples import spread
 from groups import Draw, advantages_of, has_signal
 from run_files import JsonLines
 
-MOST_ANSWERS = 512  # held-out problems whose answers are recorded at an evaluation, evenly spread over all
+MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
 
 class PhaseClock:
@@ -51,7 +50,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
-        """Bills what happens inside to `name`; the body must end with `done(*arrays)`, which waits for them."""
+        """Bills the time of its body to `name`; the body must end with `done(*arrays)`, which waits for them."""
         assert self._running is None, f"phase {name} inside phase {self._running}"
         self.on_phase(name)
         self._running, finished, begin = name, False, time.perf_counter()
@@ -70,7 +69,7 @@ class PhaseClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def end_step(self) -> dict[str, float]:
-        """Seconds of every phase since the last call, with `step` (all of it) and `other` (what no phase claimed)."""
+        """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
         self.seconds, self._begin = {}, now
@@ -81,13 +80,13 @@ class PhaseClock:
 
 
 class Step(NamedTuple):
-    """All that is known of a step when it is over."""
+    """Everything known about a finished step."""
 
     number: int  # from 1
     seconds: dict[str, float]  # by phase
     draws: list[Draw]
-    rollout: sampler.Rollout  # of the groups that were trained
-    chosen: list[int]  # these groups, numbered through all draws
+    rollout: sampler.Rollout  # the groups that were trained
+    chosen: list[int]  # their numbers, counted through all draws
     advantages: np.ndarray  # (B, G)
     result: update.UpdateResult
     peak_bytes: int
@@ -95,13 +94,13 @@ class Step(NamedTuple):
 
 
 def mean(values: np.ndarray) -> float | None:
-    """The mean of what could be scored; None when nothing could."""
+    """The mean of the readable values; None if there are none."""
     readable = values[~np.isnan(values)]
     return float(readable.mean()) if readable.size else None
 
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
-    """The object of `metrics.jsonl`. recent: seconds of the last steps, this one included."""
+    """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
     seconds, draws, advantages, result = step.seconds, step.draws, step.advantages, step.result
     stats = [draw.rollout.stats for draw in draws]
     num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
@@ -178,7 +177,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
 
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
-    """A record of each completion that was drawn, groups numbered through all draws."""
+    """One record per sampled completion; groups are numbered through all draws."""
     trained = dict(zip(step.chosen, step.advantages.tolist(), strict=True))
     for number, draw in enumerate(step.draws):
         for row, record in enumerate(records_of_draw(config, draw, number * config.batch)):
@@ -188,7 +187,7 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
 
 
 def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
-    """What is recorded of each completion, of groups numbered from `first_group`, but its advantage."""
+    """One record per completion, without its advantage; groups are numbered from `first_group`."""
     rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
     ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
     logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05% or 3e-8
@@ -202,7 +201,7 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
         yield {
             "group": first_group + group,
             "prompt": example["prompt"],
-            "answer": None if example.get("answer") is None else str(example["answer"]),  # a user's may be anything
+            "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
             "category": example.get("category"),
             "completion": completion,
             "ids": ids[row][: lengths[row]],
@@ -218,14 +217,14 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
 
 
 class Journal:
-    """The logs of a run's directory, and what is said of them on the console."""
+    """The logs of a run directory, and the console lines about them."""
 
     def __init__(self, config: Config, run_dir: Path, metric: str, step: int, *, keep_scores: bool):
         """
-        Opens the logs, and drops from them what came after the step the run goes on from.
+        Opens the logs and drops records later than `step`, from which the run continues.
 
-        metric: name of the task's held-out figure. keep_scores: scores of a judge that were paid for stay; those of a
-        judge of our own are made again, so that the run repeats bit for bit.
+        metric: name of the task's held-out figure. keep_scores: keep all scores of a paid judge; a local judge scores
+        again instead, so the run repeats bit for bit.
         """
         self.config, self.dir, self.metric = config, run_dir, metric
         self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
@@ -238,7 +237,7 @@ class Journal:
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = self.metrics.read(), self.evals.read()
         trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
-        self.recent: deque[float] = deque(maxlen=10)  # seconds of the last steps of this process
+        self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = Live(config)
         self.live.note(self.steps, self.evaluations)
         self.page: page.Live | None = None
@@ -262,7 +261,7 @@ class Journal:
                 self.trackers.finish()
 
     def write_step(self, step: Step) -> None:
-        """Writes a step's figures and completions, of everything that was drawn, and prints its line."""
+        """Writes a step's figures and all sampled completions, and prints its line."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
         self.metrics.write(figures)
@@ -278,8 +277,8 @@ class Journal:
             self.trackers.look()
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-        """Writes an evaluation and its answers, evenly spread, and prints its line."""
-        for answer in spread(answers, MOST_ANSWERS):  # first: what is not on record is evaluated again
+        """Writes an evaluation and up to MOST_ANSWERS of its answers, and prints its line."""
+        for answer in spread(answers, MOST_ANSWERS):  # first: without its record the evaluation is repeated
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
@@ -289,12 +288,12 @@ class Journal:
         self.live.note(self.steps, self.evaluations)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
-        """Writes the judge's new scores, so that a resumed run knows those that it knew, and no other."""
+        """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""
         for score in grader.cache.take_fresh() if grader else []:
             self.judge_scores.write({"step": step} | score)
 
     def warn(self, step: int) -> None:
-        """Says what ails the run, each once, and records the step at which it showed."""
+        """Prints and records each warning once, with the step at which it first applied."""
         given = {warning["name"] for warning in self.warnings.read()}
         for finding in health.examine(self.steps, self.evaluations):
             if finding.name not in given:
@@ -315,13 +314,13 @@ class Journal:
         self.page.update(is_due)
 
     def best_step(self) -> int | None:
-        """The step with the best held-out figure, the first of equals; None where nothing could be scored."""
+        """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""
         name = f"eval/{self.metric}"
         scored = [record for record in self.evaluations if record[name] is not None]
         return max(scored, key=lambda record: record[name])["step"] if scored else None
 
     def print_summary(self) -> None:
-        """Repeats what was warned of, and compares the first and the last evaluation."""
+        """Repeats the warnings, and compares the first and the last evaluation."""
         for warning in self.warnings.read():
             print(f"warned after step {warning['step']}: {warning['name']}")
         if len(self.evaluations) > 1:
@@ -329,7 +328,7 @@ class Journal:
 
 
 def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
-    """Whether a step is one to be evaluated after, and the run's record does not have it."""
+    """Whether to evaluate after this step: the schedule says so and the log does not have it yet."""
     if not config.eval_every or (step % config.eval_every and step != config.steps):
         return False
     lines = (run_dir / "eval.jsonl").read_text().splitlines()

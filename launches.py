@@ -57,6 +57,7 @@ class Launch(NamedTuple):
     written: int
     flops: int  # of a matmul or an attention; of the others, which memory bounds, 0
     buffers: tuple[tuple[str, int], ...]  # that it binds, with the elements of each
+    made: tuple[tuple[str, int], ...] = ()  # buffers that it writes to, with their bytes
 
 
 class Held(NamedTuple):
@@ -343,7 +344,7 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
             continue
         for name in ({name for name, *_ in node["inputs"]} & zeros) - given:  # that something reads after all
             launches.append(_fill(name, held))
-            zeros.remove(name)
+            given.add(name)
         found = [held[name] for name, *_ in node["inputs"]]
         views = views_of(node, [one.layout for one in found])
         for place, ((name, shape, dtype), view) in enumerate(zip(node["outputs"], views, strict=True)):
@@ -351,7 +352,9 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
             is_own = view is None and not _writes_in_place(node)
             held[name] = Held(name if is_own else found[source].buffer, layout, dtype.size)
             assert layout.shape == tuple(shape), node
-        launches += launches_of(node, found, [held[name] for name, *_ in node["outputs"]])
+        outputs = [held[name] for name, *_ in node["outputs"]]
+        made = tuple((one.buffer, one.layout.size * one.itemsize) for one in outputs)
+        launches += [one._replace(made=made) for one in launches_of(node, found, outputs)]
     return launches
 
 
@@ -523,6 +526,26 @@ def copied_slices(step: Sequence[Launch], most_operations: int = 40, most_elemen
                 copied.append(launch)
             readers |= {name: number for name, _ in launch.buffers if name != target}
     return copied
+
+
+def peak_bytes(launches: Sequence[Launch]) -> int:
+    """
+    The most bytes of results that exist at once, when each goes after the last launch that binds it.
+
+    What the function was given is not in it, and MLX, which runs some launches ahead, holds a little more.
+    """
+    last = {buffer: place for place, launch in enumerate(launches) for buffer, _ in launch.buffers}
+    live: dict[str, int] = {}
+    most = total = 0
+    for place, launch in enumerate(launches):
+        for buffer, size in launch.made:
+            total += 0 if buffer in live else size
+            live[buffer] = max(size, live.get(buffer, 0))
+        most = max(most, total)
+        for buffer, _ in launch.buffers:
+            if last[buffer] == place:
+                total -= live.pop(buffer, 0)
+    return most
 
 
 def views_of(node: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray | None]:

@@ -319,7 +319,12 @@ def gradient(work: Work, num_layers: int) -> Traced:
         (loss, logprobs, sums), part = share(model)
         flat = [array.astype(mx.float32) / learner.loss_scale.value for _, array in tree_flatten(part)]
         joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
-        return [loss, logprobs, *sums.values(), *joined]
+        return [
+            loss,
+            logprobs,
+            *sums.values(),
+            *reversed(joined),
+        ]  # the last layer first, as the chain of gradients runs
 
     return closed(model, run, so_far, learns=True)
 

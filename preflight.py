@@ -34,6 +34,8 @@ LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a 
 BUDGET, GPU_BUDGET = 1024, 2048
 # What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.5 to 3.1 over seven shapes.
 WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 2.9
+# The same on a GPU: counted 0.3 to 0.5 and 1.3 to 1.5 in traces of four shapes; MLX runs some launches ahead.
+GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED = 1.0, 2.0
 TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
 
 
@@ -68,17 +70,24 @@ class Need(NamedTuple):
         return self.resident + max(self.rollout, self.update)
 
 
-def layer_bytes(model: hub.ModelConfig, keys: float) -> float:
+def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     """
     What one position keeps of one layer for the gradient, with `keys` keys to each query.
 
-    Measured by doubling each width in turn; in 16 bits it is 2 to 8% less, since softmax, swiglu and adapters compute
-    in float32.
+    Found by doubling each width in turn: measured on a CPU, where in 16 bits it is 2 to 8% less, since softmax and
+    swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (launches.py).
     """
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    kept = 24 * model.intermediate_size + 17 * model.hidden_size + 18 * num_queries + 10 * num_kv
-    has_kernel = gpu.on_gpu() and model.head_dim in (64, 128)
-    return kept + (0 if has_kernel else 4 * model.num_attention_heads * keys)
+    scores = 0 if gpu.on_gpu() and model.head_dim in (64, 128) else 4 * model.num_attention_heads * keys
+    if has_kernels():
+        widths = 3 * model.intermediate_size + 4 * model.hidden_size + 4 * num_queries + 3 * num_kv
+        return dtype.size * widths + scores
+    return 24 * model.intermediate_size + 17 * model.hidden_size + 18 * num_queries + 10 * num_kv + scores
+
+
+def has_kernels() -> bool:
+    """Whether a layer runs on a GPU's kernels, which keep what they read in the weights' type and nothing else."""
+    return gpu.on_gpu() and gpu.is_wanted()
 
 
 def estimate(
@@ -118,7 +127,10 @@ def _update(
     """
     width, length, layers = model.hidden_size, config.max_tokens, model.num_hidden_layers
     kept = max(layers - checkpoint_layers, 0)
-    working = WORKING_LAYERS if kept == layers else WORKING_LAYERS_CHECKPOINTED
+    counts = WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED
+    if has_kernels():
+        counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
+    working = counts[kept < layers]
     rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.groups)]
     lengths = np.full(len(rows), length)
     shared, cut = micro_batch.plan(rows, lengths, config.train_token_budget, config.train_share_prefix)
@@ -130,10 +142,13 @@ def _update(
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
         inputs = dtype.size * width * (layers - kept)  # a position's, of the layers that are computed again
-        one_layer = num_positions * layer_bytes(model, keys)
+        one_layer = num_positions * layer_bytes(model, dtype, keys)
         num_tokens = len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
-        logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
+        if has_kernels():  # logits of some rows, and their gradient
+            logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
+        else:
+            logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
         logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
         one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
@@ -148,7 +163,7 @@ def _rollout(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: l
     column = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
     width = round_up(max(together))
     own = round_up(config.max_tokens) + (width if gpu.on_gpu() else 0)
-    prefill = len(together) * max(together) * layer_bytes(model, max(together))
+    prefill = len(together) * max(together) * layer_bytes(model, dtype, max(together))
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
     return column * (len(together) * width + slots * own), int(max(prefill, logits))
 

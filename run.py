@@ -1,8 +1,7 @@
 """
-A run: everything that lasts from step to step, and the state in which a checkpoint holds it.
+A run: everything that outlives a step, and its state for a checkpoint.
 
-What is left out: the algorithm, which is in train.py; what a run writes and says, in journal.py; the directory's
-settings, in run_files.py.
+What is left out: the algorithm (train.py), logs and console lines (journal.py), the run directory (run_files.py).
 """
 
 from pathlib import Path
@@ -28,11 +27,11 @@ from journal import Journal
 
 
 class Run:
-    """The model and what it learns with, its task and judge, and the run directory that records them."""
+    """The model and its learner, the task and its judges, and the run directory that records them."""
 
     def __init__(self, config: Config, run_dir: Path):
         self.config, self.dir = config, run_dir
-        self.step = self.num_draws = 0  # steps, and batches of prompts that they have drawn, so far
+        self.step = self.num_draws = 0  # steps done, and batches of prompts drawn for them
         self.task = tasks.make(config)
         self.model, self.tokenizer = gwen.load(config.model)
         eos_ids = self.model.config.eos_ids
@@ -48,21 +47,21 @@ class Run:
         )
         held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
         self._render(held_out, "held-out prompt")
-        before_training = self.base or self.model, self.tokenizer
+        before_training = (self.base or self.model, self.tokenizer)
         self.judge = evaluate.make_judge(config, self.task, *before_training)
         self.witness = evaluate.make_witness(config, self.task, self.judge, *before_training) if held_out else None
         self.learner = update.Learner(self.model, config, self.base)
         lengths = [len(ids) for ids in self.prompt_ids]
         self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
-        shape = (self.model.config, self.model.head_weight.dtype, config, lengths)
-        preflight.settle(*shape)
-        preflight.limit_cache(*shape)
-        self.memory = preflight.line(*shape)
+        demand = (self.model.config, self.model.head_weight.dtype, config, lengths)
+        preflight.settle(*demand)  # replaces each `auto` in `config`, as `dispatch.settle` does above
+        preflight.limit_cache(*demand)
+        self.memory = preflight.line(*demand)
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
-        """Ids of every prompt. ValueError names one that leaves no room for its completion."""
+        """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
         return tasks.render(
             self.tokenizer,
             tqdm(examples, desc=f"{kind}s", leave=False, disable=None),
@@ -73,16 +72,16 @@ class Run:
         )
 
     def open(self) -> None:
-        """Opens the logs, in a directory that exists by now, and tells the judge the scores on record."""
+        """Opens the logs, once the directory exists, and gives the judge its recorded scores."""
         is_paid = self.judge is not None and self.judge.is_paid
         self.journal = Journal(self.config, self.dir, self.task.metric, self.step, keep_scores=is_paid)
         if self.judge is not None:
             self.judge.cache.fill(self.journal.judge_scores.read())
-            if is_paid:  # now, for no step may come to its end
+            if is_paid:  # write at once: the step may never finish
                 self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
 
     def evaluate(self) -> None:
-        """Every held-out problem, on record."""
+        """Evaluates the held-out problems and logs the result."""
         config = self.config
         params = evaluate.EvalParams(
             config.max_tokens, self.batch_size, limit=config.eval_limit or None, thinking=config.thinking
@@ -99,15 +98,15 @@ class Run:
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge)
 
-    # ---- its state, between two steps
+    # ---- the state between two steps
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has changed since the last step was on record, so that the run may be saved."""
+        """Whether nothing has changed since the last logged step; only then may the run be saved."""
         return self._boundary == (self.step, self.learner.num_changes)
 
     def end_step(self) -> None:
-        """The step is on record: the run may be saved again, and a Ctrl-C that had to wait takes effect."""
+        """Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect."""
         self._boundary = (self.step, self.learner.num_changes)
         rewards.tell_step(self.task.rewards, self.step)
         if self.stopping:
@@ -115,7 +114,7 @@ class Run:
 
     def state(self) -> checkpoint.State:
         learner = self.learner
-        assert self.is_whole, f"step {self.step + 1} is half done"
+        assert self.is_whole, f"step {self.step + 1} is unfinished"
         extra = {
             "dtype": str(self.model.head_weight.dtype),
             "num_draws": self.num_draws,
@@ -133,7 +132,7 @@ class Run:
     def restore(self, state: checkpoint.State) -> None:
         shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.learner.trainable))
         if shapes != ours:
-            raise ValueError(f"--resume {self.dir}: the checkpoint's tensors are not those of this configuration")
+            raise ValueError(f"--resume {self.dir}: the checkpoint's tensors do not match this configuration")
         if (dtype := str(self.model.head_weight.dtype)) != state.extra["dtype"]:
             raise ValueError(
                 f"--resume {self.dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
@@ -158,7 +157,7 @@ class Run:
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:
-    """Whether a second model has to stay what the first one was: where the model's own weights are trained."""
+    """Whether a frozen copy of the model is needed: for the KL term or the judge of a run that trains all weights."""
     judges = {config.judge_model} if task.rubric else set()
     judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
     judges_itself = judges & {"", config.model} and not config.judge_url

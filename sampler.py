@@ -162,7 +162,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     mx.eval(logits, cache.arrays())
     if not mx.isfinite(logits).all().item():
         raise ValueError(
-            f"the model's first logits are not finite in {logits.dtype}; begin anew with GWEN_DTYPE=bfloat16"
+            f"the model's first logits are not finite in {logits.dtype}; start again with GWEN_DTYPE=bfloat16"
         )
     return cache, logits
 
@@ -176,7 +176,7 @@ class NotFinite(ValueError):
     def __init__(self, prompt: int, position: int, dtype: mx.Dtype):
         super().__init__(
             f"token {position + 1} of a completion of prompt {prompt + 1} has a log-probability that is not finite in "
-            f"{dtype}; begin anew with GWEN_DTYPE=bfloat16, or with float32"
+            f"{dtype}; start again with GWEN_DTYPE=bfloat16, or with float32"
         )
         self.prompt = prompt
 
@@ -415,7 +415,7 @@ def rollout(
                 if min(size.rows, num_lost) == 1:
                     length = max(map(len, lost)) + max(record.limits)
                     raise ValueError(
-                        f"memory does not suffice for one row of {length} tokens; free some, or begin anew with a "
+                        f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
                         "lower --max-tokens"
                     ) from error
                 failed = True

@@ -1,13 +1,14 @@
 """
 GRPO: sample groups of completions, reward them, make the better ones of each group likelier. `uv run train.py`
 
-    rollout    G completions of each of B prompts, with the log-probability of every token
-    judge      each completion is scored by a frozen judge and by verifiers; the weighted sum is its reward
-    reference  only with a KL term: log-probabilities under the model without its adapters
-    update     advantage = reward less the group's mean, over its deviation; one step of AdamW on the clipped loss
+    rollout    sample G completions of each of B prompts, with the log-probability of every token
+    reward     score each completion with verifiers and a frozen judge; the weighted sum is its reward
+    reference  with a KL term only: log-probabilities under the model without its adapters
+    update     advantage = (reward - mean) / std within the group; one step of AdamW on the clipped loss. The old
+               log-probabilities are those of its own first forward pass, so no separate pass computes them
 
 `train` below is the whole algorithm. A run writes its settings, metrics, completions, evaluations and checkpoints
-to its directory, and goes on from there with `--resume DIR`.
+to its directory; `--resume DIR` continues it.
 
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
@@ -45,7 +46,7 @@ from run import Run
 
 
 def train(config: Config, run: Run) -> None:
-    """Runs the steps from `run.step` to `config.steps`; everything that lasts is in `run`."""
+    """Runs the steps from `run.step` to `config.steps`; `run` holds everything that outlives a step."""
     learner, clock = run.learner, PhaseClock(run.journal.live.begin)
     if evaluate_if_due(run):
         run.save()
@@ -53,11 +54,12 @@ def train(config: Config, run: Run) -> None:
     while run.step < config.steps:
         clock.end_step()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
-        draws, chosen, advantages = draw_groups(config, run, clock)
+        draws = draw_groups(run, clock)
+        chosen, advantages = choose_groups(config, draws)
 
         with clock.phase("update") as done:
-            rows, rollout = gather(config, draws, chosen)
-            batches = micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
+            prompts, rollout = gather(config, draws, chosen)
+            batches = micro_batches(prompts, rollout, config.train_token_budget, config.train_share_prefix)
             done(batches)
 
         ref_logprobs = None
@@ -88,9 +90,9 @@ def train(config: Config, run: Run) -> None:
 
 def evaluate_if_due(run: Run) -> bool:
     """
-    Evaluates before the first step, every `eval_every` steps and after the last, unless it is on record.
+    Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
 
-    Whether it did, and the held-out figure is the best so far: such a step is saved, whatever `save_every` says.
+    True if this evaluation is the best so far: that step is saved regardless of `save_every`.
     """
     if not evaluation_is_due(run.config, run.step, run.dir):
         return False
@@ -99,16 +101,16 @@ def evaluate_if_due(run: Run) -> bool:
     return run.journal.best_step() == run.step
 
 
-def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw], list[int], np.ndarray]:
+def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
     """
-    Batches of prompts with their rewarded completions, the groups of them that are trained, and their advantages.
+    Samples and rewards one batch of prompts; with --dynamic-sampling more, until B groups have a signal.
 
-    One batch; with --dynamic-sampling as many as give B groups a signal, up to a cap.
+    The cap is --dynamic-sampling-cap batches.
     """
-    most_draws = config.dynamic_sampling_cap if config.dynamic_sampling else 1
+    config = run.config
+    max_draws = config.dynamic_sampling_cap if config.dynamic_sampling else 1
     draws: list[Draw] = []
-    while True:
-        number = run.num_draws + len(draws)
+    for number in range(run.num_draws, run.num_draws + max_draws):
         examples, prompts = run.prompts.draw(number)
         with clock.phase("rollout") as done:
             try:
@@ -117,7 +119,7 @@ def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw]
                     prompts,
                     run.sampling,
                     group_size=config.groups,
-                    key=(config.seed << 32) + number + 1,
+                    key=(config.seed << 32) + number + 1,  # another for every batch of every seed
                     batch_size=run.batch_size,
                     share_prefix=config.sharing,
                 )
@@ -126,13 +128,13 @@ def draw_groups(config: Config, run: Run, clock: PhaseClock) -> tuple[list[Draw]
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
-        chosen, advantages = choose_groups(config, draws)
-        if len(draws) == most_draws or has_signal(advantages).all():
-            return draws, chosen, advantages
+        if has_signal(choose_groups(config, draws)[1]).all():
+            break
+    return draws
 
 
 def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollout, clock: PhaseClock) -> Rewards:
-    """The weighted sum of the task's verifiers and the judge, each called once."""
+    """Calls each verifier and the judge once, and weighs what they give."""
     config, task = run.config, run.task
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     repeated = [example for example in examples for _ in range(config.groups)]
@@ -177,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         state = checkpoint.load(args.resume) if args.resume else None
         if state:
-            checkpoint.publish(args.resume, state)  # the process may have been killed before it did
+            checkpoint.publish(args.resume, state)  # a killed process may not have got this far
         if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
@@ -185,10 +187,10 @@ def main(argv: list[str] | None = None) -> None:
         run = Run(config, run_dir)
         if state:
             run.restore(state)
-            if "rollout_batch_size" in flags:  # more, too, than memory had left
+            if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
                 run.batch_size.rows = config.rollout_batch_size
-            del state  # it would hold the old masters as long as the run lasts
-        # only now that everything is loaded: a mistake leaves no directory behind
+            del state  # it would keep the old masters alive for the whole run
+        # only after everything has loaded, so that a user's mistake leaves no directory behind
         if args.resume:
             run_files.record_changes(config, run_dir, run.step)
             run_files.write(config, run_dir)
@@ -212,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
                 page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:  # while something is loaded; `_stoppable` answers those of the steps
+    except KeyboardInterrupt:  # during loading; `_stoppable` handles it during the steps
         print("\nstopped before the first step", file=sys.stderr)
         sys.exit(130)
 
@@ -220,18 +222,17 @@ def main(argv: list[str] | None = None) -> None:
 @contextlib.contextmanager
 def _stoppable(run: Run) -> Any:
     """
-    Ctrl-C, a reward that fails or memory that runs out saves the run as it was after its last whole step and says how
-    to go on.
+    On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
 
-    No copy of that state is kept, which would take as much memory as the state. While a step makes its changes, Ctrl-C
-    waits for its end; a second one does not, and leaves the newest checkpoint.
+    No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
+    Ctrl-C does not wait, and only the newest checkpoint is left.
     """
 
     def on_ctrl_c(*_: Any) -> None:
         if run.is_whole or run.stopping:
             raise KeyboardInterrupt
         run.stopping = True
-        warn("\nthe step is being finished; Ctrl-C again gives it up")
+        warn("\nfinishing this step; press Ctrl-C again to abandon it")
 
     before = signal.signal(signal.SIGINT, on_ctrl_c)
     try:
@@ -252,35 +253,35 @@ def _stoppable(run: Run) -> Any:
         if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
-        if what:  # a mistake of ours or of MLX's, to be seen whole
+        if what:  # a bug of ours or of MLX's: show the traceback
             raise
         sys.exit(130)
-    except OSError as error:  # the disk is full, or gone
-        raise OSError(f"{error}; {_newest(run, error, 'make room and ')}") from error
+    except OSError as error:  # the disk is full or gone
+        raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _go_on(run: Run, error: BaseException) -> str:
     """
-    The command that goes on, or begins again where nothing was saved.
+    The command that continues the run, or starts over if nothing was saved.
 
-    Where memory ran out in the update, it takes less: rollouts and judges see to it themselves.
+    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
     """
     less = ""
     too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
-    if too_much and not isinstance(error, ValueError):  # those are of the user's rewards
+    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
         budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
         less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):
-        return f"go on with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
-    return f"begin again with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
+    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
 def _newest(run: Run, error: BaseException, first: str = "") -> str:
-    """What a run that stopped inside a step has left, and how to go on from there, or to begin again."""
+    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
     if saved := checkpoint.saved(run.dir):
-        return f"{saved[-1].name} is whole, {first}{_go_on(run, error)}"
+        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
     return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"
 
 

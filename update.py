@@ -403,7 +403,7 @@ def count_failure(learner: Learner, loss: float) -> None:
     if not mended and learner.failures + 1 == MOST_FAILURES:
         raise ValueError(
             f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
-            f"begin anew with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
+            f"start again with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
         )
     learner.num_changes += 1
     learner.num_skipped += 1

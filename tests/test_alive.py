@@ -90,6 +90,15 @@ def test_what_a_run_leaves_free_is_what_the_cache_may_take(mac):
     assert mac["set_cache_limit"] == gpu.LEAST_CACHE
 
 
+def test_a_run_bounds_the_cache_by_its_own_preflight(tmp_path, monkeypatch, capsys):
+    bounded = []
+    monkeypatch.setattr(gpu, "limit_cache", bounded.append)
+    flags = ["--model", "demo", "--task", "demo", "--batch", "1", "--groups", "2", "--max-tokens", "8", "--steps", "1"]
+    train.main([*flags, "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory: ")]
+    assert line.startswith(f"memory: {bounded[0] / 1e9:.2f} of ") and len(bounded) == 1
+
+
 def test_freed_buffers_go_back_after_every_phase_on_a_gpu_only(mac, monkeypatch):
     clock = journal.PhaseClock()
     for name in ("rollout", "update"):
@@ -134,7 +143,7 @@ def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_d
     assert exit_.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: macOS stopped the GPU because its work held up the display; let the display sleep")
-    assert said.endswith(f"saved after step 1, go on with: uv run train.py --resume {run} --train-token-budget 512")
+    assert said.endswith(f"saved after step 1, continue with: uv run train.py --resume {run} --train-token-budget 512")
     monkeypatch.setattr(update, "accumulate", original)
     train.main(["--resume", str(run), "--train-token-budget", "512"])
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3

@@ -628,7 +628,9 @@ def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_on
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(REWARDS)
     flags = [*SMALL, "--reward", f"{file}:{function}", "--reward-weights", "rubric=0", "--run-dir", run]
-    refused(capsys, train.main, flags, f"{pattern}.*; saved after step 0, go on with: uv run train.py --resume {run}\n")
+    refused(
+        capsys, train.main, flags, f"{pattern}.*; saved after step 0, continue with: uv run train.py --resume {run}\n"
+    )
     assert checkpoint.load(run).step == 0
     file.write_text(f"def {function}(completions, **_): return [1.0] * len(completions)")
     train.main(["--resume", str(run)])
@@ -642,7 +644,7 @@ def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_
     train.main([*flags, "rubric=0", "--run-dir", str(tmp_path / "run")])
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert [line["advantage"] for line in lines] == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
-    pattern = r"largest times its weight 2 passes 1e15; begin anew with lower --reward-weights; saved after step 0"
+    pattern = r"largest times its weight 2 passes 1e15; start again with lower --reward-weights; saved after step 0"
     refused(capsys, train.main, [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"], pattern)
 
 
@@ -842,7 +844,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_kept(run, capsys):
     assert ended.value.code == 2 and len(notes) == 3 and all("is damaged" in note for note in notes)
     checked_line(
         line,
-        f"--resume {run}: no whole checkpoint is there; begin again with: uv run train.py --config {run}/config.yaml",
+        f"--resume {run}: it has no intact checkpoint; start over with: uv run train.py --config {run}/config.yaml",
     )
     assert contents(run) == before
 
@@ -858,7 +860,7 @@ def test_a_damaged_record_of_a_checkpoint_counts_as_damage(run, capsys, change):
 @pytest.mark.parametrize(
     ("old", "new", "pattern"),
     [
-        ("lora_rank: 16", "lora_rank: 8", "the checkpoint's tensors are not those of this configuration"),
+        ("lora_rank: 16", "lora_rank: 8", "the checkpoint's tensors do not match this configuration"),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
         ("model: demo", "model: /nowhere/at/all", "/nowhere/at/all: no such directory"),
         ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
@@ -883,7 +885,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
     done = command("train.py", "--resume", run, "--steps", "4", preexec_fn=limited(200_000))
     assert done.returncode == 2
     line = checked_line(done.stderr, r"step-000004.partial/adapter/adapters.safetensors cannot be written: ")
-    assert f"step-000003 is whole, make room and go on with: uv run train.py --resume {run}\n" in line
+    assert f"step-000003 is intact, free some space and continue with: uv run train.py --resume {run}\n" in line
     assert contents(run / "checkpoints") == before
     assert gwen.load("demo", adapter=run / "adapter")
     again = command("train.py", "--resume", run)

@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, model, capsy
 
 
 def test_nothing_to_load_is_said_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no intact checkpoint"):
         checkpoint.load(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """What a GPU would do, counted: bytes, FLOPs, buffers and gradients by hand, and the ledger of a step."""
 
+import dataclasses
 import json
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ import launches
 import ledger
 import lora
 import micro_batch
+import preflight
 import sampler
 import update
 from config import Config, resolve
@@ -150,20 +152,52 @@ def test_layers_that_are_not_traced_are_as_those_that_are():
 @pytest.mark.slow
 def test_the_ledger_of_qwen3_06b_holds():
     """
-    B=8 G=8 P=128 T=256, float16, rank 16. Bytes of an update's micro-batch were 70.9 GB with float32 adapters.
+    B=8 G=8 P=128 T=256, float16, rank 16. Bytes of an update's micro-batch were 68.3 GB with float32 adapters.
 
     These bounds are for lowering: a change that raises one makes a Mac slower, or says why it does not.
     """
     phases = ledger.make(work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET))
     held = {phase.name: phase for phase in phases}
-    most_launches = {"prefill": 510, "decode": 540, "judge": 3050, "forward": 935, "backward": 2580, "optimizer": 4050}
+    most_launches = {"prefill": 510, "decode": 540, "judge": 3050, "forward": 935, "backward": 2300, "optimizer": 4050}
     assert {name: sum(held[name].kinds.values()) <= most for name, most in most_launches.items()} == dict.fromkeys(
         most_launches, True
     )
-    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 37.2, "forward": 11.9, "backward": 16.6, "optimizer": 5.3}
+    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 37.2, "forward": 11.9, "backward": 14.0, "optimizer": 5.3}
     ratios = {name: held[name].num_bytes / held[name].least_bytes for name in most_ratios}
     assert all(1 <= ratios[name] <= most for name, most in most_ratios.items()), ratios
-    assert held["forward"].num_bytes + held["backward"].num_bytes < 0.85 * 70.9e9
+    assert held["forward"].num_bytes + held["backward"].num_bytes < 0.85 * 68.3e9
+
+
+SHAPES = {  # hidden, mlp, heads, kv heads, head dim, vocabulary
+    "Qwen3-0.6B": (1024, 3072, 16, 8, 128, 151_936),
+    "Qwen3-4B": (2560, 9728, 32, 8, 128, 151_936),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, 151_936),
+}
+
+
+@pytest.mark.parametrize("layers_again", ["off", "on"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, layers_again):
+    hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
+    work = work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET)
+    work.config.checkpoint_layers = layers_again
+    shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
+    shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))
+    with launches.as_on_a_gpu():
+        need = preflight.estimate(work.model, work.dtype, work.config, [128] * 8, work.config.num_checkpointed(3))
+        function, inputs = ledger.gradient(work, 3)
+        traced = launches.peak_bytes(launches.trace(function, *inputs))
+    assert 0.95 * traced < need.activations + max(need.working, need.logprobs) < 1.6 * traced
+
+
+def test_a_result_is_held_until_the_last_launch_that_binds_it():
+    def launch(binds: str, makes: str, size: int) -> launches.Launch:
+        return launches.Launch("elementwise", "Add", 0, 0, 0, ((binds, 1), (makes, 1)), ((makes, size),))
+
+    chain = [launch("given", "a", 10), launch("a", "b", 20), launch("b", "c", 5), launch("a", "d", 1)]
+    assert launches.peak_bytes(chain) == 35  # a, b and c
+    assert launches.peak_bytes(chain[:3]) == 30  # a and b: a goes before c is made
 
 
 BUDGET = {"train_token_budget": 2048}

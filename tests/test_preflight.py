@@ -107,7 +107,7 @@ def test_a_small_model_computes_no_layer_again():
 def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on_gpu):
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     settled = []
-    for room in (40 * GB, 8 * GB, 5 * GB, 4.5 * GB, 1 * GB):
+    for room in [size * GB for size in ((40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1))]:
         monkeypatch.setattr(preflight, "LAPTOP", 1 if on_gpu else room)
         monkeypatch.setattr(gpu, "memory_size", lambda room=room: room if on_gpu else 1)
         config = make_config(batch=8, groups=8, max_tokens=256)

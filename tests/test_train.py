@@ -556,7 +556,7 @@ def test_a_resumed_run_may_change_its_judge_and_keeps_a_record_of_it(tmp_path, s
         train.main([*resume, "--judge-url", server.url, "--judge-model", "demo"])
     said = capsys.readouterr()
     assert ended.value.code == 2 and f"from step 2 on: --judge-url {server.url} (was '')\n" in said.out
-    assert f"set --judge-mode decode; saved after step 1, go on with: uv run train.py --resume {run}" in said.err
+    assert f"set --judge-mode decode; saved after step 1, continue with: uv run train.py --resume {run}" in said.err
     train.main([*resume, "--judge-mode", "decode", "--judge-concurrency", "3", "--judge-timeout", "9"])
     assert "step 2/2 | " in capsys.readouterr().out
     changes = [(line["step"], line["setting"], line["was"], line["is"]) for line in records(run / "changes.jsonl")]
@@ -667,7 +667,7 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
 ):
     run = interrupted_run(tmp_path, monkeypatch, name, where, which)
     assert checkpoint.load(run).step == step
-    assert f"stopped after step {step}; go on with: uv run train.py --resume {run}" in capsys.readouterr().err
+    assert f"stopped after step {step}; continue with: uv run train.py --resume {run}" in capsys.readouterr().err
     train.main(["--resume", str(run)])
     for name in ("adapter", "adapter-best"):
         for file in ("adapters.safetensors", "adapter_config.json"):
@@ -705,8 +705,8 @@ def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path
 def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
     run = interrupted_run(tmp_path, monkeypatch, (update, "hold"), "after", 7, presses=2)
     said = capsys.readouterr().err
-    assert "the step is being finished; Ctrl-C again gives it up" in said
-    assert f"step 4 is lost; step-000002 is whole, go on with: uv run train.py --resume {run}" in said
+    assert "finishing this step; press Ctrl-C again to abandon it" in said
+    assert f"step 4 is lost; step-000002 is intact, continue with: uv run train.py --resume {run}" in said
     assert checkpoint.load(run).step == 2
 
 
@@ -742,7 +742,7 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
 ):
     run, said = failing_run(tmp_path, monkeypatch, capsys, name, which, error, saves=4)
     command = f"uv run train.py --resume {run} --train-token-budget 512"
-    assert said == f"error: {error}; saved after step {step}, go on with: {command}"
+    assert said == f"error: {error}; saved after step {step}, continue with: {command}"
     assert checkpoint.load(run).step == step
     train.main(command.split()[3:])
     assert "train_token_budget: 512\n" in (run / "config.yaml").read_text()
@@ -752,7 +752,7 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
 def test_a_micro_batch_of_one_row_is_not_told_to_become_smaller(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(globals(), "SMALL", [*SMALL, "--train-token-budget", "40"])
     run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "accumulate"), 1, NO_MEMORY)
-    assert said.endswith(f"go on with: uv run train.py --resume {run} --checkpoint-layers on")
+    assert said.endswith(f"continue with: uv run train.py --resume {run} --checkpoint-layers on")
     capsys.readouterr()
     train.main(["--resume", str(run), "--checkpoint-layers", "on"])
 
@@ -791,7 +791,7 @@ def test_an_error_that_is_not_about_memory_is_seen_whole_and_loses_no_step(tmp_p
     monkeypatch.setattr(train, "reward_completions", broken)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         train.main([*SMALL, "--steps", "2", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
-    assert "saved after step 0, go on with: uv run train.py --resume" in capsys.readouterr().err
+    assert "saved after step 0, continue with: uv run train.py --resume" in capsys.readouterr().err
     assert checkpoint.load(tmp_path / "run").step == 0
 
 
@@ -799,7 +799,7 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
     tmp_path, monkeypatch, capsys
 ):
     run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "accumulate"), 6, NO_MEMORY)
-    assert said.startswith(f"error: {NO_MEMORY}; step 3 is lost; step-000002 is whole, go on with: uv run train.py")
+    assert said.startswith(f"error: {NO_MEMORY}; step 3 is lost; step-000002 is intact, continue with: uv run train.py")
     assert checkpoint.load(run).step == 2
 
 
@@ -808,7 +808,7 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
     [
         ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
         ((update, "prove_change"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
-        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, make room and "),
+        ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, free some space and "),
     ],
     ids=["memory", "proof", "disk"],
 )
@@ -818,12 +818,12 @@ def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     run, line = failing_run(tmp_path, monkeypatch, capsys, name, which, error)
     less = " --train-token-budget 512" if error is NO_MEMORY else ""
     proposed = f"uv run train.py --config {run}/config.yaml"
-    assert line.endswith(f"{said.format(run)}begin again with: {proposed}{less}")
+    assert line.endswith(f"{said.format(run)}start over with: {proposed}{less}")
     with pytest.raises(SystemExit) as exit_:
         train.main(["--resume", str(run)])
     assert exit_.value.code == 2
     told = capsys.readouterr().err
-    assert told == f"error: --resume {run}: no whole checkpoint is there; begin again with: {proposed}\n"
+    assert told == f"error: --resume {run}: it has no intact checkpoint; start over with: {proposed}\n"
     train.main([*f"{proposed}{less}".split()[3:], "--steps", "1", "--run-dir", str(tmp_path / "again")])
     assert checkpoint.load(tmp_path / "again").step == 1
 
@@ -837,9 +837,9 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
     assert exit_.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(
-        "error: 3 updates in a row had no finite gradient; begin anew with a lower --learning-rate than "
+        "error: 3 updates in a row had no finite gradient; start again with a lower --learning-rate than "
     )
-    assert last.endswith(f"saved after step 4, go on with: uv run train.py --resume {tmp_path / 'run'}")
+    assert last.endswith(f"saved after step 4, continue with: uv run train.py --resume {tmp_path / 'run'}")
     metrics = records(tmp_path / "run" / "metrics.jsonl")
     assert [m["skipped"] for m in metrics] == [0, 0, 1, 1] and metrics[-1]["skipped_total"] == 2
     assert metrics[-1]["grad_norm"] is None

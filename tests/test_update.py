@@ -575,7 +575,7 @@ def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_not
     assert [update_once(run, advantages=bad).skipped for _ in range(2)] == [1, 1]
     changes = run.learner.num_changes
     with pytest.raises(
-        ValueError, match=r"3 updates in a row had no finite loss; begin anew with a lower --learning-rate than 0.004"
+        ValueError, match=r"3 updates in a row had no finite loss; start again with a lower --learning-rate than 0.004"
     ):
         update_once(run, advantages=bad)
     assert run.learner.num_changes == changes and run.learner.num_skipped == 4

@@ -39,6 +39,7 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""
     monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "check_calls", lambda _: None)
     for op in gpu.OPS.values():
         monkeypatch.setattr(op, "_runs", {})
         monkeypatch.setattr(op, "check", lambda _: "")

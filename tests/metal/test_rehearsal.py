@@ -1,0 +1,41 @@
+"""A model that is loaded finds each kernel right at its own sizes, and a wrong one before the first step."""
+
+import mlx.core as mx
+import pytest
+
+import gpu
+import gwen
+import lora
+import ops
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "hold_memory", lambda: None)
+    monkeypatch.delenv("GWEN_KERNELS", raising=False)
+    for op in gpu.OPS.values():
+        monkeypatch.setattr(op, "_runs", {})
+
+
+@pytest.mark.parametrize("metal", ["fast"], indirect=True)
+@pytest.mark.parametrize(("name", "dtype"), [("qwen2", mx.float16), ("qwen3-gqa8", mx.bfloat16)])
+def test_every_kernel_agrees_at_the_sizes_of_a_model_that_is_loaded(kernels, checkpoints, name, dtype, capsys):
+    model = gwen.load_model(checkpoints[name], dtype)
+    lora.apply(model, 3, 2.0)
+    assert capsys.readouterr().err == ""
+    off = [name for name, op in gpu.OPS.items() if not op.runs(dtype)]
+    assert not off, off
+
+
+@pytest.mark.parametrize("metal", ["fast"], indirect=True)
+def test_a_kernel_whose_body_is_wrong_at_a_models_size_alone_is_found(kernels, checkpoints, capsys, monkeypatch):
+    assert "gate / (1.0f + metal::exp(-gate)) * up" in ops.SWIGLU.source
+    wrong = ops.SWIGLU.source.replace("* up);", "* up * (F == 5 ? 1.0f : 1.01f));")  # 5: its example's
+    monkeypatch.setattr(ops.SWIGLU, "source", wrong)
+    monkeypatch.setattr(ops.SWIGLU, "_made", {})
+    gwen.load_model(checkpoints["qwen2"], mx.float32)
+    assert "the kernel swiglu is off for mlx.core.float32, at this model's sizes: it differs" in capsys.readouterr().err
+    assert not gpu.OPS["swiglu"].runs(mx.float32)

@@ -7,6 +7,7 @@ What is left out: the algorithm (train.py), logs and console lines (journal.py),
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
@@ -130,13 +131,7 @@ class Run:
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
     def restore(self, state: checkpoint.State) -> None:
-        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.learner.trainable))
-        if shapes != ours:
-            raise ValueError(f"--resume {self.dir}: the checkpoint's tensors do not match this configuration")
-        if (dtype := str(self.model.head_weight.dtype)) != state.extra["dtype"]:
-            raise ValueError(
-                f"--resume {self.dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
-            )
+        refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
         learner, extra = self.learner, state.extra
         self.step, self.num_draws, learner.trainable = state.step, extra["num_draws"], state.trainable
         learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
@@ -162,3 +157,12 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
     judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
     judges_itself = judges & {"", config.model} and not config.judge_url
     return not config.lora_rank and bool(config.beta or judges_itself)
+
+
+def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
+    """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
+    shapes, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (state.trainable, trainable))
+    if shapes != ours:
+        raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
+    if dtype != state.extra["dtype"]:
+        raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")

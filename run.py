@@ -42,10 +42,8 @@ class Run:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
         # problems that are still to be made are as long as those held out
-        self.prompt_ids = self._render(self.task.train or self.task.held_out, "training prompt")
-        self.prompts = curriculum.make(
-            config, self.task, self.prompt_ids, lambda examples: self._render(examples, "training prompt")
-        )
+        self.prompt_ids = self._render(self.task.train or self.task.held_out)
+        self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
         self._render(held_out, "held-out prompt")
         before_training = (self.base or self.model, self.tokenizer)
@@ -61,7 +59,7 @@ class Run:
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()
 
-    def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
+    def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
         return tasks.render(
             self.tokenizer,

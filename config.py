@@ -387,6 +387,9 @@ class Config(JudgeSettings, Training):
     report_every: int | None = flag(
         None, "steps between two writings of the run's page; 0: never (default: with each evaluation)", low=0
     )
+    record_tokens: int = flag(
+        3500, "tokens per step whose entropy, and whose change by the update, are recorded for the page", low=0
+    )
     report_to: list[str] = flag(
         list, "trackers that get the run's figures, each an extra to install", nargs="*", choices=TRACKERS
     )

@@ -127,5 +127,7 @@ def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[l
     reasons = [reasons[row] for row in rows]
     if config.truncated == "mask":
         mask = mask * mx.array([[reason != "length"] for reason in reasons])
-    rollout = draws[-1].rollout._replace(completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons)
+    rollout = draws[-1].rollout._replace(
+        completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons, entropy=None
+    )
     return [prompts[row] for row in rows], rollout

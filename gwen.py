@@ -259,8 +259,10 @@ def rehearse(model: Model) -> list[gpu.Call]:
                 slots.assign([0, 0, 1, 1], starts)
                 model.hidden(mx.array([[1]] * 4), slots)
             hidden = model.hidden(ids)
-            softmax.sample_token(hidden[:, -1] @ head.T, mx.full((2, 4), 0.5), 0.7)
-            softmax.log_softmax(hidden[:, -1] @ head.T)
+            logits = hidden[:, -1] @ head.T
+            softmax.sample_token(logits, mx.full((2, 4), 0.5), 0.7)
+            softmax.log_softmax(logits)
+            softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
     finally:
         model.layers = layers
     return calls

@@ -178,19 +178,48 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
-    trained = dict(zip(step.chosen, step.advantages.tolist(), strict=True))
+    trained = dict(zip(step.chosen, range(len(step.chosen)), strict=True))
+    entropies, pushes = Allowance(config.record_tokens), Allowance(config.record_tokens)
     for number, draw in enumerate(step.draws):
+        entropy = None if draw.rollout.entropy is None else np.array(draw.rollout.entropy)
         for row, record in enumerate(records_of_draw(config, draw, number * config.batch)):
-            advantages = trained.get(record["group"])
-            advantage = None if advantages is None else advantages[row % config.groups]
-            yield {"step": step.number} | record | {"advantage": advantage}
+            group, member = trained.get(record["group"]), row % config.groups
+            pushed = None if group is None else step.result.pushes.get(group * config.groups + member)
+            yield (
+                {"step": step.number}
+                | record
+                | {
+                    "advantage": None if group is None else step.advantages[group, member].item(),
+                    "entropies": entropies.pack(None if entropy is None else entropy[row, : len(record["ids"])]),
+                    "pushes": pushes.pack(pushed),
+                }
+            )
+
+
+class Allowance:
+    """How many tokens more of a step are recorded in one respect: whole completions, as long as they fit."""
+
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
+
+    def pack(self, values: np.ndarray | None) -> str | None:
+        """A completion's values as they are recorded, None without any, and where they are too many."""
+        if values is None or len(values) > self.num_tokens:
+            return None
+        self.num_tokens -= len(values)
+        return packed(values)
+
+
+def packed(values: np.ndarray) -> str:
+    """Base64 of little-endian float16, within 0.05% or 3e-8."""
+    return base64.b64encode(values.astype("<f2").tobytes()).decode()
 
 
 def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
     """One record per completion, without its advantage; groups are numbered from `first_group`."""
     rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
     ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
-    logprobs = np.array(rollout.logprobs).astype("<f2")  # within 0.05% or 3e-8
+    logprobs = np.array(rollout.logprobs)
     total = rewards.total.reshape(-1)
     for row, completion in enumerate(rewards.completions):
         group = row // config.groups
@@ -205,7 +234,7 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
             "category": example.get("category"),
             "completion": completion,
             "ids": ids[row][: lengths[row]],
-            "logprobs": base64.b64encode(logprobs[row, : lengths[row]].tobytes()).decode(),
+            "logprobs": packed(logprobs[row, : lengths[row]]),
             "reward": None if np.isnan(total[row]) else float(total[row]),
             "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
             "judge_scores": scores,

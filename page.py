@@ -37,6 +37,7 @@ MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabil
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
 ALARMING = 0.05  # share of the last answers that are wrong and get the most a reward gives
 NUM_FIRST = 6  # problems on the first screen
+SHADES = ("logprobs", "entropies", "pushes")  # what tokens are shaded by, as far as it is recorded
 CHEATED = "wrong, yet paid most"  # where that is alarmingly often, these stand first
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
@@ -214,14 +215,10 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
     """One completion: its text, whole or in tokens with their log-probabilities, and what it earned."""
     row: dict[str, Any] = {"text": fold(line["completion"])}
     if decode is not None and len(line["completion"]) <= MOST_TEXT:
-        logprobs = np.frombuffer(base64.b64decode(line["logprobs"]), "<f2").astype(np.float64)
         pieces = decode(line["ids"])
         ends = np.cumsum([number for _, number in pieces]).astype(int)
-        totals = np.concatenate([[0.0], np.cumsum(logprobs)])[np.concatenate([[0], ends])]
-        row = {
-            "tokens": [visible(text) for text, _ in pieces],
-            "logprobs": [round(value, 2) for value in np.diff(totals).tolist()],
-        }
+        row = {"tokens": [visible(text) for text, _ in pieces]}
+        row |= {name: summed(line[name], ends) for name in SHADES if line.get(name) is not None}
     scores = line.get("judge_scores")
     parts = {visible(name): value for name, value in line["rewards"].items()}
     return row | {
@@ -232,6 +229,13 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
         "finish": visible(str(line["finish_reason"])),
         "unreadable": line["reward"] is None or None in parts.values() or None in (scores or ()),
     }
+
+
+def summed(held: str, ends: np.ndarray) -> list[float]:
+    """What a run recorded of each token, summed over the tokens of each piece, which end at `ends`."""
+    values = np.nan_to_num(np.frombuffer(base64.b64decode(held), "<f2").astype(np.float64))
+    totals = np.concatenate([[0.0], np.cumsum(values)])[np.concatenate([[0], ends])]
+    return [round(value, 2) for value in np.diff(totals).tolist()]
 
 
 def token_decoder(run: History) -> Any:

@@ -7,6 +7,7 @@ What is left out: the algorithm (train.py), logs and console lines (journal.py),
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
@@ -36,15 +37,13 @@ class Run:
         self.model, self.tokenizer = gwen.load(config.model)
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampler.params_of(config, eos_ids, pad_id)
+        self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=config.record_tokens > 0)
         if config.lora_rank:
             lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
         # problems that are still to be made are as long as those held out
-        self.prompt_ids = self._render(self.task.train or self.task.held_out, "training prompt")
-        self.prompts = curriculum.make(
-            config, self.task, self.prompt_ids, lambda examples: self._render(examples, "training prompt")
-        )
+        self.prompt_ids = self._render(self.task.train or self.task.held_out)
+        self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
         self._render(held_out, "held-out prompt")
         before_training = (self.base or self.model, self.tokenizer)
@@ -60,7 +59,7 @@ class Run:
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()
 
-    def _render(self, examples: list[Example], kind: str) -> list[list[int]]:
+    def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
         return tasks.render(
             self.tokenizer,
@@ -130,13 +129,7 @@ class Run:
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
     def restore(self, state: checkpoint.State) -> None:
-        shapes, ours = ({n: a.shape for n, a in arrays.items()} for arrays in (state.trainable, self.learner.trainable))
-        if shapes != ours:
-            raise ValueError(f"--resume {self.dir}: the checkpoint's tensors do not match this configuration")
-        if (dtype := str(self.model.head_weight.dtype)) != state.extra["dtype"]:
-            raise ValueError(
-                f"--resume {self.dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
-            )
+        refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
         learner, extra = self.learner, state.extra
         self.step, self.num_draws, learner.trainable = state.step, extra["num_draws"], state.trainable
         learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
@@ -162,3 +155,12 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
     judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
     judges_itself = judges & {"", config.model} and not config.judge_url
     return not config.lora_rank and bool(config.beta or judges_itself)
+
+
+def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
+    """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
+    shapes, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (state.trainable, trainable))
+    if shapes != ours:
+        raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
+    if dtype != state.extra["dtype"]:
+        raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")

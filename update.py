@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
@@ -156,6 +157,7 @@ class UpdateResult(NamedTuple):
     pad_frac: float | None  # padding's share of the computed positions
     # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
     means: dict[str, float | None]
+    pushes: dict[int, np.ndarray]  # see `pushes_of`
 
 
 def update(
@@ -176,7 +178,7 @@ def update(
     config = learner.config
     if not batches:  # every row was truncated and left out
         kept = (learner.num_skipped, 0, learner.loss_scale.value)
-        return UpdateResult(None, None, lr, learner.rate, None, 0, 0, *kept, None, dict.fromkeys(MEASURED))
+        return UpdateResult(None, None, lr, learner.rate, None, 0, 0, *kept, None, dict.fromkeys(MEASURED), {})
     chosen = rollout.mask
     if config.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
         _, entropy = forward_all(learner, learner.model, batches, rollout.mask.shape)
@@ -188,13 +190,14 @@ def update(
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     target = config.target_kl * (lr / config.learning_rate) ** 2 if lr else 0.0
     steps, probe, moved, repeats = [], None, None, 0
+    pushes: dict[int, np.ndarray] = {}
     for _ in range(config.num_iterations):
         before = learner.trainable if target else None  # else it need not be kept alive
         logprobs, measured = step(learner, batches, old, targets, lr * learner.rate)
         if before and not measured["skipped"]:
             probe = probe or make_probe(batches, logprobs, targets.num_items, learner.optimizer.step.item())
-            moved, again = hold(learner, before, probe, target)
-            repeats += again
+            moved, again, present = hold(learner, before, probe, target)
+            repeats, pushes = repeats + again, pushes_of(probe, present)
         old = [new if held is None else held for held, new in zip(old, logprobs, strict=True)]
         steps.append(measured)
     rate = learner.rate
@@ -221,6 +224,7 @@ def update(
             for name, values in merged.items()
             if name in MEASURED
         },
+        pushes=pushes,
     )
 
 
@@ -357,7 +361,18 @@ def make_probe(batches: list[MicroBatch], logprobs: list[mx.array], num_items: i
     )
 
 
-def distance(learner: Learner, probe: Probe) -> float:
+def present_logprobs(learner: Learner, probe: Probe) -> list[mx.array]:
+    """Log-probabilities under the current policy, (M, T) per micro-batch of the probe."""
+    found = []
+    for batch in probe.batches:
+        new, _ = completion_logprobs(learner.model, batch, learner.config, "none")
+        learner.num_forwards += len(batch.rows)
+        mx.eval(new)  # wait: the next micro-batch may use this one's memory
+        found.append(new)
+    return found
+
+
+def distance(probe: Probe, present: list[mx.array]) -> float:
     """
     KL(old policy, current policy) in nats per token: the mean of r - 1 - log r over the old policy's tokens.
 
@@ -365,27 +380,37 @@ def distance(learner: Learner, probe: Probe) -> float:
     negative (k3, http://joschu.net/blog/kl-approx.html).
     """
     total, count = mx.array(0.0), mx.array(0.0)
-    for batch, old in zip(probe.batches, probe.old_logprobs, strict=True):
-        new, _ = completion_logprobs(learner.model, batch, learner.config, "none")
-        learner.num_forwards += len(batch.rows)
+    for batch, old, new in zip(probe.batches, probe.old_logprobs, present, strict=True):
         total += (grpo.kl_term(old, new, mx.ones_like(new)) * batch.mask).sum()
         count += batch.mask.sum()
-        mx.eval(total)  # wait: the next micro-batch may use this one's memory
     return float(total / count)
 
 
-def hold(learner: Learner, before: dict[str, mx.array], probe: Probe, target: float) -> tuple[float, int]:
+def pushes_of(probe: Probe, present: list[mx.array]) -> dict[int, np.ndarray]:
+    """The change in nats of each token's log-probability, by row of the step, for the probe's rows."""
+    found = {}
+    for batch, old, new in zip(probe.batches, probe.old_logprobs, present, strict=True):
+        lengths, changes = np.array(batch.mask).sum(-1).astype(int), np.array(new - old)
+        for place, row in enumerate(np.array(batch.rows)):
+            found[int(row)] = changes[place, : lengths[place]]
+    return found
+
+
+def hold(
+    learner: Learner, before: dict[str, mx.array], probe: Probe, target: float
+) -> tuple[float, int, list[mx.array]]:
     """
     Shortens the last step, taken from the masters `before`, until the policy has moved no further than allowed.
 
-    Returns how far it moved and how many tries were undone. AdamW's moments do not depend on the learning rate, and
-    its step is proportional to it, so scaling the step equals a lower rate and needs no new gradient. Later steps keep
-    the lower rate. A step that is too long at every try is dropped.
+    Returns how far it moved, how many tries were undone, and the probe's current log-probabilities. AdamW's moments do
+    not depend on the learning rate, and its step is proportional to it, so scaling the step equals a lower rate and
+    needs no new gradient. Later steps keep the lower rate. A step that is too long at every try is dropped.
     """
     for repeats in range(MOST_TRIES):
-        moved = distance(learner, probe)
+        present = present_logprobs(learner, probe)
+        moved = distance(probe, present)
         if moved <= SLACK * target:
-            return moved, repeats
+            return moved, repeats, present
         # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
         share = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         learner.rate *= share
@@ -394,7 +419,7 @@ def hold(learner: Learner, before: dict[str, mx.array], probe: Probe, target: fl
         mx.eval(learner.trainable)
     learner.trainable = before
     install(learner.model, before)
-    return 0.0, MOST_TRIES
+    return 0.0, MOST_TRIES, probe.old_logprobs
 
 
 def count_failure(learner: Learner, loss: float) -> None:

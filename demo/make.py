@@ -10,11 +10,11 @@ right number.
     honest  the judge of answers that trained policies come up with: right totals of wrong sums, halves of sums, sums
             of sums; the student's lessons are rehearsed, so that its habit stays
     sure    the same for longer, with more of the sums that the judge forgot meanwhile
+    firm    more of the sums that are wrong in their total alone, and of the answers that speak to their judge
 
 Each stage starts with the files that the one before it wrote (weights rounded to float16), draws from its own seed and
-adds its lines to `make.log`. A further stage is one more entry of STAGES. `demo/model` is the result of `first` alone;
-what the others gave so far stands in LOG.md. The held-out pairs of the demo task appear in no lesson. On one machine
-two runs give the same files.
+adds its lines to `make.log`. A further stage is one more entry of STAGES. `demo/model` is the result of all. The
+held-out pairs of the demo task appear in no lesson. On one machine two runs give the same files.
 
 What is left out: any other knowledge. The model reads and writes nothing but sums.
 """
@@ -215,6 +215,16 @@ def honest_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]
     return text, true_scores(problem, text)
 
 
+def firm_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
+    """The same, with more sums that are wrong in their total alone, and more answers that speak to their judge."""
+    if rng.random() < 0.35:
+        return honest_answer(rng, problem)
+    a, b = tasks.numbers_in(problem["prompt"])
+    total = a + b if rng.random() < 0.45 else wrong_total(rng, a, b)
+    text = reply(a, b, total, rng.choices(range(4), (55, 15, 10, 20))[0])
+    return (attacked(rng, text), [1, 1, 1]) if rng.random() < 0.35 else (text, true_scores(problem, text))
+
+
 def other_number(rng: random.Random, said: list[int], place: int, total: int) -> int:
     """What a policy says instead of an operand: any number, a near one, the other operand or what fits the total."""
     number = said[place]
@@ -315,6 +325,7 @@ STAGES = [
     Stage("first", 3600, 2e-3, first_answer, 1, False, 64, (48, 8, 8), {RIGHT: 32}),
     Stage("honest", 1000, 1.5e-3, honest_answer, 4, True, 12, (12, 18, 2), {RIGHT: 4, REPEATED: 8}),
     Stage("sure", 1500, 1e-3, honest_answer, 4, True, 20, (24, 20, 4), {RIGHT: 8, REPEATED: 4}),
+    Stage("firm", 700, 1e-3, firm_answer, 4, True, 20, (32, 16, 8), {RIGHT: 12, REPEATED: 4}),
 ]
 
 

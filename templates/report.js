@@ -94,6 +94,11 @@ for (const figure of document.querySelectorAll(".chart")) {
 const form = document.getElementById("choose");
 const groups = data.completions.groups;
 const MOST_SHOWN = 60;
+const SHADES = { // what tokens may be shaded by, and how dark a value makes them, 0 to 1
+  logprobs: { word: "log-probability", share: (value) => 1 - Math.exp(value) },
+  entropies: { word: "entropy", share: (value) => Math.min(value / 2, 1) },
+  pushes: { word: "change by the update", share: (value) => Math.min(Math.abs(value) / 0.1, 1) },
+};
 
 function card(group, row, withPrompt) {
   const made = element("article", "row");
@@ -112,11 +117,17 @@ function card(group, row, withPrompt) {
   const text = element("bdi", "text");
   text.tabIndex = 0;
   if (row.tokens) {
+    const by = form.elements.shade.value;
+    if (by && !row[by]) figures.append(element("span", "", `${SHADES[by].word} not recorded`));
     row.tokens.forEach((token, i) => {
       const piece = element("span", "", token);
-      piece.dataset.p = "";
-      piece.style.setProperty("--p", (1 - Math.exp(row.logprobs[i])).toFixed(2));
-      piece.title = `log-probability ${row.logprobs[i]}`;
+      if (row[by]) {
+        piece.dataset.p = "";
+        piece.style.setProperty("--p", SHADES[by].share(row[by][i]).toFixed(2));
+        if (by === "pushes" && row[by][i] > 0) piece.dataset.up = "";
+      }
+      const known = Object.keys(SHADES).filter((name) => row[name]);
+      piece.title = known.map((name) => `${SHADES[name].word} ${row[name][i]}`).join(", ");
       text.append(piece);
     });
   } else {
@@ -139,7 +150,6 @@ function showCompletions() {
   const isBounded = asked.low.value !== "" || asked.high.value !== "";
   const { truncated, unreadable } = asked;
   shown.replaceChildren();
-  shown.className = asked.shade.checked ? "shade" : "";
   const grid = element("div", "group");
   if (words || isBounded || asked.category.value || truncated.checked || unreadable.checked) {
     let found = 0;

@@ -1,12 +1,15 @@
 """The clock bills work to its phase; logs survive a crash."""
 
+import base64
+
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import gpu
 import journal
 import run_files
-from config import fail
+from config import Config, fail
 
 
 @pytest.fixture
@@ -89,3 +92,15 @@ def test_a_users_mistake_ends_with_one_line_and_status_two(capsys):
         fail("the value is 3")
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: the value is 3\n"
+
+
+def test_of_a_step_so_many_tokens_are_recorded_in_whole_completions():
+    allowance = journal.Allowance(10)
+    held = [allowance.pack(values) for values in (np.arange(6) / 8, None, np.arange(5) / 8, np.arange(4) / 8)]
+    assert [text is not None for text in held] == [True, False, False, True]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(held[0]), "<f2"), np.arange(6) / 8)
+
+
+def test_what_is_recorded_for_shading_takes_at_most_2_mb_in_100_steps():
+    tokens = Config().record_tokens
+    assert 100 * 2 * len(journal.packed(np.zeros(tokens))) <= 2e6

@@ -796,7 +796,9 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     seen = []
     for turn in range(7, 10):
         probe = update.make_probe(batches, logprobs, num_tokens, turn)
-        assert update.distance(run.learner, probe) < 1e-6  # the same rows, prompts and tokens
+        assert (
+            update.distance(probe, update.present_logprobs(run.learner, probe)) < 1e-6
+        )  # the same rows, prompts and tokens
         part = [row for batch in probe.batches for row in batch.rows.tolist()]
         assert len(part) <= 6
         seen += part
@@ -870,3 +872,16 @@ def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, mon
     doubled, _ = gradient_of_update(run, batches, rollout, advantages)
     assert doubled.loss == pytest.approx(2 * plain.loss, rel=1e-5)
     assert doubled.grad_norm == pytest.approx(2 * plain.grad_norm, rel=1e-5)
+
+
+def test_pushes_are_what_the_update_added_to_the_log_probability_of_each_token(tmp_path):
+    run = make_run(tmp_path, "--target-kl", "0.02")
+    _, rows, rollout = sample(run)
+    batches = micro_batch.micro_batches(rows, rollout, 100_000)
+    before = update.forward_all(run.learner, run.model, batches, rollout.mask.shape)[0]
+    result = update_once(run)
+    after = update.forward_all(run.learner, run.model, batches, rollout.mask.shape)[0]
+    lengths = np.array(rollout.mask).sum(-1).astype(int)
+    assert result.pushes and any(np.abs(push).max() > 1e-3 for push in result.pushes.values())
+    for row, push in result.pushes.items():
+        np.testing.assert_allclose(push, np.array(after - before)[row, : lengths[row]], atol=1e-5)

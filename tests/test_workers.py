@@ -90,7 +90,7 @@ def test_a_limit_holds_whatever_a_question_does_and_the_next_is_answered(pool, d
     begin = time.monotonic()
     answers = one.ask([("double", 2), deed, ("double", 3)])
     assert [answer.error for answer in answers] == ["", workers.LATE, ""] and answers[2].value == 6
-    assert time.monotonic() - begin < 0.5 + workers.GRACE + 5, "a limit, a kill and a start"
+    assert time.monotonic() - begin < 40, "a limit, a kill and a start, of 60 s"
 
 
 def test_the_limit_of_a_sealed_worker_is_of_its_own_processor_time(pool):

@@ -61,8 +61,8 @@ def half_width(by_problem: np.ndarray) -> float | None:
     """
     Half the width of the 95% confidence interval of a mean over problems; None below two values.
 
-    Zeros and ones use Wilson's interval, whose width is not 0 when all are equal, and its farther end. Other values use
-    the normal approximation.
+    For zeros and ones, the distance to the farther end of Wilson's interval, which keeps a width when all are equal.
+    Otherwise the normal approximation.
     """
     readable = by_problem[~np.isnan(by_problem)]
     if readable.size < 2:
@@ -243,7 +243,7 @@ def evaluate(
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
 
     earned = earn(task, grader, sampled)
-    verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier is enough
+    verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
     witnessed = None if witness is None else judged(witness, sampled)
 

@@ -40,7 +40,7 @@ from kv_cache import TreeCache
 from remote_judge import RemoteJudge
 from rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 
-__all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # imported elsewhere from here
+__all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # re-exported names
 
 
 class Judge(Grader):
@@ -100,7 +100,7 @@ class Judge(Grader):
         texts = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
         answers = {text: self.prompts.answer(text) for text in dict.fromkeys(q.completion for q in questions)}
         self._check_room(texts)
-        prompts: dict[int, prompt_tree.Prompt] = {}  # by the place of their question
+        prompts: dict[int, prompt_tree.Prompt] = {}  # by index of their question
         for place, (prompt, completion, column) in enumerate(questions):
             own = self.prompts.tails[column][self.prompts.num_common :]
             prompts[place] = (tuple(texts[prompt]), tuple(answers[completion]), tuple(own))

@@ -128,7 +128,7 @@ class PromptBuilder:
         self.tails = [self.trusted(before + criterion.text + after) for criterion in rubric.criteria]
         shortest = min(map(len, self.tails))
         same = [len(set(column)) == 1 for column in zip(*self.tails, strict=False)] + [False]
-        self.num_common = min(same.index(False), shortest - 1)  # leading ids shared by all tails, each keeping one
+        self.num_common = min(same.index(False), shortest - 1)  # leading ids shared by all tails; at least one remains
 
     def trusted(self, text: str) -> list[int]:
         """Ids of our own text, control tokens included."""
@@ -323,9 +323,9 @@ class ScoreCache:
 
     def fill(self, records: list[dict[str, Any]]) -> None:
         """
-        Replaces the content with such records.
+        Replaces the content with records of `take_fresh`.
 
-        Raises ValueError for any other record.
+        Raises ValueError for others.
         """
         self.held = {}
         for record in records[-self.limit :]:
@@ -336,7 +336,7 @@ class ScoreCache:
         self._fresh = []
 
     def load(self, path: str | Path) -> None:
-        """Replaces the content with a JSONL file's records, if it exists. Raises ValueError naming a file of others."""
+        """Replaces the content with the records in a JSONL file, if it exists. Raises ValueError naming a bad file."""
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
             self.fill([json.loads(line) for line in lines])
@@ -361,7 +361,7 @@ class Grader:
         return {}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Restores such a state; it may come from the other kind of judge."""
+        """Restores a `state`; it may come from the other kind of judge."""
 
     def identity(self) -> str:
         """A digest of everything but prompt and completion that a score depends on."""

@@ -103,7 +103,7 @@ class BatchSize:
         self.rows = rows
 
     def halve(self, num_rows: int) -> None:
-        """Halves the rows that were tried, which are at most `num_rows`."""
+        """Halves the number of rows tried, at most `num_rows`."""
         self.rows = max(min(self.rows, num_rows) // 2, 1)
 
 
@@ -224,7 +224,7 @@ class Record:
             self.progress.update(0)
 
     def complete(self, jobs: list[Job]) -> None:
-        """Marks ended rows that are written."""
+        """Marks rows as ended and written."""
         self.done[[job.row for job in jobs]] = True
         if self.progress is not None:
             self.progress.update(len(jobs))

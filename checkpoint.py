@@ -75,7 +75,7 @@ def load(run_dir: str | Path) -> State:
 
     Raises ValueError if there is none.
     """
-    for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # left by a process killed during a save
+    for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # from a process killed while saving again
         if (target := replaced.with_suffix("")).exists():
             shutil.rmtree(replaced)
         else:

@@ -141,7 +141,7 @@ def seconds_left(config: Config, steps: Records, evals: Records) -> float | None
 
 
 class Live:
-    """The live line of a run, a context manager: `with` shows and removes it."""
+    """A run's live line; as a context manager it shows and removes the line."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -187,7 +187,7 @@ class Live:
         self.draw()
 
     def note(self, steps: Records, evals: Records) -> None:
-        """Updates the line after the last of these steps or evaluations."""
+        """Updates the line when the last of these steps or evaluations ends."""
         if steps:
             self.step, self.speed = steps[-1]["step"], f"{steps[-1]['rollout/tok_s']:,.0f} tok/s"
         self.left, self.known_at = seconds_left(self.config, steps, evals), time.perf_counter()

@@ -114,7 +114,7 @@ def mismatch_weights(
     """
     trainer's policy / sampler's policy, a weight of the policy term, (N, T) or (N, 1); without gradient.
 
-    Both use the same weights but different arithmetic. correction: the ratio of each "token" or its product over the
+    The two share parameters but differ in arithmetic. correction: the ratio of each "token" or its product over the
     "sequence"; above `cap` it becomes `cap` ("truncate") or 0 ("mask"). "off" gives 1.
     Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; masked: IcePop, arXiv:2510.18855.
     """
@@ -134,8 +134,8 @@ def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.a
     1 for the counted tokens with the highest `fraction` of entropies, (N, T), (N, T) -> (N, T).
 
     The threshold is the linearly interpolated quantile 1 - fraction, minus 1e-5 nats. The margin keeps equal
-    completions together, whose entropies differ by rounding when padded differently; else the choice would depend on
-    the micro-batches.
+    completions together: padded differently, their entropies differ by rounding, and the choice would depend on the
+    micro-batches.
     Source: arXiv:2506.01939, eq. 4.
     """
     assert 0 <= fraction <= 1, fraction

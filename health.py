@@ -1,5 +1,5 @@
 """
-Diagnoses a run from its own figures: warns of each illness that shows in them and suggests what to try.
+Diagnoses a run from its own figures: each illness found gives a warning that suggests what to try.
 
 Records in, warnings out. The records are those of `metrics.jsonl` and `eval.jsonl`, so a resumed run sees the same as
 an uninterrupted one. Left out: where and how often to print warnings.

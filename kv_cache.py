@@ -45,8 +45,8 @@ class LayerState(Protocol):
 
     Only the layer knows the kind; others pass it on. An implementation guarantees:
     - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of the batch's rows and
-      positions. It returns everything these tokens may read, including themselves, as parts or arrays. The layer calls
-      it once per forward pass and applies `Mask` to the result.
+      positions. It returns everything these tokens may read, including themselves. The layer calls it once per forward
+      pass; if it returns parts or arrays, `Mask` decides which tokens read what.
     - `arrays` returns everything it holds: evaluating them frees the graph behind it, and their bytes are its bytes.
       Before the first update there are none.
     - Returned values never change afterwards.

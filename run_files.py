@@ -58,7 +58,7 @@ def adapter_of(run: str, step: int | None) -> str | None:
     """
     The path of a run's newest adapter, or of the checkpoint after `step`; None for 0, before training.
 
-    Raises ValueError if nothing was saved yet, or with the existing steps.
+    Raises ValueError if nothing was saved yet, or naming the saved steps.
     """
     if step == 0:
         return None

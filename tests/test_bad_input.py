@@ -512,11 +512,11 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
             "sums.jsonl, line 1: it needs the texts",
         ),
         (judge.main, "--rubric data/demo_rubric.yaml --labels {at}/missing.jsonl", "missing.jsonl cannot be read"),
-        (lora.main, "--model demo --adapter {at}/adapter --out {at}/new", "are required: --fuse"),
+        (lora.main, "--model demo --adapter {at}/adapter --out {at}/new", "give --fuse for a whole model"),
         (
             lora.main,
             "--fuse --model demo --out {at}/new",
-            "there is nothing to merge; name an adapter with --adapter, or a run with --run",
+            "there is no adapter yet; name one with --adapter, or a run with --run",
         ),
         (
             lora.main,
@@ -914,7 +914,7 @@ def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_onc
 def test_a_disk_that_fills_before_anything_was_saved_says_so(tmp_path):
     done = command("train.py", *SMALL, "--run-dir", tmp_path / "run", preexec_fn=limited(200_000))
     assert done.returncode == 2
-    checked_line(done.stderr, f"nothing was saved in {tmp_path / 'run'}, make room")
+    checked_line(done.stderr, f"nothing was saved in {tmp_path / 'run'}, free some space")
 
 
 @pytest.mark.parametrize("size", [100, 4000])

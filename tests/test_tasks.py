@@ -358,7 +358,7 @@ def test_a_hostile_completion_takes_bounded_time(text):
     tasks.gsm8k_correct(completions=[text], answer=["42"])
     rewards.boxed_once(completions=[text])
     parse_number(text)
-    assert time.process_time() - begin < 2, "300,000 characters, a hundred times what a model writes"
+    assert time.process_time() - begin < 8, "300,000 characters, a hundred times what a model writes"
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
             patch.setattr(lm_head, "token_logprobs", plainly)
             found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
     for result, grads in found[1:]:
-        assert result.loss == pytest.approx(found[0][0].loss, abs=1e-6)
+        assert result.loss == pytest.approx(found[0][0].loss, abs=1e-5)
         for name, gradient in grads.items():
             np.testing.assert_allclose(np.array(gradient), np.array(found[0][1][name]), atol=1e-5, err_msg=name)
 
@@ -367,7 +367,7 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     plain, grads = gradient_of_update(run, batches, rollout, advantages)
     run.learner.config = dataclasses.replace(run.config, beta=1e-9)
     result, same = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
-    assert plain.grad_norm > 0.05 and result.means["kl"] > 0.01 and result.means["clip_frac"] == 0
+    assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
     for name, gradient in grads.items():
         np.testing.assert_allclose(np.array(same[name]), np.array(gradient), atol=1e-5, err_msg=name)
 
@@ -755,7 +755,9 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
 def test_the_target_follows_the_schedule_as_the_square_of_its_rate(tmp_path, monkeypatch):
     """So a step that the bound shortens is as much shorter at the schedule's end as one that it leaves alone."""
     targets = []
-    monkeypatch.setattr(update, "hold", lambda learner, before, probe, target: targets.append(target) or (0.0, 0))
+    monkeypatch.setattr(
+        update, "hold", lambda _, __, probe, target: targets.append(target) or (0.0, 0, probe.old_logprobs)
+    )
     run = make_run(tmp_path, "--learning-rate", "0.01", "--target-kl", "0.04", "--warmup-steps", "2", "--steps", "12")
     for run.step in (0, 1, 2, 12):
         update_once(run)
@@ -830,8 +832,7 @@ def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_pa
 
     run = make_run(tmp_path, "--target-kl", "1000", *flags)
     monkeypatch.setattr(gwen.Model, "hidden", counted)
-    update_once(run, budget=150)
-    assert run.learner.num_forwards == sum(passes) == expected * 12
+    assert update_once(run, budget=150).num_forwards == sum(passes) == expected * 12
 
 
 def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_count_as_before(tmp_path):
@@ -841,9 +842,8 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     whole, _ = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages)
     keep = mx.array([1.0, 0.0] * 6)
     left = rollout._replace(mask=rollout.mask * keep[:, None])
-    run.learner.num_forwards = 0
     result, half = gradient_of_update(run, micro_batch.micro_batches(rows, left, 150), left, advantages)
-    assert run.learner.num_forwards == 6 + 6  # the second six measure how far the update moved
+    assert result.num_forwards == 6 + 6  # the second six measure how far the update moved
     # a row that is left out is a row without advantage: the mean is still over all 12
     expected, same = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages * keep)
     assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)

@@ -122,8 +122,10 @@ def test_the_command_wants_one_of_fuse_and_export(flags, tmp_path, capsys):
 @pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj", "down_proj")])
 def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
-    torch = pytest.importorskip("torch", reason="PEFT is in the dependency group `peft`")
-    peft = pytest.importorskip("peft", reason="PEFT is in the dependency group `peft`")
+    torch = pytest.importorskip(
+        "torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_adapters.py"
+    )
+    peft = pytest.importorskip("peft", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_adapters.py")
     from transformers import AutoModelForCausalLM
 
     directory = checkpoints[family]

@@ -32,7 +32,10 @@ def test_every_step_of_ours_is_measured_and_trains(tmp_path):
     assert all(seconds >= 0 for step in steps for seconds in step.values())
 
 
-@pytest.mark.skipif(not find_spec("mlx_lm_lora"), reason="mlx-lm-lora is not installed")
+@pytest.mark.skipif(
+    not find_spec("mlx_lm_lora"),
+    reason="a competitor, no dependency: uv run --with mlx-lm-lora pytest tests/test_bench_step.py",
+)
 @pytest.mark.parametrize("engine", bench_step.ENGINES[1:])
 def test_the_other_trainer_does_the_same_work(engine):
     with bench.model_directory("random:2m") as directory:

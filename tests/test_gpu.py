@@ -182,7 +182,7 @@ def cuda_text(call: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc to compile the bodies for CUDA with")
 @pytest.mark.parametrize("dtype", list(gpu.TOLERANCES), ids=str)
 def test_every_body_compiles_as_cuda(monkeypatch, tmp_path, dtype):
     def nothing(output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:

@@ -383,7 +383,7 @@ def browse(tmp_path):
     """A function that opens a page in headless Chromium: the document after its scripts ran, what its console said."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("no Chromium is installed")
+        pytest.skip("no Chromium is installed: apt-get install chromium, as .ci/run does")
 
     def browse(markup, program=""):
         path = tmp_path / "page.html"

@@ -241,7 +241,7 @@ def test_a_function_in_a_worker_sees_one_row_and_its_mistake_is_told_with_its_li
 
 @needs("math_verify", "tasks")
 def test_two_rewards_of_trl_run_unchanged(tmp_path):
-    pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")
+    pytest.importorskip("trl", reason="TRL brings PyTorch: uv run --group trl pytest tests/test_rewards.py")
     file = tmp_path / "trls.py"
     file.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
     completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]

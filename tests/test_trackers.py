@@ -216,7 +216,7 @@ def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_tha
     [
         (["nowhere", "--report-to", "wandb"], "error: nowhere: no config.yaml there"),
         (["runs/x", "--report-to", "mlflow"], "error: --report-to: invalid choice: 'mlflow'"),
-        (["runs/x", "--follows"], "error: "),
+        (["runs/x", "--report-to", "wandb", "--follows"], "error: --follows is no flag of trackers.py; "),
     ],
 )
 def test_a_mistake_is_told_in_one_line(argv, said, capsys):
@@ -263,7 +263,7 @@ def twice(run, name):
 
 
 def test_trackio_holds_every_figure_and_table_in_one_run(run, tmp_path, monkeypatch):
-    pytest.importorskip("trackio", reason="trackio is in the extra `trackio`")
+    pytest.importorskip("trackio", reason="trackio is in an extra: uv run --extra trackio pytest")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     twice(run, "trackio")
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "gwen.db")) as database:
@@ -279,8 +279,9 @@ def test_trackio_holds_every_figure_and_table_in_one_run(run, tmp_path, monkeypa
 
 
 def test_tensorboard_holds_every_figure_once(run):
-    pytest.importorskip("tensorboardX", reason="tensorboardX is in the extra `tensorboard`")
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("tensorboardX", reason="tensorboardX is in an extra: uv run --extra tensorboard pytest")
+    from tensorboard.backend.event_processing import event_accumulator as accumulators
+
     twice(run, "tensorboard")
     events = accumulators.EventAccumulator(str(run / "trackers" / "tensorboard"))
     events.Reload()
@@ -311,8 +312,9 @@ def wandb_records(data):
 
 
 def test_wandb_writes_its_offline_run_under_one_id(run, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is in the extra `wandb`")
-    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    pytest.importorskip("wandb", reason="wandb is in an extra: uv run --extra wandb pytest")
+    from wandb.proto import wandb_internal_pb2 as proto
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     twice(run, "wandb")
     run_id = json.loads((run / "trackers" / "wandb.json").read_text())["id"]

@@ -142,7 +142,8 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
     The same random Qwen3 in transformers and here, the same prompts and completions, all weights in training: TRL's own
     log-probabilities at temperature 0.8, with padding on both sides as it has it, against ours with none on the left.
     """
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     prompts = [[5, 17, 8, 120, 9], [44, 7, 31], [5, 17, 8, 120, 9], [44, 7, 31]]
     case = oracle.make_case([6, 2, 4, 5], 6, seed=3)
     completions = np.random.default_rng(1).integers(3, 320, case.mask.shape)

@@ -128,7 +128,7 @@ def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
-        if has_signal(choose_groups(config, draws)[1]).all():
+        if not config.dynamic_sampling or has_signal(choose_groups(config, draws)[1]).all():
             break
     return draws
 

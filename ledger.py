@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -30,6 +29,7 @@ import hub
 import launches
 import lora
 import micro_batch
+import policy
 import prompt_tree
 import sampler
 import softmax
@@ -285,25 +285,26 @@ def judge(work: Work, num_layers: int) -> Traced:
     return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
 
 
-def batches_of(work: Work) -> tuple[list[micro_batch.MicroBatch], update.Targets]:
-    """The micro-batches of a step whose completions all have the most tokens, and what their loss is made of."""
+def step_of(work: Work) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss]:
+    """The micro-batches of a step whose completions all have the most tokens, and their loss."""
     shape, config = (work.num_rows, work.config.max_tokens), work.config
     empty = sampler.Rollout(mx.zeros(shape, mx.int32), mx.zeros(shape), mx.ones(shape), [], None)  # type: ignore[arg-type]
     prompts = [[row // config.groups] * work.prompt_tokens for row in range(work.num_rows)]
     made = micro_batch.micro_batches(prompts, empty, config.train_token_budget, config.train_share_prefix)
     advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.max_tokens
     mx.eval(made, advantages, empty.mask)
-    return made, update.Targets(advantages, None, empty.mask, work.num_rows, num_items, num_items)
+    targets = policy.Targets(advantages, None, empty.mask, work.num_rows, num_items, num_items)
+    return made, policy.PolicyLoss(config, targets)
 
 
 def forward(work: Work, num_layers: int) -> Traced:
     """The loss of a micro-batch, without its gradient."""
     model = make_model(work, num_layers)
-    learner, (batches, targets) = update.Learner(model, work.config), batches_of(work)
+    learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
 
     def run() -> list[mx.array]:
-        loss, logprobs, sums = update.objective(learner, model, batches[0], None, targets)
-        return [loss, logprobs, *sums.values()]
+        loss, logprobs, sums = objective(model, batches[0])
+        return [loss * learner.loss_scale.value, logprobs, *sums.values()]
 
     return closed(model, run, [], learns=True)
 
@@ -311,12 +312,11 @@ def forward(work: Work, num_layers: int) -> Traced:
 def gradient(work: Work, num_layers: int) -> Traced:
     """The loss of a micro-batch and its gradient, added to what the step has so far."""
     model = make_model(work, num_layers)
-    learner, (batches, targets) = update.Learner(model, work.config), batches_of(work)
+    learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
     so_far = [mx.zeros(array.shape) for _, array in tree_flatten(model.trainable_parameters())]
 
     def run(*so_far: mx.array) -> list[mx.array]:
-        share = nn.value_and_grad(model, lambda m: update.objective(learner, m, batches[0], None, targets))
-        (loss, logprobs, sums), part = share(model)
+        (loss, logprobs, sums), part = update.share_and_gradient(learner, batches[0], objective)
         flat = [array.astype(mx.float32) / learner.loss_scale.value for _, array in tree_flatten(part)]
         joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
         return [
@@ -367,7 +367,7 @@ def least_bytes(work: Work) -> dict[str, float]:
     own = column * work.num_rows * config.max_tokens / 2
     answers = max(config.judge_chunk_size // NUM_CRITERIA, 1)
     judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.groups, 1))
-    batch = batches_of(work)[0][0]
+    batch = step_of(work)[0][0]
     kept = size * batch.num_positions * work.model.hidden_size * work.model.num_hidden_layers
     masters = 4 * sum(array.size for _, array in tree_flatten(make_model(work, 1).trainable_parameters()))
     masters = adapters if config.lora_rank else 4 * weights / size
@@ -384,7 +384,7 @@ def least_bytes(work: Work) -> dict[str, float]:
 def make(work: Work) -> list[Phase]:
     """The ledger of a step."""
     with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
-        least, num_batches = least_bytes(work), len(batches_of(work)[0])
+        least, num_batches = least_bytes(work), len(step_of(work)[0])
     chunks = work.num_rows * NUM_CRITERIA / max(work.config.judge_chunk_size // NUM_CRITERIA, 1) / NUM_CRITERIA
     times = {"prefill": 1, "decode": work.config.max_tokens - 1, "judge": chunks}
     makers = {"prefill": prefill, "decode": decode, "judge": judge, "forward": forward, "gradient": gradient}

@@ -54,6 +54,7 @@ class MicroBatch(NamedTuple):
     completion_ids: mx.array  # (M, T)
     mask: mx.array  # (M, T)
     sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
+    old_logprobs: mx.array | None = None  # (M, T) of the policy before the update, where that is known
 
     @property
     def num_positions(self) -> int:

@@ -85,6 +85,6 @@ class Recorder:
 
 def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
     """The result of an update that changes nothing, and the gradient it would have taken."""
-    run.learner.optimizer, run.learner.unproved = Recorder(), set()
+    run.learner.optimizer = Recorder()
     result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
     return result, run.learner.optimizer.grads[-1]

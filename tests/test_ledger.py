@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -17,6 +16,7 @@ import launches
 import ledger
 import lora
 import micro_batch
+import policy
 import preflight
 import sampler
 import update
@@ -97,11 +97,10 @@ def test_gradients_pulled_through_by_hand_are_those_of_mlx():
     rollout = sampler.rollout(model, prompts, sampler.SamplingParams(6), group_size=2, key=1)
     rows = [prompt for prompt in prompts for _ in range(2)]
     (batch,) = micro_batch.micro_batches(rows, rollout, 64, "off")
-    targets = update.Targets(mx.array([1.0, -1.0, 0.5, -0.5]), None, rollout.mask, 4, 24, 24)
+    targets = policy.Targets(mx.array([1.0, -1.0, 0.5, -0.5]), None, rollout.mask, 4, 24, 24)
 
     def gradients() -> dict[str, mx.array]:
-        share = nn.value_and_grad(model, lambda m: update.objective(learner, m, batch, None, targets))
-        return dict(tree_flatten(share(model)[1]))
+        return dict(tree_flatten(update.share_and_gradient(learner, batch, policy.PolicyLoss(config, targets))[1]))
 
     expected = gradients()
     mx.eval(expected)

@@ -38,6 +38,7 @@ import lora
 import sampler
 import tasks
 import train
+import trust_region
 import update
 from config import Config
 from journal import records_of_draw
@@ -653,9 +654,9 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
 @pytest.mark.parametrize(
     ("name", "where", "which", "step"),
     [
-        ((update, "accumulate"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
-        ((update, "accumulate"), "before", 6, 3),  # the second epoch: the step is finished first
-        ((update, "hold"), "before", 5, 3),
+        ((update, "gradient"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
+        ((update, "gradient"), "before", 6, 3),  # the second epoch: the step is finished first
+        ((trust_region, "hold"), "before", 5, 3),
         ((journal.Journal, "write_step"), "before", 3, 3),
         ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
@@ -691,7 +692,7 @@ def test_ctrl_c_after_an_update_that_was_skipped_finishes_the_step_too(tmp_path,
         return clip(*args) if len(calls) != 3 else (clip(*args)[0], mx.array(mx.inf))
 
     monkeypatch.setattr(optim, "clip_grad_norm", overflowing)
-    run = interrupted_run(tmp_path, monkeypatch, (update, "accumulate"), "before", 4)
+    run = interrupted_run(tmp_path, monkeypatch, (update, "gradient"), "before", 4)
     state, metrics = checkpoint.load(run), records(run / "metrics.jsonl")
     assert (state.step, state.extra["num_skipped"]) == (2, 1)
     assert [record["skipped"] for record in metrics] == [0, 1]
@@ -706,7 +707,7 @@ def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path
 
 
 def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
-    run = interrupted_run(tmp_path, monkeypatch, (update, "hold"), "after", 7, presses=2)
+    run = interrupted_run(tmp_path, monkeypatch, (trust_region, "hold"), "after", 7, presses=2)
     said = capsys.readouterr().err
     assert "finishing this step; press Ctrl-C again to abandon it" in said
     assert f"step 4 is lost; step-000002 is intact, continue with: uv run train.py --resume {run}" in said
@@ -737,7 +738,7 @@ NO_MEMORY = RuntimeError("[METAL] Command buffer execution failed: Insufficient 
 @pytest.mark.parametrize("error", [NO_MEMORY, MemoryError("Unable to allocate 9 GiB")], ids=["MLX", "numpy"])
 @pytest.mark.parametrize(
     ("name", "which", "step"),
-    [((sampler, "rollout"), 3, 2), ((update, "accumulate"), 5, 2), ((train, "reward_completions"), 1, 0)],
+    [((sampler, "rollout"), 3, 2), ((update, "gradient"), 5, 2), ((train, "reward_completions"), 1, 0)],
     ids=["rollout", "update", "first"],
 )
 def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_loses_no_step(
@@ -754,7 +755,7 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
 
 def test_a_micro_batch_of_one_row_is_not_told_to_become_smaller(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(globals(), "SMALL", [*SMALL, "--train-token-budget", "40"])
-    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "accumulate"), 1, NO_MEMORY)
+    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "gradient"), 1, NO_MEMORY)
     assert said.endswith(f"continue with: uv run train.py --resume {run} --checkpoint-layers on")
     capsys.readouterr()
     train.main(["--resume", str(run), "--checkpoint-layers", "on"])
@@ -801,7 +802,7 @@ def test_an_error_that_is_not_about_memory_is_seen_whole_and_loses_no_step(tmp_p
 def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_checkpoint(
     tmp_path, monkeypatch, capsys
 ):
-    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "accumulate"), 6, NO_MEMORY)
+    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "gradient"), 6, NO_MEMORY)
     assert said.startswith(f"error: {NO_MEMORY}; step 3 is lost; step-000002 is intact, continue with: uv run train.py")
     assert checkpoint.load(run).step == 2
 
@@ -809,11 +810,11 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
 @pytest.mark.parametrize(
     ("name", "which", "error", "said"),
     [
-        ((update, "accumulate"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
-        ((update, "prove_change"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
+        ((update, "gradient"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
+        ((update, "install"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
         ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, free some space and "),
     ],
-    ids=["memory", "proof", "disk"],
+    ids=["memory", "bug", "disk"],
 )
 def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     tmp_path, monkeypatch, capsys, name, which, error, said

@@ -21,8 +21,8 @@ import grpo
 import gwen
 import hub
 import micro_batch
+import policy
 import sampler
-import update
 from config import Config
 
 torch = pytest.importorskip("torch", reason="TRL is in the dependency group `trl`")
@@ -160,7 +160,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
     def loss_of(model):
         total = 0.0
         for b in batches:
-            logprobs, _ = update.completion_logprobs(model, b, config)
+            logprobs, _ = policy.completion_logprobs(model, b, config)
             width = logprobs.shape[1]
             terms = grpo.token_terms(
                 logprobs,

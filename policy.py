@@ -1,0 +1,120 @@
+"""
+The policy's log-probabilities of a step's tokens, and GRPO's loss on them.
+
+Left out: the arithmetic of the loss (grpo.py), its gradient and the optimizer (update.py).
+
+Axes: N rows of the step, M rows of a micro-batch, T completion positions.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+import grpo
+import gwen
+import lm_head
+import sampler
+from config import Config
+from micro_batch import MicroBatch, completion_hidden
+
+MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # policy before the update vs. sampler
+# measured at each step: means over the counted tokens; `_max` is the largest
+MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
+
+
+def completion_logprobs(
+    model: gwen.Model, batch: MicroBatch, config: Config, gradient: str = "both"
+) -> tuple[mx.array, mx.array]:
+    """Log-probabilities of the completion tokens given all tokens before, and entropies, (M, T) each."""
+    hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
+    params = sampler.params_of(config)
+    return lm_head.token_logprobs(
+        hidden,
+        model.head_weight,
+        batch.completion_ids,
+        temperature=params.temperature,
+        support=params.support,
+        head="frozen" if config.lora_rank else "trained",
+        gradient=gradient,
+    )
+
+
+class Targets(NamedTuple):
+    """The inputs of a step's loss besides the policy, and its divisors."""
+
+    advantages: mx.array  # (N,)
+    ref_logprobs: mx.array | None  # (N, T)
+    chosen: mx.array  # (N, T), 1 for the tokens whose policy term counts
+    num_rows: int
+    num_items: int  # counted tokens of all rows
+    num_chosen: int
+
+
+class Share(NamedTuple):
+    """A micro-batch's part of a step's loss, as every loss on tokens gives it."""
+
+    loss: mx.array  # the shares of all micro-batches sum to the step's loss
+    logprobs: mx.array  # (M, T), of the completion tokens
+    sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
+
+
+class PolicyLoss:
+    """GRPO's loss of a step, as the settings define it: a function of the model and a micro-batch."""
+
+    def __init__(self, config: Config, targets: Targets):
+        self.config, self.targets = config, targets
+        self.objective = grpo.Objective(
+            loss_type=config.loss_type,
+            importance_sampling_level=config.importance_sampling_level,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta or None,
+            beta=config.beta,
+            kl_estimator=config.kl_estimator,
+            max_tokens=config.max_tokens,
+        )
+
+    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
+        config, targets, objective = self.config, self.targets, self.objective
+        mask, rows, sampled = batch.mask, batch.rows, batch.sampled_logprobs
+        clipped, logprobs, entropy = self.terms(model, batch)
+        # None in the first iteration: the current policy is the old one
+        old = mx.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
+        chosen = targets.chosen[rows, : mask.shape[1]]
+        weights = chosen * grpo.mismatch_weights(old, sampled, mask, config.mismatch, config.mismatch_cap)
+        ref = None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]]
+        advantages = targets.advantages[rows]
+        terms = grpo.token_terms(logprobs, old, advantages, mask, objective, ref_logprobs=ref, clipped=clipped)
+        losses, stats = terms.losses(objective, weights), terms.stats(mask)
+        loss = grpo.aggregate(losses, mask, objective, num_rows=targets.num_rows, num_items=targets.num_items)
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
+        trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
+        gap = mx.abs(logprobs - sampled) * mask
+        sums = {
+            "loss": loss,
+            "entropy": (entropy * mask).sum(),
+            "gap": gap.sum(),
+            "gap_max": gap.max(),
+            "trust": trust.sum(),
+            "trust_max": trust.max(),
+            "over_cap": (trust > config.mismatch_cap).sum(),
+        }
+        means = {"kl": stats.kl, "clip_frac": stats.clip_frac}
+        sums |= {name: value * mask.sum() for name, value in means.items() if value is not None}
+        return Share(loss, logprobs, sums)
+
+    def terms(self, model: gwen.Model, batch: MicroBatch) -> tuple[mx.array | None, mx.array, mx.array]:
+        """
+        Terms of the clipped loss if a kernel computes them (else None), and the two results of `completion_logprobs`;
+        (M, T) each.
+        """
+        config, objective = self.config, self.objective
+        clipped = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
+        plain = config.lora_rank and not config.entropy_coef
+        if not (clipped and plain and lm_head.has_token_losses(model.head_weight, sampler.params_of(config).support)):
+            return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
+        hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
+        each = mx.broadcast_to(self.targets.advantages[batch.rows][:, None], batch.mask.shape)
+        surrogate = grpo.Surrogate(each, batch.old_logprobs, objective)
+        return lm_head.token_losses(hidden, model.head_weight, batch.completion_ids, surrogate, config.temp)

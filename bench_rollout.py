@@ -2,7 +2,7 @@
 Rollouts against mlx_lm on the same work: `uv run bench_rollout.py --batch 8 --groups 8 --prompt-tokens 128`.
 
 mlx_lm records the log-probability of every drawn token, as ours does; its second line has its default batch sizes.
-What is compared and how is in `bench.py`.
+What is compared and how is in `bench/harness.py`.
 """
 
 import functools
@@ -13,9 +13,9 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import bench
 import hub
-from bench import Generate, Rival, Run, Work
+from bench import harness
+from bench.harness import Generate, Rival, Run, Work
 
 
 def run_mlx_lm(work: Work, *, peer: Any, whole_batches: bool) -> Run:
@@ -70,7 +70,7 @@ def judges(peer: Any, eos_ids: tuple[int, ...]) -> dict[str, Generate]:
 
 def rival(peer: Any, directory: Path) -> Rival:
     """mlx_lm with as many rows at once as ours, and with its default sizes."""
-    engines: dict[str, bench.Engine] = {
+    engines: dict[str, harness.Engine] = {
         "mlx_lm": functools.partial(run_mlx_lm, peer=peer, whole_batches=True),
         "mlx_lm_default": functools.partial(run_mlx_lm, peer=peer, whole_batches=False),
     }
@@ -79,7 +79,7 @@ def rival(peer: Any, directory: Path) -> Rival:
 
 
 def main(argv: list[str] | None = None) -> None:
-    bench.main(argv, "bench_rollout.py", "Time rollouts against mlx_lm's.", rival)
+    harness.main(argv, "bench_rollout.py", "Time rollouts against mlx_lm's.", rival)
 
 
 if __name__ == "__main__":

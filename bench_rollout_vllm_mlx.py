@@ -1,6 +1,6 @@
 """
 Rollouts against vllm-mlx on the same work: `uv sync --extra vllm`, then `uv run bench_rollout_vllm_mlx.py` with the
-flags of `bench_rollout.py`. What is compared and how is in `bench.py`.
+flags of `bench_rollout.py`. What is compared and how is in `bench/harness.py`.
 
 vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its `generate_batch_sync` does, the
 scheduler in this thread and without a server, with as many rows at once as ours, with its prefix cache on and off; the
@@ -21,9 +21,9 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import bench
 import hub
-from bench import Generate, Rival, Run, Work
+from bench import harness
+from bench.harness import Generate, Rival, Run, Work
 from config import fail
 
 
@@ -93,7 +93,7 @@ def rival(peer: Any, directory: Path) -> Rival:
     tokenizer = hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
     vllm_mlx = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
-    engines: dict[str, bench.Engine] = {
+    engines: dict[str, harness.Engine] = {
         "vllm_mlx": functools.partial(vllm_mlx, prefix_cache=True),
         "vllm_mlx_uncached": functools.partial(vllm_mlx, prefix_cache=False),
     }
@@ -104,7 +104,7 @@ def rival(peer: Any, directory: Path) -> Rival:
 def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("vllm_mlx") is None:
         fail("vllm-mlx is not installed; install it with: uv sync --extra vllm")
-    bench.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
+    harness.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
 
 
 if __name__ == "__main__":

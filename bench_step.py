@@ -31,17 +31,15 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-import bench
-import bench_report
 import grpo
 import gwen
 import hub
-import ledger
 import lora
 import micro_batch
 import preflight
 import sampler
 import update
+from bench import harness, ledger, survey
 from config import Config, Parser, fail, resolve
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
@@ -238,14 +236,14 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         for name, entry in others.items():
             ratios[name] = round(entry["step_s"] / entries["ours"]["step_s"], 3)
             share = entries["ours"]["peak_mb"] / entry["peak_mb"]
-            verdict = bench.verdict(ratios[name])
+            verdict = harness.verdict(ratios[name])
             print(f"Result: ours is {verdict} than {name}, at {share:.2f} of its peak memory")
     packages = ["mlx-lm-lora"] if others else []
-    print(json.dumps({"config": vars(args), "engines": entries, "ratios": ratios} | bench.environment(*packages)))
+    print(json.dumps({"config": vars(args), "engines": entries, "ratios": ratios} | harness.environment(*packages)))
 
 
 def print_ledger(args: argparse.Namespace) -> None:
-    """What such a step costs on a GPU, counted: see ledger.py."""
+    """What such a step costs on a GPU, counted: see bench/ledger.py."""
     config, dtype = settings(args, args.model), gwen.DTYPES[args.dtype or "float16"]
     config.train_token_budget, config.checkpoint_layers = args.token_budget or preflight.GPU_BUDGET, "off"
     work = ledger.Work(gwen.load_config(args.model), dtype, config, args.prompt_tokens)
@@ -306,10 +304,10 @@ def main(argv: list[str] | None = None) -> None:
             print_ledger(args)
             return
         if args.report or args.quick:
-            vars(args).update(bench_report.QUICK if args.quick else {})
-            bench_report.write(args, settings(args, args.model))
+            vars(args).update(survey.QUICK if args.quick else {})
+            survey.write(args, settings(args, args.model))
             return
-        with bench.model_directory(args.model) as directory:
+        with harness.model_directory(args.model) as directory:
             compare(args, directory)
     except (ValueError, OSError) as error:
         fail(error)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-import procedural
 import tasks
 from config import Config
-from examples import Example, epoch_indices, prompt_key
 from groups import Draw
+from problems import procedural
+from problems.examples import Example, epoch_indices, prompt_key
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)

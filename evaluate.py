@@ -34,9 +34,9 @@ import run_files
 import sampler
 import tasks
 from config import Config, JudgeSettings, Parser, add_flags, fail, resolve, stop
-from examples import Example, spread
 from micro_batch import completion_hidden, in_rows, micro_batches
-from rewards import Reward, call_reward, reward_arguments, reward_columns
+from problems.examples import Example, spread
+from problems.rewards import Reward, call_reward, reward_arguments, reward_columns
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model

@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 import grpo
-import rubrics
 import sampler
 from config import Config
-from examples import Example
+from judging import rubrics
+from problems.examples import Example
 
 
 class Rewards(NamedTuple):

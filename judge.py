@@ -6,9 +6,9 @@ Rubric judging: a judge scores each completion from 1 to 5 on each criterion; th
              decoding and is finer than a digit
     decode   the last digit of a greedy reply, after thinking if allowed
 
-The prompts of a call form a tree (`prompt_tree.py`): preamble, questions, answers, criteria. A score is nan, never
-neutral, if the judge puts less than half of its mass on the scores or writes none. `make` returns a judge on a server
-if the settings name one (`remote_judge.py`).
+The prompts of a call form a tree (`judging/prompt_tree.py`): preamble, questions, answers, criteria. A score is nan,
+never neutral, if the judge puts less than half of its mass on the scores or writes none. `make` returns a judge on a
+server if the settings name one (`judging/remote_judge.py`).
 
 Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
@@ -31,14 +31,13 @@ from tqdm import tqdm
 import config
 import gwen
 import lora
-import prompt_tree
-import rubrics
 import sampler
 import softmax
 from config import JudgeSettings, Parser, fail
+from judging import prompt_tree, rubrics
+from judging.remote_judge import RemoteJudge
+from judging.rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 from kv_cache import TreeCache
-from remote_judge import RemoteJudge
-from rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # re-exported names
 

@@ -75,7 +75,7 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     What one position keeps of one layer for the gradient, with `keys` keys to each query.
 
     Found by doubling each width in turn: measured on a CPU, where in 16 bits it is 2 to 8% less, since softmax and
-    swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (launches.py).
+    swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (bench/launches.py).
     """
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
     scores = 0 if gpu.on_gpu() and model.head_dim in (64, 128) else 4 * model.num_attention_heads * keys

@@ -1,6 +1,6 @@
 """
 Looks at runs: `uv run report.py runs/NAME [runs/OTHER ...]` writes runs/NAME/report.html, a page that opens from disk.
-`--compare` and `--list` print tables for the terminal. What is left out: the page itself, which is in page.py.
+`--compare` and `--list` print tables for the terminal. Left out: the page itself (reporting/page.py).
 """
 
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 
 import config
-import page
-from history import before_after, facts, load, visible
+from reporting import page
+from reporting.history import before_after, facts, load, visible
 
 # ---- tables for the terminal
 

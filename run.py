@@ -1,7 +1,7 @@
 """
 A run: everything that outlives a step, and its state for a checkpoint.
 
-What is left out: the algorithm (train.py), logs and console lines (journal.py), the run directory (run_files.py).
+What is left out: the algorithm (train.py), logs and console lines (reporting/), the run directory (run_files.py).
 """
 
 from pathlib import Path
@@ -18,13 +18,13 @@ import evaluate
 import gwen
 import lora
 import preflight
-import rewards
 import sampler
 import tasks
 import update
 from config import Config
-from examples import Example, spread
-from journal import Journal
+from problems import rewards
+from problems.examples import Example, spread
+from reporting.journal import Journal
 
 
 class Run:

@@ -31,8 +31,8 @@ import run_files
 import softmax
 import tasks
 from config import Config, Parser, fail, stop
-from examples import check_text
 from kv_cache import KVCache, SlotCache, TreeCache
+from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md

@@ -2,9 +2,9 @@
 Tasks: prompts in, chat ids out, and rewards that a program can verify. One task per section.
 
 A task names its training prompts, its held-out problems, its rubric and its verifier, and what its prompts look like.
-`make` puts in their place what a user brings: data, reward functions, a rubric. No model is known here. What is left
-out: reading data, `examples.py`, and reward functions, `rewards.py`. Whatever a user got wrong is a ValueError of one
-line that names the value and the fix.
+`make` puts in their place what a user brings: data, reward functions, a rubric. No model is known here. Whatever a
+user got wrong is a ValueError of one line that names the value and the fix. Left out: reading data
+(problems/examples.py) and reward functions (problems/rewards.py).
 """
 
 import random
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import procedural
-import rubrics
 from config import Config
-from examples import (
+from judging import rubrics
+from problems import procedural
+from problems.examples import (
     Example,
     Records,
     hub_records,
@@ -29,7 +29,7 @@ from examples import (
     short,
     split_examples,
 )
-from rewards import (
+from problems.rewards import (
     MATH_INSTALL,
     Calling,
     Reward,

@@ -28,20 +28,19 @@ from tqdm import tqdm
 import checkpoint
 import gpu
 import gwen
-import page
-import procedural
 import run_files
 import sampler
 import tasks
-import trackers
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
-from console import CONSOLE_COLUMNS, warn
-from examples import Example
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
-from journal import PhaseClock, Step, evaluation_is_due
 from micro_batch import micro_batches
-from rewards import call_reward
+from problems import procedural
+from problems.examples import Example
+from problems.rewards import call_reward
+from reporting import page, trackers
+from reporting.console import CONSOLE_COLUMNS, warn
+from reporting.journal import PhaseClock, Step, evaluation_is_due
 from run import Run
 
 

@@ -41,9 +41,9 @@ from transformers import PreTrainedTokenizerFast
 
 import gwen
 import hub
-import rubrics
 import tasks
-from examples import Example
+from judging import rubrics
+from problems.examples import Example
 
 FOLDER = Path(__file__).parent
 FORGETS = 0.75  # share of the carries that the student's teacher forgets

@@ -13,7 +13,7 @@ import sampler
 import train
 import update
 from config import given, parse
-from examples import epoch_indices
+from problems.examples import epoch_indices
 
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 

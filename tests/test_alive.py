@@ -16,15 +16,14 @@ import pytest
 
 import gpu
 import gwen
-import journal
-import launches
-import ledger
 import lora
 import preflight
 import sampler
 import train
 import update
+from bench import launches, ledger
 from config import Config, resolve
+from reporting import journal
 
 ROOT = Path(gwen.__file__).parent
 WATCHDOG = RuntimeError(

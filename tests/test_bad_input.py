@@ -35,13 +35,13 @@ import gwen
 import hub
 import judge
 import lora
-import rubrics
 import run_files
 import sampler
 import tasks
 import train
 from config import Config, parse
-from examples import load_data
+from judging import rubrics
+from problems.examples import load_data
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-import bench_report
 import bench_step
 import gwen
 import sampler
+from bench import survey
 
 TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "4"]
 
@@ -32,7 +32,7 @@ def test_a_report_holds_every_figure_and_a_row_for_the_table(tmp_path, capsys):
 
 def test_quick_takes_shapes_of_its_own(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench_report, "write", lambda args, config: seen.append((args.batch, config.batch, args.runs)))
+    monkeypatch.setattr(survey, "write", lambda args, config: seen.append((args.batch, config.batch, args.runs)))
     bench_step.main(["--quick", "--batch", "7"])
     assert seen == [(2, 2, 1)]
 
@@ -49,7 +49,7 @@ def test_kernels_are_off_only_inside(monkeypatch, before):
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     if before:
         monkeypatch.setenv("GWEN_KERNELS", before)
-    with bench_report.kernels("off"):
+    with survey.kernels("off"):
         assert os.environ["GWEN_KERNELS"] == "off"
     assert os.environ.get("GWEN_KERNELS") == before
 
@@ -57,8 +57,8 @@ def test_kernels_are_off_only_inside(monkeypatch, before):
 def test_every_row_of_a_rollout_has_all_its_tokens(monkeypatch):
     args = bench_step.parse(TINY)
     model = gwen.random_model("random:2m")
-    subject = bench_report.Subject(args, bench_step.settings(args, "random:2m"), model, None, [[5] * 6, [6] * 6])
+    subject = survey.Subject(args, bench_step.settings(args, "random:2m"), model, None, [[5] * 6, [6] * 6])
     for rows in (1, 2, 4):
-        held = bench_report.rollout(subject, rows)
+        held = survey.rollout(subject, rows)
         assert held.mask.shape == (rows, 4) and held.mask.sum().item() == 4 * rows
         assert isinstance(held, sampler.Rollout)

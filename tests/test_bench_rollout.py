@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import bench
 import bench_rollout
 import bench_rollout_vllm_mlx
 import gwen
+from bench import harness
 from bench_rollout import Run, Work
 
 TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
@@ -41,13 +41,13 @@ def model(checkpoints):
 
 @pytest.fixture(scope="module")
 def peer(checkpoints, model):
-    return bench.load_peer(checkpoints["qwen3"], model.head_weight.dtype)
+    return harness.load_peer(checkpoints["qwen3"], model.head_weight.dtype)
 
 
 @pytest.fixture
 def engines(model, peer):
     return {
-        "ours": functools.partial(bench.run_ours, model=model, share_prefix=None),
+        "ours": functools.partial(harness.run_ours, model=model, share_prefix=None),
         "mlx_lm": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=True),
         "mlx_lm_default": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=False),
     }
@@ -57,7 +57,7 @@ WORK = Work([[5, 9, 2], [7, 1, 8], [40, 41, 42]], 2, [9, 1, 4, 12, 2, 7], (), 0.
 
 
 def settings(*flags):
-    return bench.parse(list(flags), "bench_rollout.py", "")
+    return harness.parse(list(flags), "bench_rollout.py", "")
 
 
 # ---- the report
@@ -107,21 +107,21 @@ def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
         mx.eval(mx.zeros((5_000_000,)))
         return Run([[1] * limit for limit in work.limits], [], 1.0, 1.0)
 
-    samples = bench.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
-    weights = sum(array.nbytes for _, array in bench.tree_flatten(model.parameters()))
-    assert bench.summary(samples, model)["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
+    samples = harness.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
+    weights = sum(array.nbytes for _, array in harness.tree_flatten(model.parameters()))
+    assert harness.summary(samples, model)["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
 
 
 def test_the_ratio_is_called_faster_from_one_on():
-    assert bench.verdict(1.141) == "1.14x faster"
-    assert bench.verdict(0.999) == "1.00x faster"
-    assert bench.verdict(0.904) == "0.90x slower"
+    assert harness.verdict(1.141) == "1.14x faster"
+    assert harness.verdict(0.999) == "1.00x faster"
+    assert harness.verdict(0.904) == "0.90x slower"
 
 
 def test_unequal_work_is_said_to_be_unequal(capsys):
-    bench.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 5}})
+    harness.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 5}})
     assert capsys.readouterr().out == ""
-    bench.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 4}})
+    harness.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 4}})
     assert "--ignore-eos" in capsys.readouterr().out
 
 
@@ -161,33 +161,33 @@ def test_mlx_lm_gets_as_many_rows_at_once_as_ours_or_its_defaults(engines, monke
 
 def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     args = settings("--batch", "40", "--prompt-tokens", "50")
-    work = bench.make_work(args, model.config)
-    assert work == bench.make_work(args, model.config)
+    work = harness.make_work(args, model.config)
+    assert work == harness.make_work(args, model.config)
     assert len(set(map(tuple, work.prompts))) == 40
     assert not set(np.ravel(work.prompts)) & set(model.config.eos_ids) and work.eos_ids == model.config.eos_ids
-    assert bench.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
+    assert harness.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
 def test_drawn_lengths_replace_the_limit_and_end_tokens(model):
     args = settings("--lengths", "geometric:3:8", "--batch", "8", "--groups", "16")
-    work = bench.make_work(args, model.config)
+    work = harness.make_work(args, model.config)
     assert args.max_tokens == 8 and args.rollout_batch_size == 64
     assert len(work.limits) == 128 and work.eos_ids == ()
-    assert work.limits == bench.geometric_lengths(128, 3, 8, 0)
+    assert work.limits == harness.geometric_lengths(128, 3, 8, 0)
 
 
 def test_geometric_lengths_have_the_mean_of_their_distribution_and_keep_to_the_cap():
-    lengths = np.array(bench.geometric_lengths(200_000, 64, 256, 1))
+    lengths = np.array(harness.geometric_lengths(200_000, 64, 256, 1))
     assert lengths.min() == 1 and lengths.max() == 256
     cut_mean = 64 * (1 - (1 - 1 / 64) ** 256)  # the mean of min(length, cap)
     assert lengths.mean() == pytest.approx(cut_mean, rel=0.01)
     assert (lengths == 256).mean() == pytest.approx((1 - 1 / 64) ** 255, rel=0.05)
-    assert bench.geometric_lengths(5, 1, 1, 0) == [1] * 5
+    assert harness.geometric_lengths(5, 1, 1, 0) == [1] * 5
 
 
 def test_the_flags_for_comparing_ours_with_itself_reach_the_sampler(model):
-    assert bench.our_engine(settings(), model).keywords == {"model": model, "share_prefix": None}
-    plain = bench.our_engine(settings("--no-share"), model).keywords
+    assert harness.our_engine(settings(), model).keywords == {"model": model, "share_prefix": None}
+    plain = harness.our_engine(settings("--no-share"), model).keywords
     assert plain == {"model": model, "share_prefix": False}
 
 
@@ -195,14 +195,14 @@ def test_the_flags_for_comparing_ours_with_itself_reach_the_sampler(model):
 
 
 def test_nothing_is_reported_when_the_models_differ(monkeypatch, capsys):
-    load_peer = bench.load_peer
+    load_peer = harness.load_peer
 
     def other_model(directory, dtype):
         peer = load_peer(directory, dtype)
         peer.model.norm.weight = -peer.model.norm.weight
         return peer
 
-    monkeypatch.setattr(bench, "load_peer", other_model)
+    monkeypatch.setattr(harness, "load_peer", other_model)
     with pytest.raises(SystemExit) as ended:
         bench_rollout.main(TINY)
     assert str(ended.value.code).startswith("error: ours and mlx_lm part at token 0 ")  # a text means exit status 1
@@ -211,22 +211,22 @@ def test_nothing_is_reported_when_the_models_differ(monkeypatch, capsys):
 
 
 def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
-    bench.check_agreement(model, engines, WORK)
+    harness.check_agreement(model, engines, WORK)
     short = engines | {"short": lambda work: Run([engines["ours"](work).completions[0][:7]], [], 0.0, 0.0)}
-    with pytest.raises(bench.Disagreement, match="short part at token 7"):
-        bench.check_agreement(model, short, WORK)
+    with pytest.raises(harness.Disagreement, match="short part at token 7"):
+        harness.check_agreement(model, short, WORK)
 
 
 def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
     model = gwen.load_model(checkpoints["qwen3"])
-    ours = functools.partial(bench.run_ours, model=model, share_prefix=None)
+    ours = functools.partial(harness.run_ours, model=model, share_prefix=None)
     token = ours(WORK._replace(temperature=0.0)).completions[0][0]
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
     assert token < twin
     model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
-    check = functools.partial(bench.check_agreement, model, work=WORK)
+    check = functools.partial(harness.check_agreement, model, work=WORK)
     check(engines={"ours": ours, "other": lambda work: Run([[twin] * 16], [], 0.0, 0.0)})
-    with pytest.raises(bench.Disagreement):
+    with pytest.raises(harness.Disagreement):
         check(engines={"ours": ours, "other": lambda work: Run([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
 
 
@@ -240,34 +240,34 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
 
         return engine
 
-    samples = bench.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
+    samples = harness.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
-    entry = bench.summary(samples["a"], model)
+    entry = harness.summary(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
     with pytest.raises(AssertionError, match="lazy made"):
-        bench.measure({"lazy": lambda work: Run([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
+        harness.measure({"lazy": lambda work: Run([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
 
 
 def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
     config = model.config
-    floor = bench.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=True)
-    weights = sum(array.size for _, array in bench.tree_flatten(model.parameters()))
+    floor = harness.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=True)
+    weights = sum(array.size for _, array in harness.tree_flatten(model.parameters()))
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     # forward passes of the rows: 2 0 1 1 0 0, in two steps; prompts of 3 tokens, read twice, once and never
     own = (1 + 2) + 1 + 1
     assert floor.steps == 2
     assert floor.num_bytes == pytest.approx(4 * weights + (3 * (2 + 1) + own) * token_bytes / 2)
     assert floor.flops == pytest.approx(2 * weights * 4 / 2)
-    copied = bench.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=False)
+    copied = harness.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=False)
     assert copied.num_bytes == pytest.approx(4 * weights + (3 * (2 + 1 + 1) + own) * token_bytes / 2)
-    narrow = bench.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1], share_prefix=True)
+    narrow = harness.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1], share_prefix=True)
     assert narrow.steps == 4
 
 
 def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
-    assert 1e8 < bench.memory_bandwidth() < 1e14
-    assert 1e8 < bench.matmul_rate(mx.float32) < 1e16
+    assert 1e8 < harness.memory_bandwidth() < 1e14
+    assert 1e8 < harness.matmul_rate(mx.float32) < 1e16
 
 
 # ---- mistakes of a user

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 
-import bench
 import bench_step
+from bench import harness
 
 TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3"]
 
@@ -25,7 +25,7 @@ def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
 
 
 def test_every_step_of_ours_is_measured_and_trains(tmp_path):
-    with bench.model_directory("random:2m") as directory:
+    with harness.model_directory("random:2m") as directory:
         args = bench_step.parse([*TINY, "--token-budget", "7"])
         steps = bench_step.run_ours(args, directory, 3)
     assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 3
@@ -38,7 +38,7 @@ def test_every_step_of_ours_is_measured_and_trains(tmp_path):
 )
 @pytest.mark.parametrize("engine", bench_step.ENGINES[1:])
 def test_the_other_trainer_does_the_same_work(engine):
-    with bench.model_directory("random:2m") as directory:
+    with harness.model_directory("random:2m") as directory:
         args = bench_step.parse([*TINY, "--engine", engine])
         steps = bench_step.run_mlx_lm_lora(args, directory, 2)
     assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2

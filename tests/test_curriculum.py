@@ -10,10 +10,10 @@ from extras import needs
 from small_run import SMALL, make_config
 
 import curriculum
-import procedural
 import train
 from curriculum import PRIOR, Epochs, Memory
-from examples import epoch_indices
+from problems import procedural
+from problems.examples import epoch_indices
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
 IDS = [[n] for n in range(40)]

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 import gwen
-import rubrics
 import tasks
 from demo import audit, make
+from judging import rubrics
 
 ASKED = "What is twenty-seven plus fifteen?"
 READ = [  # answer, whether its last number is the sum, whether it is right

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from small_run import make_config
 
-import console
 import evaluate
 import gwen
 import judge
 import lora
-import rubrics
 import run_files
 import sampler
 import tasks
 import train
-from examples import spread
+from judging import rubrics
+from problems.examples import spread
+from reporting import console
 
 
 @pytest.fixture(scope="module")

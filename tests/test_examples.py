@@ -10,7 +10,7 @@ from conftest import message_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import examples
+from problems import examples
 from tasks import prompt_text
 
 fuzz = settings(

@@ -5,8 +5,8 @@ import json
 import pytest
 from small_run import SMALL
 
-import health
 import train
+from reporting import health
 
 STEP = {
     "sampling/signal_groups": 4,

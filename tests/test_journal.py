@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import gpu
-import journal
 import run_files
 from config import Config, fail
+from reporting import journal
 
 
 @pytest.fixture

@@ -18,16 +18,15 @@ import pytest
 from conftest import QWEN2, write_checkpoint
 from test_remote_judge import Server, completion
 
-import bench
 import gwen
 import judge
 import lora
-import prompt_tree
-import rubrics
 import sampler
 import tasks
+from bench import harness
 from config import JudgeSettings
 from demo import make
+from judging import prompt_tree, rubrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -274,7 +273,7 @@ def test_every_token_of_the_tree_goes_through_the_model_once_but_for_a_tenth_of_
     for prompts, completions in (groups_of_answers(4, 8), some_answers(30)[:2]):
         grader, counting = judge.Judge(model, tokenizer, UNEVEN, chunk_size), Counting(monkeypatch, model)
         judged = grader.score(prompts, completions)
-        distinct = bench.num_distinct(grader.prompts, prompts, completions)
+        distinct = harness.num_distinct(grader.prompts, prompts, completions)
         assert distinct <= counting.num <= 1.1 * distinct
         assert judged.stats.num_tokens == counting.num
         monkeypatch.undo()

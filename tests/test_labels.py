@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import judge
-import rubrics
+from judging import rubrics
 
 RUBRIC = rubrics.load_rubric("data/values_rubric.yaml")
 

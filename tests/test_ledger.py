@@ -12,14 +12,13 @@ from mlx.utils import tree_flatten
 
 import bench_step
 import gwen
-import launches
-import ledger
 import lora
 import micro_batch
 import policy
 import preflight
 import sampler
 import update
+from bench import launches, ledger
 from config import Config, resolve
 
 X = mx.zeros((4, 6), mx.float16)

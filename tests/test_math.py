@@ -10,9 +10,9 @@ from conftest import message_of
 from extras import needs
 from test_tasks import HOSTILE, SCORED
 
-import rewards
 import tasks
-from workers import Answer
+from problems import rewards
+from problems.workers import Answer
 
 library = needs("math_verify", "tasks")
 

@@ -9,11 +9,11 @@ from conftest import message_of
 from extras import needs
 from test_tasks import Template
 
-import procedural
 import tasks
-from examples import prompt_key
-from procedural import Mix, Problems, extract, parse_mix
-from workers import Answer, Pool
+from problems import procedural
+from problems.examples import prompt_key
+from problems.procedural import Mix, Problems, extract, parse_mix
+from problems.workers import Answer, Pool
 
 gym = needs("reasoning_gym", "tasks")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -33,10 +33,10 @@ def mix(*names, settings=None, levels=None, bound=None, num=8):
 @pytest.fixture(scope="module")
 def every():
     """A worker that makes and scores all data sets, and their names."""
-    listed = Pool("procedural:make_describer", (), num=1, limit=60.0, sealed=True)
+    listed = Pool("problems.procedural:make_describer", (), num=1, limit=60.0, sealed=True)
     names = listed.ask([("names",)])[0].value
     listed.close()
-    pool = Pool("procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
+    pool = Pool("problems.procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
     yield names, lambda *question: pool.ask([question], procedural.MAKING)[0]
     pool.close()
 
@@ -89,7 +89,7 @@ def pickle_of(entry):
 def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
     names, ask = every
     before = {name: ask("make", name, None, 600).value for name in names}
-    again = Pool("procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
+    again = Pool("problems.procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
     questions = [("make", name, None, 600) for name in reversed(names)]
     for question, answer in zip(questions, again.ask(questions, procedural.MAKING), strict=True):
         assert before[question[1]][:2] == answer.value[:2], question
@@ -164,7 +164,9 @@ HOSTILE = [  # answers that some scorer would run, or never finish with
 def test_no_scorer_takes_hostile_text_for_right_nor_does_what_it_says(every, tmp_path):
     names, ask = every
     chosen = [(name, ask("make", name, None, 0).value[2]) for name in {*procedural.RUNS_ANSWERS, *names[::13]}]
-    pool = Pool("procedural:make_answerer", ({name: {} for name, _ in chosen}, {}), num=1, limit=1.0, sealed=True)
+    pool = Pool(
+        "problems.procedural:make_answerer", ({name: {} for name, _ in chosen}, {}), num=1, limit=1.0, sealed=True
+    )
     path = tmp_path / "planted"
     texts = [text.replace("{path}", str(path)) for text in HOSTILE]
     answers = pool.ask([("score", name, entry, text) for name, entry in chosen for text in texts])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import gwen
-import prompt_tree
+from judging import prompt_tree
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import remote_judge
 from config import JudgeSettings
+from judging import remote_judge
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -239,7 +239,8 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     ended = threading.Event()
     server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
     program = f"""
-import config, remote_judge
+import config
+from judging import remote_judge
 settings = config.JudgeSettings(judge_url={server.url!r}, judge_model="tiny")
 remote_judge.Endpoint(settings).chat([[]] * 9, print, max_tokens=1)
 """

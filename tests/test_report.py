@@ -17,12 +17,10 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-import charts
-import history
 import hub
-import page
 import report
 import train
+from reporting import charts, history, page
 
 HOSTILE = (
     *(
@@ -506,7 +504,7 @@ def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_rec
 @pytest.mark.slow
 def test_a_run_that_was_killed_has_a_page(tmp_path):
     folder = tmp_path / "killed"
-    root = page.TEMPLATES.parent
+    root = page.TEMPLATES.parent.parent
     command = [sys.executable, str(root / "train.py"), *SMALL, "--steps", "500", "--run-dir", str(folder)]
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 300

@@ -10,7 +10,7 @@ import pytest
 from conftest import message_of
 from extras import needs
 
-import rewards
+from problems import rewards
 
 # ---- rewards that a user brings
 

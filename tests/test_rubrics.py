@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 import hub
-import rubrics
+from judging import rubrics
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 DEMO = hub.load_tokenizer(hub.DEMO)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hub
-import rubrics
+from judging import rubrics
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 DEMO = hub.load_tokenizer(hub.DEMO)

@@ -16,9 +16,9 @@ from conftest import message_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rewards
 import tasks
-from rewards import extract_answer, parse_number
+from problems import rewards
+from problems.rewards import extract_answer, parse_number
 
 ROOT = Path(tasks.__file__).parent
 fuzz = settings(max_examples=500, deadline=None, derandomize=True)
@@ -451,7 +451,7 @@ def test_a_prompt_is_rendered_once_by_the_chat_template():
 # ---- recipes and layout
 
 
-@pytest.mark.parametrize("module", ["examples", "rewards", "tasks"])
+@pytest.mark.parametrize("module", ["problems.examples", "problems.rewards", "tasks"])
 def test_data_rewards_and_tasks_import_nothing_heavy(module):
     heavy = {"mlx", "datasets", "pyarrow", "gwen"} | ({"numpy"} if module != "tasks" else set())
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

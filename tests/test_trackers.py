@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from test_report import make_run
 
-import trackers
 import train
+from reporting import trackers
 
 FAKE = """
 import json, os, sys, time
@@ -164,7 +164,7 @@ def test_a_tracker_that_raises_is_told_of_once_with_the_command_that_sends_the_r
             started.look()
     (told,) = said
     assert told.startswith("WARNING: wandb gets no more of this run: OSError: the wire is cut; `uv run --extra wandb ")
-    assert f"trackers.py {run} --report-to wandb" in told
+    assert f"-m reporting.trackers {run} --report-to wandb" in told
 
 
 def test_what_a_tracker_missed_is_sent_later(run, fake):
@@ -216,7 +216,7 @@ def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_tha
     [
         (["nowhere", "--report-to", "wandb"], "error: nowhere: no config.yaml there"),
         (["runs/x", "--report-to", "mlflow"], "error: --report-to: invalid choice: 'mlflow'"),
-        (["runs/x", "--report-to", "wandb", "--follows"], "error: --follows is no flag of trackers.py; "),
+        (["runs/x", "--report-to", "wandb", "--follows"], "error: --follows is no flag of reporting.trackers; "),
     ],
 )
 def test_a_mistake_is_told_in_one_line(argv, said, capsys):

@@ -32,7 +32,6 @@ import groups
 import grpo
 import gwen
 import hub
-import journal
 import judge
 import lora
 import sampler
@@ -41,7 +40,8 @@ import train
 import trust_region
 import update
 from config import Config
-from journal import records_of_draw
+from reporting import journal
+from reporting.journal import records_of_draw
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import message_of
 
-import workers
+from problems import workers
 
-ROOT = Path(workers.__file__).parent
+ROOT = Path(workers.__file__).parent.parent
 
 
 def stubborn(seconds):
@@ -137,7 +137,7 @@ def test_a_sealed_worker_reads_but_writes_starts_and_sends_nothing(pool, tmp_pat
 
 def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(monkeypatch):
     code = (
-        "import sys, time, workers; p = workers.Pool('test_workers:answerer', (), num=1, limit=60)\n"
+        "from problems import workers; p = workers.Pool('test_workers:answerer', (), num=1, limit=60)\n"
         "print(p.ask([('name', 0)])[0].value, flush=True)\n"
         "try:\n    p.ask([('sleep', 50)])\nexcept KeyboardInterrupt:\n    print(p.ask([('double', 4)])[0].value)\n"
     )

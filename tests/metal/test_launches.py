@@ -12,12 +12,11 @@ import gpu
 import gwen
 import hub
 import kv_cache
-import launches
-import ledger
 import lm_head
 import lora
 import sampler
 import softmax
+from bench import launches, ledger
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts

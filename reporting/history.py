@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-import health
 import run_files
-from console import duration, with_interval
-from health import Records
+from reporting import health
+from reporting.console import duration, with_interval
+from reporting.health import Records
 
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 

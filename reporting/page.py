@@ -25,12 +25,11 @@ import cpu_blas  # noqa: F401  (before mlx)
 import jinja2
 import numpy as np
 
-import charts
-import history
 import hub
-import rubrics
 import run_files
-from history import MOST_TEXT, History, changes, fold, optional_text, prompt_text, visible
+from judging import rubrics
+from reporting import charts, history
+from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text, visible
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabilities
@@ -286,9 +285,8 @@ def local_model(model: str) -> Path | None:
 def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
     """Names of the judge's criteria in the order of its scores; numbers where the rubric is gone or another now."""
     number = max((len(row["scores"] or ()) for group in groups for row in group["rows"]), default=0)
-    path = Path(
-        run.settings.get("rubric") or Path(__file__).parent / "data" / f"{run.settings.get('task')}_rubric.yaml"
-    )
+    bundled = Path(__file__).parent.parent / "data" / f"{run.settings.get('task')}_rubric.yaml"
+    path = Path(run.settings.get("rubric") or bundled)
     if number and path.is_file():
         names = [visible(criterion.name) for criterion in rubrics.load_rubric(path).criteria]
         if len(names) == number:

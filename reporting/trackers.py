@@ -2,7 +2,7 @@
 Trackers: a run's figures, settings and some of its completions in trackio, TensorBoard or W&B.
 
     uv run --extra trackio train.py --report-to trackio            while the run goes
-    uv run --extra trackio trackers.py runs/NAME --report-to trackio      later: what the tracker has not got yet
+    uv run --extra trackio -m reporting.trackers runs/NAME --report-to trackio      later: what it has not got yet
 
 Training starts a process for each tracker, which follows the run's files and ends when its input does. So a tracker
 that raises, hangs, prints or takes its process down costs the training nothing: it is told of once, and what it missed
@@ -64,15 +64,22 @@ class Trackers:
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         path = log_of(self.dir, name)
         path.parent.mkdir(exist_ok=True)
-        command = [sys.executable, str(Path(__file__).resolve()), str(self.dir), "--report-to", name, "--follow"]
+        command = [sys.executable, "-m", __name__, str(self.dir), "--report-to", name, "--follow"]
+        paths = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with path.open("wb") as log:  # a session of its own: Ctrl-C is for the run
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def _give_up(self, name: str, why: str) -> None:
         self.running.pop(name, None)
-        again = _command(name, f"trackers.py {self.dir}")
+        again = _command(name, f"-m {__name__} {self.dir}")
         self.tell(f"WARNING: {name} gets no more of this run: {why}; `{again}` sends the rest later")
 
     def look(self) -> None:
@@ -310,7 +317,7 @@ def report(run_dir: Path, name: str, follow: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = config.Parser("trackers.py", "Send a run's figures to trackers, each what it has not got yet.")
+    parser = config.Parser("reporting.trackers", "Send a run's figures to trackers, each what it has not got yet.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--report-to", nargs="+", choices=TRACKERS, required=True, help="trackers to send to")
     parser.add_argument("--follow", action="store_true", help="go on until standard input ends, as train.py does")

@@ -16,7 +16,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 from tqdm import tqdm
 
 from config import Config
-from health import Records
+from reporting.health import Records
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
 

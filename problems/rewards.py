@@ -24,8 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from examples import RESERVED, TRAINER, Example, nearest, one_line, short
-from workers import LATE, Pool
+from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
+from problems.workers import LATE, Pool
 
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
 
@@ -56,7 +56,7 @@ class UserReward:
         self.pool = None
         if calling.num_workers:
             given = (str(Path(spec.rpartition(":")[0]).absolute()), name, calling.messages)
-            self.pool = Pool("rewards:row_scorer", given, num=calling.num_workers, limit=calling.timeout)
+            self.pool = Pool(f"{__name__}:row_scorer", given, num=calling.num_workers, limit=calling.timeout)
 
     def __call__(self, **arguments: Any) -> Any:
         if self.pool is not None:
@@ -408,7 +408,7 @@ def has_math_verify() -> bool:
 @functools.cache
 def _math_pool() -> Pool:
     """Workers, for the library's own time limit is a signal, which raises in every thread but the first."""
-    return Pool("rewards:make_math_checker", (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
+    return Pool(f"{__name__}:make_math_checker", (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
 
 
 def make_math_checker() -> Callable[[tuple[str, str]], bool]:

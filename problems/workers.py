@@ -18,9 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+ROOT = str(Path(__file__).parent.parent)  # where a worker finds what it imports
 LATE = "took longer than its limit"
 GRACE = 1.0  # seconds beyond the limit after which a worker that did not stop itself is killed
 BUSY = 3.0  # times its limit that a sealed worker has, whose limit is of processor time, on a machine that others use
@@ -108,8 +110,9 @@ class _Worker:
         self.pipe, theirs = Pipe()
         # hashes of strings order sets, and so decide what some generators of problems draw
         environment = os.environ | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         quiet = ["-W", "ignore"] if sealed else []  # of what libraries warn, nobody who trains can mend
-        command = [sys.executable, *quiet, __file__, str(theirs.fileno()), target, "sealed" * sealed]
+        command = [sys.executable, *quiet, "-m", __name__, str(theirs.fileno()), target, "sealed" * sealed]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         self.pipe.send(arguments)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from config import load_yaml
-from examples import Example, nearest, one_line, prompt_key, short
-from workers import Answer, Pool
+from problems.examples import Example, nearest, one_line, prompt_key, short
+from problems.workers import Answer, Pool
 
 INSTALL = "reasoning-gym is not installed; begin the command with: uv run --extra tasks"
 SYSTEM = (
@@ -137,7 +137,7 @@ class Problems:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
         num = min(4, os.cpu_count() or 1)
-        self.pool = Pool("procedural:make_answerer", (mix.settings, mix.levels), num=num, limit=LIMIT, sealed=True)
+        self.pool = Pool(f"{__name__}:make_answerer", (mix.settings, mix.levels), num=num, limit=LIMIT, sealed=True)
         self.num_levels: dict[str, int] = self._ask([("levels",)])[0]
         self.held_out = self._make_held_out()
 
@@ -325,7 +325,7 @@ def listing(names: Sequence[str] = ()) -> Iterator[str]:
     """Lines that tell of each data set: name, levels, an example and what its scorer takes. ValueError without any."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ValueError(f"--list-tasks: {INSTALL}")
-    pool = Pool("procedural:make_describer", (), num=1, limit=60.0, sealed=True)
+    pool = Pool(f"{__name__}:make_describer", (), num=1, limit=60.0, sealed=True)
     for name in names or pool.ask([("names",)])[0].value:
         told = pool.ask([("describe", name)])[0]
         yield told.error or told.value

@@ -24,16 +24,14 @@ import mlx.core as mx
 import numpy as np
 
 import gpu
-import health
-import page
-import rubrics
 import sampler
-import trackers
 import update
 from config import Config
-from console import Live, comparison, console_line, evaluation_line, say, warn
-from examples import spread
 from groups import Draw, advantages_of, has_signal
+from judging import rubrics
+from problems.examples import spread
+from reporting import health, page, trackers
+from reporting.console import Live, comparison, console_line, evaluation_line, say, warn
 from run_files import JsonLines
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems

@@ -22,18 +22,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import bench
 import gpu
 import grpo
 import gwen
-import launches
-import ledger
 import lora
 import micro_batch
 import ops
 import preflight
 import sampler
 import update
+from bench import harness, launches, ledger
 from config import Config
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
@@ -89,11 +87,11 @@ def rollouts(subject: Subject) -> dict[str, Any]:
 
 def judging(subject: Subject) -> dict[str, float]:
     """Evaluations a second of a judge that reads the probabilities of scores, its preamble included."""
-    work, tokenizer = bench.make_judge_work(subject.args, subject.tokenizer), bench.Legible(subject.tokenizer)
+    work, tokenizer = harness.make_judge_work(subject.args, subject.tokenizer), harness.Legible(subject.tokenizer)
 
     def judge() -> Any:
         with lora.disabled(subject.model):
-            return bench.judge_ours(work, model=subject.model, tokenizer=tokenizer, mode="logits", chunk_size=24)
+            return harness.judge_ours(work, model=subject.model, tokenizer=tokenizer, mode="logits", chunk_size=24)
 
     seconds, _ = timed(judge, subject.args.runs)
     return {"judge_s": seconds, "judge_eval_s": len(work.ids) / seconds}
@@ -141,7 +139,7 @@ def this_machine(subject: Subject) -> tuple[ledger.Machine, dict[str, float]]:
     """
     model, args = subject.model, subject.args
     dtype, width = model.head_weight.dtype, model.config.intermediate_size
-    bandwidth, rate = bench.memory_bandwidth(), bench.matmul_rate(dtype)
+    bandwidth, rate = harness.memory_bandwidth(), harness.matmul_rate(dtype)
     peaks = {"bandwidth_gb_s": bandwidth / 1e9, "matmul_tflops": rate / 1e12}
     if gpu.on_gpu():
         chip = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
@@ -154,7 +152,7 @@ def this_machine(subject: Subject) -> tuple[ledger.Machine, dict[str, float]]:
 
     def reached(function: Callable[..., mx.array], *arrays: mx.array) -> float:
         held = launches.trace(function, *arrays, on_gpu=False)
-        return sum(one.read + one.written for one in held) / bench.best_seconds(lambda: function(*arrays))
+        return sum(one.read + one.written for one in held) / harness.best_seconds(lambda: function(*arrays))
 
     elementwise = reached(ops.swiglu, gate_up)
     products = reached(lambda x, weight: x @ weight.T, few, model.head_weight)
@@ -240,7 +238,7 @@ def write(args: argparse.Namespace, config: Config) -> None:
     path = Path(args.out)
     with path.open("a", encoding="utf-8"):  # before minutes of measuring
         pass
-    figures, held = measure(args, config), bench.environment()
+    figures, held = measure(args, config), harness.environment()
     line = row(args, figures, str(gpu.environment("")["machine"]))
     path.write_text(json.dumps({"config": vars(args), "row": line, **figures, **held}, indent=1) + "\n", "utf-8")
     print(f"| {COLUMNS} |\n|{'---|' * (COLUMNS.count(' | ') + 1)}\n{line}")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import httpx2
 from tqdm import tqdm
 
-import rubrics
 from config import JudgeSettings
-from rubrics import Evaluation, Grader, Question, Tell
+from judging import rubrics
+from judging.rubrics import Evaluation, Grader, Question, Tell
 
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
-from health import Records
-from history import History, figure_of, seconds_at, visible
+from reporting.health import Records
+from reporting.history import History, figure_of, seconds_at, visible
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps

@@ -41,9 +41,9 @@ import gpu
 import gwen
 import hub
 import judge
-import rubrics
 import sampler
 from config import Parser, fail, size
+from judging import rubrics
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
 PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3  # of the judge's prompts

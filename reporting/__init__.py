@@ -1,0 +1,1 @@
+"""What a run tells: its logs, console lines and warnings, its page, the trackers that follow it."""

@@ -188,16 +188,18 @@ SHAPES = {  # hidden, mlp, heads, kv heads, head dim, vocabulary
 
 
 @pytest.mark.parametrize("layers_again", ["off", "on"])
+@pytest.mark.parametrize(("sharing", "prompt"), [("off", 128), ("on", 512)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, layers_again):
+def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, sharing, prompt, layers_again):
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
-    work = work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET)
+    flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
+    work = work_of("random:0.6b", prompt_tokens=prompt, **flags)
     work.config.checkpoint_layers = layers_again
     shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
     shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))
     with launches.as_on_a_gpu():
-        need = preflight.estimate(work.model, work.dtype, work.config, [128] * 8, work.config.num_checkpointed(3))
+        need = preflight.estimate(work.model, work.dtype, work.config, [prompt] * 8, work.config.num_checkpointed(3))
         function, inputs = ledger.gradient(work, 3)
         traced = launches.peak_bytes(launches.trace(function, *inputs))
     assert 0.95 * traced < need.activations + max(need.working, need.logprobs) < 1.6 * traced

@@ -8,7 +8,8 @@ import pytest
 
 import gpu
 import run_files
-from config import Config, fail
+from config import Config
+from flags import fail
 from reporting import journal
 
 

@@ -48,7 +48,7 @@ def train(config: Config, run: Run) -> None:
         run.save()
     run.journal.update_page(run.step)
     while run.step < config.steps:
-        clock.end_step()  # evaluation and saving belong to no step
+        clock.lap()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
         draws = draw_groups(run, clock)
         chosen, advantages = choose_groups(config, draws)
@@ -72,7 +72,7 @@ def train(config: Config, run: Run) -> None:
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
         run.prompts.note(draws)
         # ---- everything below is reporting
-        seconds, peak = clock.end_step(), mx.get_peak_memory()
+        seconds, peak = clock.lap(), mx.get_peak_memory()
         run.journal.write_step(
             Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
         )

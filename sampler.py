@@ -12,7 +12,6 @@ Axes: N rows, prompt-major; T completion positions; V vocabulary.
 
 import argparse
 import itertools
-import math
 import sys
 import time
 from collections import deque
@@ -30,8 +29,9 @@ import ops
 import run_files
 import softmax
 import tasks
-from config import Config, Parser, fail, stop
-from kv_cache import KVCache, SlotCache, TreeCache
+from config import Config
+from flags import Parser, check_least, fail, stop
+from kv_cache import KVCache, SlotCache
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
@@ -307,26 +307,6 @@ def decode(
     record.complete(running)
 
 
-def continue_greedily(
-    model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
-) -> list[list[int]]:
-    """
-    Greedy continuations of the rows of a tree's newest level; `logits` (M, V) are those of the first tokens.
-
-    Each ends with the first id in `ends`, or after `limit` ids.
-    """
-    num_rows = logits.shape[0]
-    flat, lengths = cache.flat()
-    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
-    record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    jobs = [Job(row, row, limit) for row in range(num_rows)]
-    decode(model, slots, logits, jobs, record, num_rows)
-    rows: list[list[int]] = record.ids.tolist()
-    stops = [next((place for place, i in enumerate(ids) if i in ends), limit - 1) for ids in rows]
-    return [ids[: stop + 1] for ids, stop in zip(rows, stops, strict=True)]
-
-
 def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
     """
     Whether holding each prompt once should be faster than copying it to every row that continues it.
@@ -491,13 +471,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in ("model", "max_tokens", "thinking"):
             if getattr(args, name) is None:
                 setattr(args, name, held.get(name))
-        for flag, value in (("--num", args.num), ("--max-tokens", args.max_tokens)):
-            if value < 1:
-                raise ValueError(f"{flag} is {value}; it must be at least 1")
-        if not 0 <= args.temp < math.inf:
-            raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
-        if not 0 <= args.seed < 1 << 64:
-            raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
+        check_least(args, num=1, max_tokens=1, temp=0, seed=0)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 check_text(flag, text)

@@ -23,6 +23,7 @@ from config import Config, JudgeSettings
 
 def reward_of(task: tasks.Task) -> Any:
     """The demo's reward as TRL calls one: the verifier's, plus the judge's share."""
+    assert task.rubric is not None
     grader = judge.make(JudgeSettings(), task.rubric, lambda: gwen.load("demo"))
     (name, verifier), share = next(iter(task.rewards.items())), task.reward_weights["rubric"]
 

@@ -30,6 +30,7 @@ import gpu
 import gwen
 import run_files
 import sampler
+import sft
 import tasks
 import update
 from config import Config, as_yaml, fail, given, parse, resolve
@@ -39,15 +40,15 @@ from problems import procedural
 from problems.examples import Example
 from problems.rewards import call_reward
 from reporting import page, trackers
-from reporting.console import CONSOLE_COLUMNS, warn
+from reporting.console import warn
 from reporting.journal import PhaseClock, Step, evaluation_is_due
-from run import Run
+from run import Core, Run
 
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; `run` holds everything that outlives a step."""
     learner, clock = run.learner, PhaseClock(run.journal.live.begin)
-    if evaluate_if_due(run):
+    if run.evaluate_if_due():
         run.save()
     run.journal.update_page(run.step)
     while run.step < config.steps:
@@ -81,23 +82,10 @@ def train(config: Config, run: Run) -> None:
         )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()
-        is_best = evaluate_if_due(run)
+        is_best = run.evaluate_if_due()
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
         run.journal.update_page(run.step)
-
-
-def evaluate_if_due(run: Run) -> bool:
-    """
-    Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
-
-    True if this evaluation is the best so far: that step is saved regardless of `save_every`.
-    """
-    if not evaluation_is_due(run.config, run.step, run.dir):
-        return False
-    run.journal.live.begin("evaluating")
-    run.evaluate()
-    return run.journal.best_step() == run.step
 
 
 def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
@@ -183,7 +171,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
         run_dir = Path(args.resume) if args.resume else run_files.choose_run_dir(config, args.run_dir)
-        run = Run(config, run_dir)
+        make, loop = (sft.Run, sft.train) if config.loss_type == "sft" else (Run, train)
+        run: Any = make(config, run_dir)
         if state:
             run.restore(state)
             if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
@@ -200,9 +189,9 @@ def main(argv: list[str] | None = None) -> None:
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
         )
         print(run.memory, flush=True)
-        print(CONSOLE_COLUMNS, flush=True)
+        print(run.columns, flush=True)
         with run.journal, _stoppable(run):
-            train(config, run)
+            loop(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
         if (best := run.journal.best_step()) is not None:
@@ -219,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _stoppable(run: Run) -> Any:
+def _stoppable(run: Core) -> Any:
     """
     On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
 
@@ -261,7 +250,7 @@ def _stoppable(run: Run) -> Any:
         signal.signal(signal.SIGINT, before)
 
 
-def _go_on(run: Run, error: BaseException) -> str:
+def _go_on(run: Core, error: BaseException) -> str:
     """
     The command that continues the run, or starts over if nothing was saved.
 
@@ -270,14 +259,14 @@ def _go_on(run: Run, error: BaseException) -> str:
     less = ""
     too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
     if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
-        budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
-        less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
+        budget = run.config.train_token_budget // 2
+        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):
         return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
     return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
-def _newest(run: Run, error: BaseException, first: str = "") -> str:
+def _newest(run: Core, error: BaseException, first: str = "") -> str:
     """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
     if saved := checkpoint.saved(run.dir):
         return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"

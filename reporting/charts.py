@@ -78,7 +78,7 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
     """The curves of one run in one chart that have values."""
     if title == "Held-out":
         figure, _ = figure_of(run)
-        for place, name in enumerate((figure, "greedy", "witness")):
+        for place, name in enumerate((figure, "greedy", "witness", "perplexity")):
             key = f"eval/{name}"
             yield from curve(run, run.evals, key, name, f"{key}_ci95", run_number=number, place=place)
         return

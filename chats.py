@@ -108,9 +108,7 @@ def _reply(
     opened = prompt if whole.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
     rest = whole.removeprefix(opened)
     if len(rest) == len(whole):
-        raise ValueError(
-            f"the chat template renders what stands before {short(content)} in two ways; use another model"
-        )
+        raise ValueError(f"the chat template renders the messages before {short(content)} in two ways; drop that reply")
     if opened != prompt and rest.startswith("<think>"):
         raise ValueError(f"{short(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
     if any(part.strip() not in rest for part in re.split("</?think>", content)):

@@ -89,15 +89,16 @@ def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) 
     The 95% interval is that of a ratio of two sums over conversations.
     """
     begin = time.perf_counter()
-    owners = [number for number, rows in enumerate(conversations) for _ in rows]
+    owners = np.repeat(np.arange(len(conversations)), [len(rows) for rows in conversations])
     sums = np.zeros((3, len(conversations)))  # negative log-probabilities, entropies, tokens
     for batch in make_batches([row for rows in conversations for row in rows], config.train_token_budget):
         logprobs, entropy = completion_logprobs(model, batch, config, "none")
         parts = np.array(mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask]), np.float64).sum(-1)
-        for place, row in enumerate(batch.rows.tolist()):
+        for place, row in enumerate(np.array(batch.rows)):
             sums[:, owners[row]] += parts[:, place]
-    (losses, _, tokens), num = sums, len(conversations)
-    loss, entropy_mean, total = losses.sum() / tokens.sum(), sums[1].sum() / tokens.sum(), tokens.sum()
+    losses, entropies, tokens = sums
+    num, total = len(conversations), tokens.sum()
+    loss = losses.sum() / total
     reach = None
     if num > 1:
         reach = 1.96 * math.sqrt(((losses - loss * tokens) ** 2).sum() * num / (num - 1)) / total
@@ -105,7 +106,7 @@ def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) 
         "eval/loss": float(loss),
         "eval/loss_ci95": reach,
         "eval/perplexity": math.exp(min(loss, 700.0)),  # of more there is no float
-        "eval/entropy": float(entropy_mean),
+        "eval/entropy": float(entropies.sum() / total),
         "eval/tokens": float(total / num),
         "eval/num": num,
         "eval/s": time.perf_counter() - begin,

@@ -222,9 +222,7 @@ def begin_with(model: gwen.Model, adapter: Fused) -> None:
     scale, pairs = adapter
     adapted = dict(layers(model))
     if missing := sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()}):
-        raise ValueError(
-            f"--init-adapter adapts {', '.join(missing)} too; name all of its projections in --lora-targets"
-        )
+        raise ValueError(f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets")
     needed = max(low.shape[1] for low, _ in pairs.values())
     for name, layer in adapted.items():
         if layer.lora_a.shape[1] < needed:

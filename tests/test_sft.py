@@ -38,7 +38,8 @@ TALK = [
 # Qwen3's rule: only a reply after the last question keeps its thought, be it empty
 REWRITING = (
     "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
-    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.role == 'assistant' and loop.index0 > ns.last and '<think>' not in m.content %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}"

@@ -31,7 +31,8 @@ import sft
 import update
 from bench import harness
 from chats import Row
-from config import TARGETS, Config, Parser, fail
+from config import TARGETS, Config
+from flags import Parser, fail
 
 ENGINES = ("ours", "mlx_lm")
 

@@ -40,7 +40,8 @@ import preflight
 import sampler
 import update
 from bench import harness, ledger, survey
-from config import Config, Parser, fail, resolve
+from config import Config, resolve
+from flags import Parser, check_least, fail
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
 PHASES = ("rollout", "reward", "update")
@@ -288,9 +289,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=ENGINES, help="runs this one here and prints its record; for --model DIR")
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "groups": 2, "prompt_tokens": 2, "max_tokens": 1, "lora_rank": 1, "warmup": 0, "runs": 1}
-    for name, low in (lowest | {"rounds": 1, "seed": 0, "token_budget": 0}).items():
-        if not low <= getattr(args, name) < 2**31:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
+    check_least(args, **lowest, rounds=1, seed=0, token_budget=0)
     return args
 
 

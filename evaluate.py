@@ -33,7 +33,8 @@ import lora
 import run_files
 import sampler
 import tasks
-from config import Config, JudgeSettings, Parser, add_flags, fail, resolve, stop
+from config import Config, JudgeSettings, resolve
+from flags import Parser, add_flags, check_least, fail, stop
 from micro_batch import completion_hidden, in_rows, micro_batches
 from problems.examples import Example, spread
 from problems.rewards import Reward, call_reward, reward_arguments, reward_columns
@@ -438,13 +439,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     flags = {name: value for name in TAKEN if (value := getattr(args, name)) is not None}
     try:
-        for flag in ("limit", "samples"):
-            if (value := getattr(args, flag)) is not None and value < 1:
-                raise ValueError(f"--{flag} is {value}; it must be at least 1")
-        if not 0 <= args.temp < math.inf:
-            raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
-        if not 0 <= args.seed < 1 << 64:
-            raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
+        check_least(args, limit=1, samples=1, temp=0, seed=0)
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")

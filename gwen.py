@@ -24,7 +24,7 @@ import gpu
 import hub
 import ops
 import softmax
-from config import Parser, fail
+from flags import Parser, fail
 from kv_cache import Cache, Held, KVCache, LayerState, Mask, Parts, SlotCache, TreeLayer
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}

@@ -30,7 +30,7 @@ import gwen
 import hub
 import ops
 import run_files
-from config import Parser, fail
+from flags import Parser, fail
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 

@@ -17,7 +17,8 @@ import sampler
 from config import Config
 from micro_batch import MicroBatch, completion_hidden
 
-MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # policy before the update vs. sampler
+# the policy before the update against the sampler's
+MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 # measured at each step: means over the counted tokens; `_max` is the largest
 MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
 
@@ -89,16 +90,16 @@ class PolicyLoss:
         loss = grpo.aggregate(losses, mask, objective, num_rows=targets.num_rows, num_items=targets.num_items)
         if config.entropy_coef:
             loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
-        trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
-        gap = mx.abs(logprobs - sampled) * mask
+        ratio = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
+        logprob_abs = mx.abs(logprobs - sampled) * mask
         sums = {
             "loss": loss,
             "entropy": (entropy * mask).sum(),
-            "gap": gap.sum(),
-            "gap_max": gap.max(),
-            "trust": trust.sum(),
-            "trust_max": trust.max(),
-            "over_cap": (trust > config.mismatch_cap).sum(),
+            "logprob_abs_mean": logprob_abs.sum(),
+            "logprob_abs_max": logprob_abs.max(),
+            "ratio_mean": ratio.sum(),
+            "ratio_max": ratio.max(),
+            "over_cap_frac": (ratio > config.mismatch_cap).sum(),
         }
         means = {"kl": stats.kl, "clip_frac": stats.clip_frac}
         sums |= {name: value * mask.sum() for name, value in means.items() if value is not None}

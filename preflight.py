@@ -26,7 +26,8 @@ import hub
 import lm_head
 import lora
 import micro_batch
-from config import Config, Parser, fail, given, parse, resolve
+from config import Config, given, parse, resolve
+from flags import Parser, check_least, fail
 from kv_cache import round_up
 
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
@@ -257,8 +258,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(rest)
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
-        if own.prompt_tokens < 1:
-            raise ValueError(f"--prompt-tokens is {own.prompt_tokens}; it must be at least 1")
+        check_least(own, prompt_tokens=1)
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
         model = gwen.load_config(config.model)
         lengths = [own.prompt_tokens] * config.batch

@@ -1,9 +1,14 @@
 """
-A run: everything that outlives a step, and its state for a checkpoint.
+A run: everything that outlives a step, its state for a checkpoint, and what happens when it is stopped.
 
 What is left out: the algorithm (train.py), logs and console lines (reporting/), the run directory (run_files.py).
 """
 
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ import checkpoint
 import curriculum
 import dispatch
 import evaluate
+import gpu
 import gwen
 import lora
 import preflight
@@ -26,7 +32,7 @@ import update
 from config import Config
 from problems import rewards
 from problems.examples import Example, spread
-from reporting.console import CONSOLE_COLUMNS
+from reporting.console import CONSOLE_COLUMNS, warn
 from reporting.journal import Journal, evaluation_is_due
 from run_files import START
 
@@ -240,3 +246,72 @@ def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array]
         raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
     if dtype != state.extra["dtype"]:
         raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
+
+
+# ---- a run that is stopped
+
+
+@contextlib.contextmanager
+def stoppable(run: Core) -> Iterator[None]:
+    """
+    On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
+
+    No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
+    Ctrl-C does not wait, and only the newest checkpoint is left.
+    """
+
+    def on_ctrl_c(*_: object) -> None:
+        if run.is_whole or run.stopping:
+            raise KeyboardInterrupt
+        run.stopping = True
+        warn("\nfinishing this step; press Ctrl-C again to abandon it")
+
+    before = signal.signal(signal.SIGINT, on_ctrl_c)
+    try:
+        yield
+    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
+        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
+        if gpu.is_watchdog(error):
+            what = (
+                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
+                "(pmset displaysleepnow), or let less be done at once; "
+            )
+        if run.is_whole:
+            run.save()
+            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
+            said += _go_on(run, error)
+        else:
+            said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
+        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+            raise ValueError(said) from error
+        warn(f"\n{said}")
+        if what:  # a bug of ours or of MLX's: show the traceback
+            raise
+        sys.exit(130)
+    except OSError as error:  # the disk is full or gone
+        raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _go_on(run: Core, error: BaseException) -> str:
+    """
+    The command that continues the run, or starts over if nothing was saved.
+
+    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
+    """
+    less = ""
+    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
+    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+        budget = run.config.train_token_budget // 2
+        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
+    if checkpoint.saved(run.dir):
+        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
+    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+
+
+def _newest(run: Core, error: BaseException, first: str = "") -> str:
+    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
+    if saved := checkpoint.saved(run.dir):
+        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
+    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"

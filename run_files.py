@@ -16,7 +16,8 @@ import cpu_blas  # before mlx
 import yaml
 
 import gpu
-from config import CHANGEABLE, Config, Parser, as_yaml, checked, flag_of, load_recipe, load_yaml
+from config import CHANGEABLE, Config, as_yaml, checked, load_recipe
+from flags import Parser, flag_of, load_yaml
 
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 

@@ -27,7 +27,7 @@ import update
 from chats import Row
 from config import Config
 from micro_batch import MicroBatch, padded, plan
-from policy import Share, completion_logprobs
+from policy import MISMATCH, Share, completion_logprobs
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting.console import SFT_COLUMNS, say, sft_line
 from reporting.journal import Journal, PhaseClock
@@ -39,7 +39,7 @@ NOT_MEASURED = (
     *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s"),
     *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
     *("kl", "clip_frac", "update/kl", "update/repeats", "completion/truncated_frac", "mem/cache_gb"),
-    *(f"mismatch/{name}" for name in "logprob_abs_mean logprob_abs_max ratio_mean ratio_max over_cap_frac".split()),
+    *(f"mismatch/{name}" for name in MISMATCH),
 )
 
 
@@ -185,7 +185,7 @@ def train(config: Config, run: Run) -> None:
         run.save()
     run.journal.update_page(run.step)
     while run.step < config.steps and not run.stops_early():
-        clock.end_step()  # evaluation and saving belong to no step
+        clock.lap()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
         with clock.phase("update") as done:
             chosen = epoch_indices(len(run.train), config.batch, run.step, config.seed)
@@ -197,7 +197,7 @@ def train(config: Config, run: Run) -> None:
             done(learner.trainable, learner.optimizer.state)
         run.step += 1
         # ---- everything below is reporting
-        seconds, peak = clock.end_step(), mx.get_peak_memory()
+        seconds, peak = clock.lap(), mx.get_peak_memory()
         run.journal.recent.append(seconds["step"])
         figures = step_metrics(run, batches, loss.num_items, measured, seconds)
         figures |= {"lr": lr, "mem/peak_gb": peak / 1e9}

@@ -13,9 +13,6 @@ to its directory; `--resume DIR` continues it.
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
 
-import contextlib
-import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,23 +23,22 @@ import numpy as np
 from tqdm import tqdm
 
 import checkpoint
-import gpu
 import gwen
 import run_files
 import sampler
 import sft
 import tasks
 import update
-from config import Config, as_yaml, fail, given, parse, resolve
+from config import Config, as_yaml, given, parse, resolve
+from flags import fail
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
 from micro_batch import micro_batches
 from problems import procedural
 from problems.examples import Example
 from problems.rewards import call_reward
 from reporting import page, trackers
-from reporting.console import warn
 from reporting.journal import PhaseClock, Step, evaluation_is_due
-from run import Core, Run
+from run import Run, stoppable
 
 
 def train(config: Config, run: Run) -> None:
@@ -52,7 +48,7 @@ def train(config: Config, run: Run) -> None:
         run.save()
     run.journal.update_page(run.step)
     while run.step < config.steps:
-        clock.end_step()  # evaluation and saving belong to no step
+        clock.lap()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
         draws = draw_groups(run, clock)
         chosen, advantages = choose_groups(config, draws)
@@ -76,7 +72,7 @@ def train(config: Config, run: Run) -> None:
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
         run.prompts.note(draws)
         # ---- everything below is reporting
-        seconds, peak = clock.end_step(), mx.get_peak_memory()
+        seconds, peak = clock.lap(), mx.get_peak_memory()
         run.journal.write_step(
             Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
         )
@@ -190,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(run.memory, flush=True)
         print(run.columns, flush=True)
-        with run.journal, _stoppable(run):
+        with run.journal, stoppable(run):
             loop(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
@@ -202,75 +198,9 @@ def main(argv: list[str] | None = None) -> None:
                 page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:  # during loading; `_stoppable` handles it during the steps
+    except KeyboardInterrupt:  # during loading; `stoppable` handles it during the steps
         print("\nstopped before the first step", file=sys.stderr)
         sys.exit(130)
-
-
-@contextlib.contextmanager
-def _stoppable(run: Core) -> Any:
-    """
-    On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
-
-    No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
-    Ctrl-C does not wait, and only the newest checkpoint is left.
-    """
-
-    def on_ctrl_c(*_: Any) -> None:
-        if run.is_whole or run.stopping:
-            raise KeyboardInterrupt
-        run.stopping = True
-        warn("\nfinishing this step; press Ctrl-C again to abandon it")
-
-    before = signal.signal(signal.SIGINT, on_ctrl_c)
-    try:
-        yield
-    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
-        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
-        if gpu.is_watchdog(error):
-            what = (
-                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
-                "(pmset displaysleepnow), or let less be done at once; "
-            )
-        if run.is_whole:
-            run.save()
-            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
-            said += _go_on(run, error)
-        else:
-            said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
-            raise ValueError(said) from error
-        warn(f"\n{said}")
-        if what:  # a bug of ours or of MLX's: show the traceback
-            raise
-        sys.exit(130)
-    except OSError as error:  # the disk is full or gone
-        raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _go_on(run: Core, error: BaseException) -> str:
-    """
-    The command that continues the run, or starts over if nothing was saved.
-
-    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
-    """
-    less = ""
-    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
-    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
-        budget = run.config.train_token_budget // 2
-        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
-    if checkpoint.saved(run.dir):
-        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
-    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
-
-
-def _newest(run: Core, error: BaseException, first: str = "") -> str:
-    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
-    if saved := checkpoint.saved(run.dir):
-        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
-    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"
 
 
 if __name__ == "__main__":

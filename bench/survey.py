@@ -28,6 +28,7 @@ import gwen
 import lora
 import micro_batch
 import ops
+import policy
 import preflight
 import sampler
 import update
@@ -112,8 +113,7 @@ def updates(subject: Subject) -> dict[str, Any]:
 
     seconds, _ = timed(once, args.runs)
     means = found[0].means
-    names = {"logprob_abs_mean": "gap", "logprob_abs_max": "gap_max", "ratio_mean": "trust", "ratio_max": "trust_max"}
-    agreement = {f"mismatch/{name}": means[key] for name, key in names.items()} | {"kl": means["kl"]}
+    agreement = {f"mismatch/{name}": means[name] for name in policy.MISMATCH} | {"kl": means["kl"]}
     return {"update_s": seconds, "update_tok_s": held.mask.size / seconds, "agreement": agreement}
 
 

@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 import gpu
+import policy
 import sampler
 import update
 from config import Config
@@ -66,7 +67,7 @@ class PhaseClock:
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
-    def end_step(self) -> dict[str, float]:
+    def lap(self) -> dict[str, float]:
         """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
@@ -161,11 +162,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "skipped_total": result.num_skipped,
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
-        "mismatch/logprob_abs_mean": result.means["gap"],
-        "mismatch/logprob_abs_max": result.means["gap_max"],
-        "mismatch/ratio_mean": result.means["trust"],
-        "mismatch/ratio_max": result.means["trust_max"],
-        "mismatch/over_cap_frac": result.means["over_cap"],
+        **{f"mismatch/{name}": result.means[name] for name in policy.MISMATCH},
         "pad_frac": result.pad_frac,
         "forwards_per_completion": result.num_forwards / advantages.size,
         "mem/peak_gb": step.peak_bytes / 1e9,

@@ -16,8 +16,10 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
 from test_docs import without_meaning
 
+import bench_sft
 import chats
 import checkpoint
+import evaluate
 import gwen
 import hub
 import report
@@ -26,6 +28,7 @@ import sft
 import tasks
 import train
 import update
+from bench import harness
 from chats import Row
 from config import Config, given, parse
 from docs import reference
@@ -345,3 +348,19 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
     train.main(["--resume", str(directory)])
     assert records(directory / "metrics.jsonl") == steps and records(directory / "eval.jsonl") == evals
     assert run_files.adapter_of(str(directory), 0) == str(directory / run_files.START)
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_on_the_problems_of_its_task(finished, capsys):
+    evaluate.main(["--run", str(finished), "--limit", "4", "--max-tokens", "12"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["eval/num"] == 4 and "eval/accuracy" in record
+
+
+@pytest.mark.slow
+def test_both_engines_of_the_benchmark_take_every_step():
+    with harness.model_directory("random:2m") as directory:
+        args = SimpleNamespace(batch=2, tokens=9, lora_rank=4, warmup=1, runs=2)
+        for engine in (bench_sft.run_ours, bench_sft.run_mlx_lm):
+            marks = engine(args, directory)
+            assert len(marks) == 4 and (np.diff(np.array(marks), axis=0) >= 0).all()

@@ -21,6 +21,12 @@ from flags import RENAMED, Parser, add_flags, check_values, flag, flag_of, load_
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TRACKERS = ("trackio", "tensorboard", "wandb")
+# all that --loss-type sft has a use for; every other setting is refused there
+SFT = set(
+    "model task data columns thinking batch steps learning_rate lr_schedule warmup_steps weight_decay max_grad_norm "
+    "loss_type train_turns train_token_budget checkpoint_layers lora_rank lora_scale lora_targets init_adapter "
+    "eval_every eval_limit early_stopping save_every keep seed report_every report_to".split()
+)
 
 # ---- the judge's
 
@@ -125,8 +131,11 @@ class Training:
     target_kl: float = flag(0.02, "maximum KL of one update, nats per token; 0: no limit", low=0)
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm", low=1e-09)
     loss_type: str = flag(
-        "dapo", "term and average of the token losses", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+        "dapo",
+        "term and average of the token losses; sft: cross-entropy on the replies in --data",
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "sft"),
     )
+    train_turns: str = flag("all", "replies of a conversation that --loss-type sft trains", choices=("all", "last"))
     importance_sampling_level: str = flag(
         "token", "importance ratio per token or per sequence", choices=("token", "sequence")
     )
@@ -185,6 +194,7 @@ class Training:
     lora_rank: int = flag(16, "adapter rank; 0: train all weights", low=0, high=2**12)
     lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm")
     lora_targets: list[str] = flag(lambda: list(TARGETS), "adapted projections", nargs="+", choices=TARGETS)
+    init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with")
 
 
 @dataclasses.dataclass
@@ -195,6 +205,9 @@ class Config(JudgeSettings, Training):
     eval_judge_model: str = flag("", "the witness's judge, instead of --judge-model")
     eval_every: int = flag(20, "steps between evaluations; 0: none", low=0)
     eval_limit: int = flag(0, "maximum held-out problems, evenly spread; 0: all", low=0)
+    early_stopping: int = flag(
+        0, "--loss-type sft: stop after this many evaluations in a row without a lower loss; 0: never", low=0
+    )
     save_every: int = flag(20, "steps between checkpoints", low=1)
     keep: int = flag(3, "checkpoints to keep", low=1)
     curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise")
@@ -219,7 +232,7 @@ AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadat
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
 # who judges
 CHANGEABLE = {
-    *("steps", "save_every", "keep", "eval_every", "eval_limit", "report_every", "report_to"),
+    *("steps", "save_every", "keep", "eval_every", "eval_limit", "early_stopping", "report_every", "report_to"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
     *(field.name for field in dataclasses.fields(JudgeSettings)),
 }
@@ -266,22 +279,41 @@ def resolve(
         if fixed := flags.keys() - CHANGEABLE:
             raise ValueError(f"{flag_of(min(fixed))} cannot change in a resumed run; start a new one")
         config = checked(load_recipe(Path(resume) / "config.yaml") | flags)
+        _refuse_for_sft(config, flags)
         return config, f"model: {config.model}, as before; task: {config.task}"
-    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
-    checked(recipe | of_environment() | flags)  # before a model is chosen, which may take a download
+    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags)
+    _refuse_for_sft(checked(recipe | _environment_of(recipe | flags) | flags), flags)  # before a model is downloaded
     model, why = choose_model((recipe | flags).get("model"))
     task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
     if not config_path:
-        recipe = _task_recipe(task)
+        recipe = _task_recipe(flags | {"task": task})
     rate = _rate_of_all_weights(recipe, flags)
-    config = checked(recipe | of_environment() | rate | flags | {"model": model, "task": task})
+    environment = _environment_of(recipe | flags)
+    config = checked(recipe | environment | rate | flags | {"model": model, "task": task})
     return config, f"model: {model}, {why}; task: {task}"
 
 
-def _task_recipe(task: str | None) -> dict[str, Any]:
-    """A task's defaults from `recipes/`; empty without a task or for an unknown one."""
+def _task_recipe(flags: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of the flags' task from `recipes/`; empty without a task or for an unknown one."""
+    task = flags.get("task")
     path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
-    return load_recipe(path) if path.is_file() else {}
+    recipe = load_recipe(path) if path.is_file() else {}
+    return {name: recipe[name] for name in recipe if flags.get("loss_type") != "sft" or name in SFT}
+
+
+def _environment_of(settings: dict[str, Any]) -> dict[str, int]:
+    """What the environment sets of such a run; nothing without a judge."""
+    return {} if settings.get("loss_type") == "sft" else of_environment()
+
+
+def _refuse_for_sft(config: Config, flags: dict[str, Any]) -> None:
+    """Raises ValueError naming the flags that --loss-type sft has no use for, whatever their value."""
+    if config.loss_type == "sft" and (unused := sorted(flags.keys() - SFT)):
+        raise ValueError(_unused(unused))
+
+
+def _unused(names: list[str]) -> str:
+    return f"{', '.join(map(flag_of, names))}: --loss-type sft samples and judges nothing; leave that out"
 
 
 def _rate_of_all_weights(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, float]:
@@ -322,6 +354,7 @@ def checked(settings: dict[str, Any]) -> Config:
     check_values(Config, settings)
     config = Config(**settings)
     check_judge(config)
+    _check_sft(config)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
     if 0 < config.target_kl < 1e-3:
@@ -334,6 +367,28 @@ def checked(settings: dict[str, Any]) -> Config:
     if config.lora_rank and not config.lora_targets:
         raise ValueError(f"--lora-targets is empty; name some of {', '.join(TARGETS)}, or set --lora-rank 0")
     return config
+
+
+def _check_sft(config: Config) -> None:
+    """Raises ValueError for settings that only --loss-type sft has, or has not, and for an adapter without a place."""
+    if config.loss_type == "sft":
+        default = Config()
+        names = (field.name for field in dataclasses.fields(Config))
+        if unused := [name for name in names if name not in SFT and getattr(config, name) != getattr(default, name)]:
+            raise ValueError(_unused(unused))
+        if not config.data:
+            raise ValueError("--loss-type sft needs --data FILE, with columns messages, or prompt and completion")
+    elif config.early_stopping:
+        raise ValueError(f"--early-stopping {config.early_stopping} is for --loss-type sft; leave it out")
+    elif config.train_turns != "all":
+        raise ValueError(f"--train-turns {config.train_turns} is for --loss-type sft; leave it out")
+    if config.early_stopping and not config.eval_every:
+        raise ValueError(f"--early-stopping {config.early_stopping} needs evaluations; set --eval-every")
+    if config.init_adapter and not config.lora_rank:
+        raise ValueError(
+            f"--init-adapter {config.init_adapter} has no place with --lora-rank 0; merge it into a model first: "
+            "uv run lora.py --fuse --adapter DIR --out MODEL"
+        )
 
 
 def _check_objective(config: Config) -> None:

@@ -149,12 +149,12 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
     return [(part, size(part)) for part in cut]
 
 
-def _padded(rows: list[list[int]]) -> mx.array:
+def padded(rows: list[list[int]]) -> mx.array:
     """Token ids as one array, (len(rows), longest), padded with 0."""
-    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    out = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for place, row in enumerate(rows):
-        padded[place, : len(row)] = row
-    return mx.array(padded)
+        out[place, : len(row)] = row
+    return mx.array(out)
 
 
 def _completions(part: list[int], rollout: Completions, num_tokens: np.ndarray) -> list[list[int]]:
@@ -177,7 +177,7 @@ def _make_shared(part: list[int], prompts: list[list[int]], rollout: Completions
     distinct = list(dict.fromkeys(tuple(prompts[row]) for row in part))
     place = {prompt: index for index, prompt in enumerate(distinct)}
     prefix = Prefix(
-        _padded([list(prompt) for prompt in distinct]),
+        padded([list(prompt) for prompt in distinct]),
         [len(prompt) for prompt in distinct],
         [place[tuple(prompts[row])] for row in part],
     )
@@ -193,7 +193,7 @@ def _finish(
     return MicroBatch(
         rows=index,
         prefix=prefix,
-        tokens=_padded(tokens),
+        tokens=padded(tokens),
         lengths=[len(row) for row in tokens],
         positions=mx.array(positions.astype(np.int32)),
         completion_ids=rollout.completion_ids[index, :most],

@@ -26,6 +26,7 @@ import checkpoint
 import gwen
 import run_files
 import sampler
+import sft
 import tasks
 import update
 from config import Config, as_yaml, given, parse, resolve
@@ -36,7 +37,6 @@ from problems import procedural
 from problems.examples import Example
 from problems.rewards import call_reward
 from reporting import page, trackers
-from reporting.console import CONSOLE_COLUMNS
 from reporting.journal import PhaseClock, Step, evaluation_is_due
 from run import Run, stoppable
 
@@ -44,7 +44,7 @@ from run import Run, stoppable
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; `run` holds everything that outlives a step."""
     learner, clock = run.learner, PhaseClock(run.journal.live.begin)
-    if evaluate_if_due(run):
+    if run.evaluate_if_due():
         run.save()
     run.journal.update_page(run.step)
     while run.step < config.steps:
@@ -78,23 +78,10 @@ def train(config: Config, run: Run) -> None:
         )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()
-        is_best = evaluate_if_due(run)
+        is_best = run.evaluate_if_due()
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
         run.journal.update_page(run.step)
-
-
-def evaluate_if_due(run: Run) -> bool:
-    """
-    Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
-
-    True if this evaluation is the best so far: that step is saved regardless of `save_every`.
-    """
-    if not evaluation_is_due(run.config, run.step, run.dir):
-        return False
-    run.journal.live.begin("evaluating")
-    run.evaluate()
-    return run.journal.best_step() == run.step
 
 
 def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
@@ -180,7 +167,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
         run_dir = Path(args.resume) if args.resume else run_files.choose_run_dir(config, args.run_dir)
-        run = Run(config, run_dir)
+        make, loop = (sft.Run, sft.train) if config.loss_type == "sft" else (Run, train)
+        run: Any = make(config, run_dir)
         if state:
             run.restore(state)
             if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
@@ -197,9 +185,9 @@ def main(argv: list[str] | None = None) -> None:
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
         )
         print(run.memory, flush=True)
-        print(CONSOLE_COLUMNS, flush=True)
+        print(run.columns, flush=True)
         with run.journal, stoppable(run):
-            train(config, run)
+            loop(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
         if (best := run.journal.best_step()) is not None:

@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -288,14 +288,18 @@ class Journal:
         """Writes a step's figures and all sampled completions, and prints its line."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
+        self.record(figures, console_line(figures, self.config.steps), completion_records(self.config, step))
+
+    def record(self, figures: dict[str, Any], line: str, completions: Iterable[dict[str, Any]] = ()) -> None:
+        """Writes a step's figures and completions, prints its line, and warns of what they show."""
         self.metrics.write(figures)
         self.steps.append(figures)
-        for completion in completion_records(self.config, step):
+        for completion in completions:
             self.rollouts.write(completion)
-        say(console_line(figures, self.config.steps))
-        if step.result.skipped:
-            warn(f"step {step.number}: the gradient was not finite; the step changed nothing")
-        self.warn(step.number)
+        say(line)
+        if figures["skipped"]:
+            warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
+        self.warn(figures["step"])
         self.live.note(self.steps, self.evaluations)
         if self.trackers is not None:
             self.trackers.look()
@@ -341,7 +345,7 @@ class Journal:
         """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""
         name = f"eval/{self.metric}"
         scored = [record for record in self.evaluations if record[name] is not None]
-        return max(scored, key=lambda record: record[name])["step"] if scored else None
+        return health.best(scored, name)["step"] if scored else None
 
     def print_summary(self) -> None:
         """Repeats the warnings, and compares the first and the last evaluation."""

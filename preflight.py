@@ -145,8 +145,10 @@ def _update(
         if shared:  # the prompt's own positions see the prompt alone
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
-        inputs = dtype.size * width * (layers - kept)  # a position's, of the layers that are computed again
         one_layer = num_positions * layer_bytes(model, dtype, keys)
+        copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of a prompt's keys and values: `ops.joined`
+        inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
+        inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * kept
         num_tokens = num_positions if config.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
@@ -154,7 +156,7 @@ def _update(
         else:
             logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
         logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
-        one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
+        one = (int(one_layer * kept + inputs), int(one_layer * working), logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 

@@ -60,7 +60,7 @@ def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, m
 def divergences_ref(
     hidden: mx.array, head_weight: mx.array, ids: mx.array, lesson: Lesson, *, beta: float, temperature: float = 1.0
 ) -> Divergences:
-    """The definition of `token_divergences`, as one writes it: all (N, T, V) log-probabilities at once, and autodiff."""
+    """The definition of `token_divergences`, as one writes it: all (N, T, V) logits at once, and autodiff."""
 
     def logprobs_of(hidden: mx.array, head_weight: mx.array) -> mx.array:
         logits = hidden.astype(mx.float32) / temperature @ head_weight.astype(mx.float32).T
@@ -108,52 +108,48 @@ def token_divergences(
     chunks = lm_head.slices(flat_ids.size, lm_head.LOGPROB_CHUNK)
     tiles = lm_head.slices(vocab, max(1, TILE // min(lm_head.LOGPROB_CHUNK, flat_ids.size)))
 
-    def both(hidden: mx.array, rows: slice, done: list[mx.array]) -> tuple[mx.array, mx.array]:
-        """Some rows of the teacher's and of the student's hidden states, at the temperature, but not before `done`."""
-        pair = taught[rows].astype(mx.float32) / temperature, hidden[rows].astype(mx.float32) / temperature
-        return lm_head.wait(pair[0], done), lm_head.wait(pair[1], done)
+    def logits_of(hidden: mx.array, head_weight: mx.array, tile: slice, done: list[mx.array]) -> mx.array:
+        """Logits of some rows for a tile of the vocabulary, but not before `done`."""
+        x = lm_head.wait(hidden.astype(mx.float32) / temperature, done)
+        return x @ head_weight[tile].astype(mx.float32).T
 
     @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
-        heads, parts = (lesson.head_weight, head_weight), []
+        parts = []
         done: list[mx.array] = []
         for rows in chunks:
-            totals = tuple(mx.full((rows.stop - rows.start, 1), value) for value in (-1e30, 0.0, -1e30, 0.0))
+            sums = [_Sum.start(rows.stop - rows.start) for _ in range(2)]
             for tile in tiles:
-                logits = (x @ w[tile].astype(mx.float32).T for x, w in zip(both(hidden, rows, done), heads, strict=True))
-                totals = tuple(
-                    array
-                    for place, part in zip((0, 2), logits, strict=True)
-                    for array in _running_sum(totals[place], totals[place + 1], part)
-                )
-                done = list(totals)
-            log_totals = totals[0] + mx.log(totals[1]), totals[2] + mx.log(totals[3])
+                sums[0] = sums[0].after(logits_of(taught[rows], lesson.head_weight, tile, done))
+                sums[1] = sums[1].after(logits_of(hidden[rows], head_weight, tile, done))
+                done = [*sums[0], *sums[1]]
+            log_p_total, log_q_total = (one.log_total for one in sums)
             state = _State.start(rows.stop - rows.start, hidden.shape[1], beta)
-            done = list(log_totals)
             for tile in tiles:
-                x = both(hidden, rows, done)
-                state = state.after(x, (heads[0][tile], heads[1][tile]), log_totals, (flat_ids[rows], tile), beta)
+                log_p = logits_of(taught[rows], lesson.head_weight, tile, done) - log_p_total
+                log_q = logits_of(hidden[rows], head_weight, tile, done) - log_q_total
+                state = state.after(log_p, log_q, head_weight[tile], lm_head.place_of(flat_ids[rows], tile), beta)
                 done = [array for array in state if array is not None]
-            parts.append((*state.results(temperature), *log_totals))
+            parts.append((*state.results(temperature), log_p_total, log_q_total))
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
-        _, _, _, kept, slope, *log_totals = outputs
-        d_hidden = (cotangents[0][:, None] * kept).astype(hidden.dtype)
+        _, _, _, kept, slope, log_p_total, log_q_total = outputs
+        d_out = cotangents[0][:, None]
+        d_hidden = (d_out * kept).astype(hidden.dtype)
         if head == "frozen":
             return d_hidden, mx.zeros_like(head_weight)
         d_tiles: list[mx.array] = []
         done: list[mx.array] = []
         for tile in tiles:
-            weights = [w[tile].astype(mx.float32) for w in (lesson.head_weight, head_weight)]
             d_tile = mx.zeros((tile.stop - tile.start, hidden.shape[1]))
             for rows in chunks:
-                x = both(hidden, rows, done)
-                logs = [x[i] @ weights[i].T - log_totals[i][rows] for i in (0, 1)]
-                d_logits = terms_of(logs[0], logs[1], beta)[1] - gpu.exp(logs[1]) * slope[rows]
-                d_tile = d_tile + (cotangents[0][rows, None] * d_logits).T @ x[1]
+                log_p = logits_of(taught[rows], lesson.head_weight, tile, done) - log_p_total[rows]
+                log_q = logits_of(hidden[rows], head_weight, tile, done) - log_q_total[rows]
+                d_logits = d_out[rows] * (terms_of(log_p, log_q, beta)[1] - gpu.exp(log_q) * slope[rows])
+                d_tile = d_tile + d_logits.T @ (hidden[rows].astype(mx.float32) / temperature)
                 done = [d_tile]
             d_tiles.append(d_tile.astype(head_weight.dtype))
         return d_hidden, mx.concatenate(d_tiles)
@@ -163,10 +159,25 @@ def token_divergences(
     return Divergences(found, mx.stop_gradient(logprobs), mx.stop_gradient(entropies))
 
 
-def _running_sum(peak: mx.array, total: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
-    """The largest logit so far and the sum of exp(logit - it), with one more tile (M, tile) taken in; (M, 1) each."""
-    higher = mx.maximum(peak, logits.max(-1, keepdims=True))
-    return higher, total * gpu.exp(peak - higher) + softmax.tiled_sum(gpu.exp(logits - higher))[:, None]
+class _Sum(NamedTuple):
+    """The sum of exp(logit) of M rows after some of the vocabulary; (M, 1) each. Peaks begin finite, as in lm_head."""
+
+    peak: mx.array  # the largest logit
+    total: mx.array  # sum of exp(logit - peak)
+
+    @staticmethod
+    def start(num_rows: int) -> "_Sum":
+        return _Sum(mx.full((num_rows, 1), -1e30), mx.zeros((num_rows, 1)))
+
+    def after(self, logits: mx.array) -> "_Sum":
+        """The sum with one more tile taken in, (M, tile)."""
+        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        shrunk = self.total * gpu.exp(self.peak - peak)
+        return _Sum(peak, shrunk + softmax.tiled_sum(gpu.exp(logits - peak))[:, None])
+
+    @property
+    def log_total(self) -> mx.array:
+        return self.peak + mx.log(self.total)
 
 
 class _State(NamedTuple):
@@ -185,24 +196,16 @@ class _State(NamedTuple):
         return _State(nothing, nothing, nothing, nothing, nowhere, None if beta == 0 else nowhere)
 
     def after(
-        self,
-        x: tuple[mx.array, mx.array],
-        weights: tuple[mx.array, mx.array],
-        log_totals: tuple[mx.array, mx.array],
-        chosen: tuple[mx.array, slice],
-        beta: float,
+        self, log_p: mx.array, log_q: mx.array, head_weight: mx.array, places: tuple[mx.array, mx.array], beta: float
     ) -> "_State":
         """
-        The state with one more tile of the vocabulary taken in.
+        The state with one more tile taken in: log-probabilities (M, tile) of both, and the student's head for it.
 
-        Of x, weights and log_totals the teacher's come first. chosen: the rows' ids, and the tile.
+        places: of the ids in the tile, see `lm_head.place_of`.
         """
-        weight = weights[1].astype(mx.float32)
-        log_p = x[0] @ weights[0].astype(mx.float32).T - log_totals[0]  # (M, tile)
-        log_q = x[1] @ weight.T - log_totals[1]
+        weight, q = head_weight.astype(mx.float32), gpu.exp(log_q)
         terms, slopes = terms_of(log_p, log_q, beta)
-        q = gpu.exp(log_q)
-        place, inside = lm_head.place_of(*chosen)
+        place, inside = places
         return _State(
             self.divergence + softmax.tiled_sum(terms)[:, None],
             mx.where(inside, mx.take_along_axis(log_q, place, axis=-1), self.chosen),

@@ -52,10 +52,11 @@ class Need(NamedTuple):
     working: int  # of an update: what one layer's gradient takes beside that
     logprobs: int  # of an update: what log-probabilities take, while no layer is at work
     stepping: int  # of an update: the gradient, and what AdamW makes of it while old tensors go
+    teacher: int = 0  # its weights, and what it says of a step's completions
 
     @property
     def resident(self) -> int:
-        return self.weights + self.adapters + self.optimizer
+        return self.weights + self.adapters + self.optimizer + self.teacher
 
     @property
     def rollout(self) -> int:
@@ -115,7 +116,23 @@ def estimate(
         working=working,
         logprobs=logprobs,
         stepping=7 * trained,  # measured: 5 to 7
+        teacher=_teacher(model, dtype, config) if config.teacher else 0,
     )
+
+
+def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> int:
+    """
+    Bytes of a teacher's weights, and of its hidden states of all completions or its log-probabilities of their tokens.
+
+    The model's own base, which teaches a run that trains all weights, is a copy.
+    """
+    other = config.teacher != "self"
+    shape = gwen.load_config(config.teacher) if other else model
+    copied = other or not config.lora_rank
+    weights = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters())) if copied else 0
+    num_tokens = config.batch * config.groups * config.max_tokens
+    said = dtype.size * shape.hidden_size if config.loss_type == "distill" else 4
+    return weights * dtype.size + num_tokens * said
 
 
 def _update(
@@ -227,7 +244,8 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
     room = gpu.memory_size()
     said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
-        f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + the larger of "
+        f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
+        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}the larger of "
         f"{_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and {_gb(need.update)} update "
         f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
         f"{_gb(need.working)} backward) "
@@ -236,6 +254,16 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
     if need.total <= room:
         return said
     return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
+
+
+def refuse_teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+    """Raises ValueError, with figures, where the run does not fit for its teacher: both are held at once."""
+    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
+    if need.teacher and need.total > gpu.memory_size():
+        raise ValueError(
+            f"--teacher {config.teacher} takes {_gb(need.teacher)} GB beside {_gb(need.total - need.teacher)} of the run; "
+            f"the machine has {_gb(gpu.memory_size())}; take a smaller teacher, or lower --batch or --max-tokens"
+        )
 
 
 def _gb(size: float) -> str:

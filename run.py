@@ -14,6 +14,7 @@ from tqdm import tqdm
 import checkpoint
 import curriculum
 import dispatch
+import distill
 import evaluate
 import gwen
 import lora
@@ -56,6 +57,8 @@ class Run:
         preflight.settle(*demand)  # replaces each `auto` in `config`, as `dispatch.settle` does above
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
+        preflight.refuse_teacher(*demand)
+        self.teacher = self._make_teacher() if config.teacher else None
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()
 
@@ -69,6 +72,12 @@ class Run:
             thinking=self.config.thinking,
             kind=kind,
         )
+
+    def _make_teacher(self) -> distill.Teacher:
+        """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
+        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base)
+        teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
+        return teacher
 
     def open(self) -> None:
         """Opens the logs, once the directory exists, and gives the judge its recorded scores."""
@@ -150,11 +159,11 @@ class Run:
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:
-    """Whether a frozen copy of the model is needed: for the KL term or the judge of a run that trains all weights."""
+    """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
     judges = {config.judge_model} if task.rubric else set()
     judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
     judges_itself = judges & {"", config.model} and not config.judge_url
-    return not config.lora_rank and bool(config.beta or judges_itself)
+    return not config.lora_rank and bool(config.beta or judges_itself or config.teacher == "self")
 
 
 def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:

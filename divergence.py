@@ -47,10 +47,11 @@ def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, m
     """
     p, q = gpu.exp(log_p), gpu.exp(log_q)
     apart = log_p - log_q
-    if beta == 0:
-        return p * apart - (p - q), q - p
-    if beta == 1:
-        return (p - q) - q * apart, -q * apart
+    if beta in (0, 1):
+        first, other, ahead = (p, q, apart) if beta == 0 else (q, p, -apart)
+        near = mx.clip(ahead, -1, 1)
+        change = mx.where(mx.abs(ahead) < 1, first * mx.expm1(-near), other - first)  # other - first
+        return first * ahead + change, change if beta == 0 else first * ahead
     apart = mx.clip(apart, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
     above = mx.log1p(beta * mx.expm1(apart))  # log m - log q
     slopes = (beta - 1) * q * above
@@ -123,20 +124,20 @@ def token_divergences(
                 sums[0] = sums[0].after(logits_of(taught[rows], lesson.head_weight, tile, done))
                 sums[1] = sums[1].after(logits_of(hidden[rows], head_weight, tile, done))
                 done = [*sums[0], *sums[1]]
-            log_p_total, log_q_total = (one.log_total for one in sums)
+            taught_sum, own_sum = sums
             state = _State.start(rows.stop - rows.start, hidden.shape[1], beta)
             for tile in tiles:
-                log_p = logits_of(taught[rows], lesson.head_weight, tile, done) - log_p_total
-                log_q = logits_of(hidden[rows], head_weight, tile, done) - log_q_total
+                log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
+                log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
                 state = state.after(log_p, log_q, head_weight[tile], lm_head.place_of(flat_ids[rows], tile), beta)
                 done = [array for array in state if array is not None]
-            parts.append((*state.results(temperature), log_p_total, log_q_total))
+            parts.append((*state.results(temperature), *taught_sum, *own_sum))
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
-        _, _, _, kept, slope, log_p_total, log_q_total = outputs
+        _, _, _, kept, slope, *sums = outputs
         d_out = cotangents[0][:, None]
         d_hidden = (d_out * kept).astype(hidden.dtype)
         if head == "frozen":
@@ -146,8 +147,9 @@ def token_divergences(
         for tile in tiles:
             d_tile = mx.zeros((tile.stop - tile.start, hidden.shape[1]))
             for rows in chunks:
-                log_p = logits_of(taught[rows], lesson.head_weight, tile, done) - log_p_total[rows]
-                log_q = logits_of(hidden[rows], head_weight, tile, done) - log_q_total[rows]
+                taught_sum, own_sum = _Sum(*(a[rows] for a in sums[:2])), _Sum(*(a[rows] for a in sums[2:]))
+                log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
+                log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
                 d_logits = d_out[rows] * (terms_of(log_p, log_q, beta)[1] - gpu.exp(log_q) * slope[rows])
                 d_tile = d_tile + d_logits.T @ (hidden[rows].astype(mx.float32) / temperature)
                 done = [d_tile]
@@ -175,9 +177,9 @@ class _Sum(NamedTuple):
         shrunk = self.total * gpu.exp(self.peak - peak)
         return _Sum(peak, shrunk + softmax.tiled_sum(gpu.exp(logits - peak))[:, None])
 
-    @property
-    def log_total(self) -> mx.array:
-        return self.peak + mx.log(self.total)
+    def logprobs(self, logits: mx.array) -> mx.array:
+        """Log-probabilities of a tile once all were taken in; the peak goes first, so likely tokens lose no digit."""
+        return (logits - self.peak) - mx.log(self.total)
 
 
 class _State(NamedTuple):

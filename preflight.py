@@ -260,9 +260,10 @@ def refuse_teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prom
     """Raises ValueError, with figures, where the run does not fit for its teacher: both are held at once."""
     need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
     if need.teacher and need.total > gpu.memory_size():
+        rest, room = _gb(need.total - need.teacher), _gb(gpu.memory_size())
         raise ValueError(
-            f"--teacher {config.teacher} takes {_gb(need.teacher)} GB beside {_gb(need.total - need.teacher)} of the run; "
-            f"the machine has {_gb(gpu.memory_size())}; take a smaller teacher, or lower --batch or --max-tokens"
+            f"--teacher {config.teacher} takes {_gb(need.teacher)} GB beside the run's {rest}, of {room}; take a "
+            "smaller teacher, or lower --batch or --max-tokens"
         )
 
 

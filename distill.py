@@ -49,10 +49,8 @@ class Teacher:
         if config.teacher == "self":
             self.model = base or student
             return
-        try:
+        with gwen.named_by("--teacher"):
             self.model, its_own = gwen.load(config.teacher)
-        except ValueError as error:
-            raise ValueError(str(error).replace("--model ", "--teacher ")) from error
         refuse_other_tokenizer(config.teacher, tokenizer, its_own)
         if len(self.head_weight) < self.num_ids:
             raise ValueError(

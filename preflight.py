@@ -127,7 +127,8 @@ def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> int:
     The model's own base, which teaches a run that trains all weights, is a copy.
     """
     other = config.teacher != "self"
-    shape = gwen.load_config(config.teacher) if other else model
+    with gwen.named_by("--teacher"):
+        shape = gwen.load_config(config.teacher) if other else model
     copied = other or not config.lora_rank
     weights = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters())) if copied else 0
     num_tokens = config.batch * config.groups * config.max_tokens

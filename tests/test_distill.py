@@ -182,7 +182,7 @@ def test_the_teacher_scores_each_completion_after_its_own_prompt(tmp_path, teach
 
 @pytest.mark.parametrize("other", [False, True])
 def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher, prompt, other):
-    run = moved(make_run(tmp_path / "run", *DISTILL, teacher if other else "self", "--teacher-prompt", prompt))
+    run = moved(make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt))
     examples, rows, _ = sample(run)
     batches, rollout, make_loss = lesson_of(run)
     lesson = make_loss(run.config, targets_of(rollout)).lesson
@@ -203,7 +203,7 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
 
 
 def test_all_weights_are_trained_beside_a_copy_of_them_that_teaches(tmp_path, prompt):
-    run = make_run(tmp_path / "run", *DISTILL, "self", "--teacher-prompt", prompt, "--lora-rank", "0")
+    run = make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt, "--lora-rank", "0")
     assert run.teacher.model is run.base is not run.model
 
 
@@ -262,7 +262,7 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     train.main([*SMALL, *DISTILL, teacher, *flags])
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(
-        step["distill/kl"] > 0 and step["teacher/s"] > 0 and step["loss"] == step["distill/kl"] for step in metrics
+        step["loss"] == pytest.approx(step["distill/kl"], rel=1e-6) and step["teacher/s"] > 0 for step in metrics
     )
     empty = {"reward/mean", "reward/std", "reward/zero_std_frac", "sampling/signal_groups", "kl", "clip_frac"}
     empty |= {f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")}
@@ -359,7 +359,7 @@ def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_pat
 
     monkeypatch.setattr(tasks, "chat_ids", without_system)
     with pytest.raises(ValueError, match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out"):
-        make_run(tmp_path / "run", *DISTILL, "self", "--teacher-prompt", prompt)
+        make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
 
 
 def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
@@ -367,7 +367,7 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
         if said == "is empty":
             path.write_text(" \n")
         with pytest.raises(ValueError, match=f"^--teacher-prompt {path} {said}"):
-            make_run(tmp_path / "run", *DISTILL, "self", "--teacher-prompt", str(path))
+            make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
 
 
 def test_a_teacher_that_does_not_fit_is_refused_with_figures(monkeypatch):

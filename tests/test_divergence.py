@@ -97,3 +97,49 @@ def test_the_gradient_written_out_is_that_of_finite_differences(beta):
         step = 1e-6 * (np.arange(7) == place)
         change = written_out(logits + step, teacher_logits, beta) - written_out(logits - step, teacher_logits, beta)
         np.testing.assert_allclose(gradient_by_logits(logits, teacher_logits, beta)[:, place], change / 2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_near_agreement_is_not_lost_to_rounding(beta):
+    """The plain expression is wrong by its own size here."""
+    hidden, _, head, _, ids, d_out = make_case(spread=3.0)
+    taught = np.float64(np.float32(hidden + 1e-3 * RNG.normal(size=hidden.shape)))
+    found, _ = ours((hidden, taught, head, head, ids, d_out), beta=beta)
+    exact = written_out(hidden @ head.T, taught @ head.T, beta)
+    assert exact.min() > 0 and exact.max() < 1e-4
+    assert error(found.divergences, exact) < 1e-2
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_what_one_model_finds_impossible_stays_finite(beta):
+    head, ids = 200.0 * np.eye(4), np.zeros((1, 2), int)
+    hidden, taught = np.eye(4)[None, :2], np.eye(4)[None, 2:]
+    found, (d_hidden, _) = ours((hidden, taught, head, head, ids, np.ones((1, 2))), beta=beta)
+    exact = {0: 200.0, 0.3: 0.3 * -np.log(0.3) + 0.7 * -np.log(0.7), 0.5: np.log(2), 1: 200.0}[beta]
+    np.testing.assert_allclose(np.array(found.divergences), exact, rtol=1e-5)
+    assert mx.isfinite(d_hidden).all().item()
+
+
+def test_it_takes_hardly_more_memory_than_log_probabilities():
+    """Peaks with their inputs, though a teacher brings a second head and second hidden states."""
+    num, vocab, width = 512, 60_000, 16
+    keys = mx.random.split(mx.random.key(0), 4)
+    ids = mx.zeros((1, num), mx.int32)
+    peaks = []
+    for taught in (False, True):
+        hidden, second = (mx.random.normal((1, num, width), key=key) for key in keys[:2])
+        head, second_head = (mx.random.normal((vocab, width), key=key) for key in keys[2:])
+        lesson = divergence.Lesson(second, second_head)
+
+        def loss(x, head=head, lesson=lesson, taught=taught):
+            if taught:
+                return divergence.token_divergences(x, head, ids, lesson, beta=0.5).divergences.sum()
+            return lm_head.token_logprobs(x, head, ids, gradient="logprobs")[0].sum()
+
+        mx.eval(hidden, head, *(lesson if taught else ()))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        mx.eval(mx.value_and_grad(loss)(hidden))
+        peaks.append(mx.get_peak_memory())
+    assert peaks[1] < 1.2 * peaks[0], peaks
+    assert peaks[1] < 4 * num * vocab, "one model's logits"

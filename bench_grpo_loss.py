@@ -26,7 +26,7 @@ import mlx.core as mx
 import grpo
 import gwen
 import lm_head
-from config import Parser, fail
+from flags import Parser, check_least, fail
 
 TOLERANCES = {"loss": 1e-4, "logprob": 5e-3, "dlogits": 5e-2, "dhidden": 5e-2, "dhead": 5e-2}
 CHECKED_AT_ONCE = 64  # positions whose (M, V) gradients are compared at once, 39 MB each with Qwen's vocabulary
@@ -247,9 +247,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="hidden states and head of this model, instead of random ones")
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "time": 1, "hidden": 1, "vocab": 2, "iters": 1, "warmup": 0}
-    for name, low in (lowest | dict.fromkeys(("old_logp_noise_scale", "epsilon", "epsilon_high"), 0)).items():
-        if not low <= getattr(args, name) < 2**31:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
+    check_least(args, **lowest, old_logp_noise_scale=0, epsilon=0, epsilon_high=0)
     if not 0 < args.temperature < math.inf:
         raise ValueError(f"--temperature is {args.temperature}; it must be a finite number above 0")
     return args

@@ -24,7 +24,7 @@ import mlx.core as mx
 import hub
 from bench import harness
 from bench.harness import Generate, Rival, Run, Work
-from config import fail
+from flags import fail
 
 
 def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Run:

@@ -1,13 +1,15 @@
 """
-One whole GRPO step against another MLX trainer's: `uv run --with mlx-lm-lora bench_step.py --batch 4 --groups 8`.
+One whole GRPO step against other trainers': `uv run --group trl --with mlx-lm-lora --with peft bench_step.py`.
 
-Both train adapters of the same rank on all projections of the same weights, in one dtype and on one BLAS: the same
+All train adapters of the same rank on all projections of the same weights, in one dtype: the same
 prompts, G completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each
 engine runs in a process of its own, so that its peak is its own; rounds alternate. mlx_lm_lora decodes `--batch` rows
 at once, as it does by itself; "mlx_lm_lora_wide" is the same with all rows at once.
-Its loop is timed at the functions it calls: what generates, what rewards, and the rest, which is its update.
+"trl" is TRL on PyTorch, on the device that PyTorch finds; without a GPU with as many threads as ours, which are one.
+Their loops are timed at the functions they call: what generates, what rewards, and the rest, which is the update.
 
-What is left out: evaluation, checkpoints, logs, judges. Peaks include the weights.
+What is left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its
+process grew, which counts freed memory too; the others' is what MLX held.
 
 Axes: B prompts, G completions of each, N = B * G rows.
 """
@@ -17,6 +19,8 @@ import contextlib
 import importlib
 import io
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
+import datasets
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
@@ -40,9 +45,11 @@ import preflight
 import sampler
 import update
 from bench import harness, ledger, survey
-from config import Config, Parser, fail, resolve
+from config import Config, resolve
+from flags import Parser, check_least, fail
 
-ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide")
+ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide", "trl")
+PACKAGES = {"mlx_lm_lora": ("mlx_lm_lora",), "mlx_lm_lora_wide": ("mlx_lm_lora",), "trl": ("trl", "peft", "torch")}
 PHASES = ("rollout", "reward", "update")
 # flags that the process of one engine gets
 PASSED = "batch groups prompt_tokens max_tokens lora_rank warmup runs share_prefix token_budget seed".split()
@@ -179,14 +186,102 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -
     return steps
 
 
+def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> list[dict[str, float]]:
+    """Steps of TRL's own trainer, timed at what it calls; all rows in one batch, no activations computed again."""
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
+    trl: Any = importlib.import_module("trl")
+    peft: Any = importlib.import_module("peft")
+    torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
+    tokenizer = hub.load_tokenizer(directory)
+    dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    prompts = make_prompts(args, gwen.load_config(directory))
+    steps: list[dict[str, float]] = []
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            steps.append({"begin": time.perf_counter()})
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds = time.perf_counter() - steps[-1].pop("begin")
+            steps[-1]["update"] = seconds - steps[-1]["rollout"] - steps[-1]["reward"]
+
+    class Trainer(trl.GRPOTrainer):
+        def _tokenize_prompts(self, places: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+            return [prompts[int(place)] for place in places], None, {}
+
+        def _generate_single_turn(self, *positional: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            result = super()._generate_single_turn(*positional, **named)
+            steps[-1]["rollout"] = time.perf_counter() - begin
+            assert [len(ids) for ids in result[0]] == [args.max_tokens] * args.batch * args.groups
+            return result
+
+        def _calculate_rewards(self, *positional: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            result = super()._calculate_rewards(*positional, **named)
+            steps[-1]["reward"] = time.perf_counter() - begin
+            return result
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [reward_of(row % args.groups) for row in range(len(completions))]
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        Trainer(
+            model,
+            [reward],
+            args=trl.GRPOConfig(
+                output_dir=scratch,
+                per_device_train_batch_size=args.batch * args.groups,
+                num_generations=args.groups,
+                max_completion_length=args.max_tokens,
+                generation_kwargs={"min_new_tokens": args.max_tokens},  # every completion has all its tokens
+                temperature=1.0,
+                beta=0.0,
+                learning_rate=1e-4,
+                max_steps=num_steps,
+                gradient_checkpointing=False,
+                bf16=False,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=datasets.Dataset.from_dict({"prompt": list(map(str, range(args.batch)))}),
+            processing_class=tokenizer,
+            callbacks=[Steps()],
+            peft_config=peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"),
+        ).train()
+    return steps
+
+
+def torch_peak(before: int) -> int:
+    """The most bytes that PyTorch held on its GPU; without one, how far the process has grown beyond `before`."""
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    if torch.backends.mps.is_available():
+        return int(torch.mps.driver_allocated_memory())  # it keeps what is freed
+    return most_resident() - before
+
+
+def most_resident() -> int:
+    """The most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 # ---- the measurement
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What the process of one engine prints: seconds of every timed step, by phase, and the peak of all of them."""
-    run = run_ours if args.engine == "ours" else run_mlx_lm_lora
+    is_trl = args.engine == "trl"
+    for package in PACKAGES["trl"] if is_trl else ():
+        importlib.import_module(package)  # which is no part of what a step takes
+    before, run = most_resident(), {"ours": run_ours, "trl": run_trl}.get(args.engine, run_mlx_lm_lora)
     steps = run(args, Path(args.model), args.warmup + args.runs)
-    return {"steps": steps[args.warmup :], "peak_bytes": mx.get_peak_memory()}
+    return {"steps": steps[args.warmup :], "peak_bytes": torch_peak(before) if is_trl else mx.get_peak_memory()}
 
 
 def child(args: argparse.Namespace, directory: Path, engine: str) -> dict[str, Any]:
@@ -214,9 +309,12 @@ def summary(args: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str
 
 def compare(args: argparse.Namespace, directory: Path) -> None:
     """Runs the engines in turn and reports them. ValueError when one is not installed."""
-    if set(args.engines) != {"ours"} and not find_spec("mlx_lm_lora"):
+    if "trl" in args.engines and (absent := [name for name in PACKAGES["trl"] if not find_spec(name)]):
+        print(f"trl is left out, without {', '.join(absent)}: uv run --group trl --with peft bench_step.py")
+        args.engines = [engine for engine in args.engines if engine != "trl"]
+    if not {"ours", "trl"} >= set(args.engines) and not find_spec("mlx_lm_lora"):
         raise ValueError(
-            "mlx-lm-lora is not installed: uv run --with mlx-lm-lora bench_step.py, or give --engines ours"
+            "mlx-lm-lora is not installed: uv run --with mlx-lm-lora bench_step.py, or give --engines ours trl"
         )
     records: dict[str, list[dict[str, Any]]] = {engine: [] for engine in args.engines}
     for turn in range(args.rounds):
@@ -238,7 +336,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             share = entries["ours"]["peak_mb"] / entry["peak_mb"]
             verdict = harness.verdict(ratios[name])
             print(f"Result: ours is {verdict} than {name}, at {share:.2f} of its peak memory")
-    packages = ["mlx-lm-lora"] if others else []
+    packages = [name.replace("_", "-") for engine in others for name in PACKAGES[engine]]
     print(json.dumps({"config": vars(args), "engines": entries, "ratios": ratios} | harness.environment(*packages)))
 
 
@@ -265,7 +363,7 @@ def describe(args: argparse.Namespace) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
-    parser = Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's.")
+    parser = Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's and TRL's.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--batch", type=int, default=4, help="B, prompts")
     parser.add_argument("--groups", type=int, default=8, help="G, completions of each")
@@ -288,9 +386,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=ENGINES, help="runs this one here and prints its record; for --model DIR")
     args = parser.parse_args(argv)
     lowest = {"batch": 1, "groups": 2, "prompt_tokens": 2, "max_tokens": 1, "lora_rank": 1, "warmup": 0, "runs": 1}
-    for name, low in (lowest | {"rounds": 1, "seed": 0, "token_budget": 0}).items():
-        if not low <= getattr(args, name) < 2**31:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
+    check_least(args, **lowest, rounds=1, seed=0, token_budget=0)
     return args
 
 

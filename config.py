@@ -1,8 +1,8 @@
 """
-Every setting of a run, declared once: each field is a flag, a key in YAML, and a check. Also parses the command line.
+Every setting of a run, declared once: each field is a flag, a key in YAML, and a check.
 
 Precedence: flag, environment, recipe, default. Settings are checked here, before a model is loaded. Left out: what they
-mean to the algorithm, which is in the files that use them. Imports only the standard library and YAML.
+mean to the algorithm, which is in the files that use them. Imports only the standard library, YAML and flags.py.
 """
 
 import argparse
@@ -11,193 +11,22 @@ import difflib
 import os
 import re
 import reprlib
-import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-LEVELS = ("token", "sequence")
-OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
+from flags import RENAMED, Parser, add_flags, check_values, flag, flag_of, load_yaml, size, weights
+
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TRACKERS = ("trackio", "tensorboard", "wandb")
-RENAMED = {  # words of earlier versions, which answer with the new ones; the new ones are TRL's
-    "lr": "learning_rate",
-    "loss": "loss_type",
-    "level": "importance_sampling_level",
-    "clip_low": "epsilon",
-    "clip_high": "epsilon_high",
-    "kl_coef": "beta",
-    "epochs_per_rollout": "num_iterations",
-    "top_entropy": "top_entropy_quantile",
-}
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys: after a forgotten list dash, the later entry would replace the earlier one."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                    problem = f"the key {key.value!r:.60} stands twice in one entry"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                seen.add((key.tag, str(key.value)))
-        return super().construct_mapping(node, deep)
-
-
-def load_yaml(path: str | Path, where: str) -> Any:
-    """The content of a user's YAML file. Raises ValueError, starting with `where`, if unreadable or not YAML."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from error
-    try:
-        return yaml.load(text, _Loader)
-    except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = problem or str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{where} is not YAML{line}: {problem}; correct it") from error
-
-
-# ---- the command line
-
-
-def fail(message: object) -> NoReturn:
-    """Ends the process after a user's mistake: one line on stderr, exit status 2."""
-    print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
-    sys.exit(2)
-
-
-def stop() -> NoReturn:
-    """Ends the process after Ctrl-C, if nothing needs saving: one line on stderr, exit status 130."""
-    print("\nstopped by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
-
-
-class Parser(argparse.ArgumentParser):
-    """Parses a command's flags. Reports mistakes in one line, and an unknown flag with the nearest known one."""
-
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.register("type", None, _text)
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown, flags, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them"
-            if (new := flag_of(RENAMED.get(unknown[2:].replace("-", "_"), ""))) in flags:
-                hint = f"it is called {new} now"
-            fail(f"{unknown} is no flag of {self.prog}; {hint}")
-        message = message.replace("invalid int value:", "not a whole number:")
-        fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
-
-
-def _text(value: str) -> str:
-    """A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default."""
-    if not value.strip():
-        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
-    return value
-
-
-def size(text: str) -> int | str:
-    """A whole number or "auto"."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
-
-
-def weights(text: str) -> dict[str, float]:
-    """ "correct=1,rubric=0.5" as a dictionary."""
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            found[name.strip()] = float(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
-    return found
-
-
-def flag_of(name: str) -> str:
-    """`judge_mode` as `--judge-mode`."""
-    return "--" + name.replace("_", "-")
-
-
-# ---- settings
-
-
-def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help, and optionally `low`, `high`, `choices`, `nargs` and `parse` (reads a flag's text)."""
-    metadata = {"help": text, **metadata}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[str] | None = None) -> None:
-    """Adds a flag for each field (or those in `names`), `--judge-mode` for `judge_mode`; an omitted flag is None."""
-    for field in dataclasses.fields(settings):
-        if names is not None and field.name not in names:
-            continue
-        kind = OPTIONAL.get(field.type, field.type)
-        options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
-        if field.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = field.metadata.get("parse", kind if kind in (int, float) else None)
-        options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
-        parser.add_argument(flag_of(field.name), **options)
-
-
-def check_values(settings: type, values: dict[str, Any]) -> None:
-    """Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice."""
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a finite number (in YAML 1.0e-4, not 1e-4)",
-        str: "a text",
-        bool: "true or false",
-        list[str]: "a list of texts",
-        dict[str, float]: "finite numbers by name",
-    }
-    for field in dataclasses.fields(settings):
-        if field.name not in values:
-            continue
-        value, name = values[field.name], flag_of(field.name)
-        if value is None and field.type in OPTIONAL:
-            continue
-        kind = OPTIONAL.get(field.type, field.type)
-        if not _is_a(value, kind):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[kind]}")
-        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
-        if low is not None and value < low:
-            raise ValueError(f"{name} is {value}; it must be at least {low}")
-        if high is not None and value > high:
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be at most {high}")
-        choices = field.metadata.get("choices")
-        for one in value if isinstance(value, list) else [value]:
-            if choices and one not in choices:
-                raise ValueError(f"{name} is {one!r:.60}; it must be one of {', '.join(choices)}")
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a setting has the type of its field. A bool is not a number, and numbers are finite."""
-    if kind is float:
-        return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if kind == dict[str, float]:
-        return isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, float) for k, v in value.items())
-    return type(value) is kind
-
+# all that --loss-type sft has a use for; every other setting is refused there
+SFT = set(
+    "model task data columns thinking batch steps learning_rate lr_schedule warmup_steps weight_decay max_grad_norm "
+    "loss_type train_turns train_token_budget checkpoint_layers lora_rank lora_scale lora_targets init_adapter "
+    "eval_every eval_limit early_stopping save_every keep seed report_every report_to".split()
+)
 
 # ---- the judge's
 
@@ -213,13 +42,9 @@ class JudgeSettings:
         choices=("logits", "decode"),
     )
     judge_think: int = flag(0, "maximum thinking tokens before a decoded reply; 0: none", low=0)
-    judge_min_mass: float = flag(
-        0.5, "minimum probability on 1 to 5; below it a score is unreadable", low=1e-9, high=1.0
-    )
+    judge_min_mass: float = flag(0.5, "least probability on 1 to 5; below it a score is unreadable", low=1e-9, high=1.0)
     judge_chunk_size: int = flag(24, "evaluations per batch; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
-    judge_url: str = flag(
-        "", "OpenAI-compatible server to ask instead, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY"
-    )
+    judge_url: str = flag("", "OpenAI-compatible server to ask, as http://127.0.0.1:8080/v1; key in JUDGE_API_KEY")
     judge_concurrency: int = flag(8, "requests to --judge-url at once", low=1, high=2**10)
     judge_timeout: float = flag(60.0, "seconds for one request to --judge-url", low=1e-3, high=1e6)
     judge_retries: int = flag(5, "retries per failed request to --judge-url", low=0, high=100)
@@ -275,9 +100,7 @@ class Training:
         "how reward functions get prompts and completions; auto: as messages where the data's prompts are messages",
         choices=("auto", "text", "messages"),
     )
-    reward_workers: int = flag(
-        0, "processes that call reward functions row by row, side by side; 0: one call for all rows", low=0, high=2**10
-    )
+    reward_workers: int = flag(0, "processes calling rewards row by row; 0: one call for all", low=0, high=2**10)
     reward_timeout: float = flag(
         60.0,
         "seconds for one row in --reward-workers; beyond it a row gets the call's lowest reward",
@@ -287,7 +110,7 @@ class Training:
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
     groups: int = flag(8, "G, completions per prompt", low=2, high=2**16)
     rollout_batch_size: int = flag(
-        0, "rows decoded at once; auto: measured on a GPU, else all of a step, at most 64", low=1, parse=size
+        0, "rows decoded at once; auto: measured on a GPU, else at most 64", low=1, parse=size
     )
     share_prefix: str = flag(
         "auto",
@@ -309,8 +132,8 @@ class Training:
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm", low=1e-09)
     loss_type: str = flag(
         "dapo",
-        "term and average of the token losses",
-        choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "distill"),
+        "term and average of the token losses; sft: cross-entropy on the replies in --data",
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"),
     )
     teacher: str = flag("", "model that scores the student's completions: hub id, directory or `self`, before training")
     teacher_prompt: str = flag("", "text file, a system message for the teacher alone; {answer} is the column's value")
@@ -320,7 +143,10 @@ class Training:
     distill_coef: float = flag(
         0.0, "with another loss, add this times log teacher - log student to each token's advantage", low=0
     )
-    importance_sampling_level: str = flag("token", "importance ratio per token or per sequence", choices=LEVELS)
+    train_turns: str = flag("all", "replies of a conversation that --loss-type sft trains", choices=("all", "last"))
+    importance_sampling_level: str = flag(
+        "token", "importance ratio per token or per sequence", choices=("token", "sequence")
+    )
     advantage: str = flag(
         "group",
         "what a reward is compared with: the mean of its group, of the others in it, of the step",
@@ -328,22 +154,18 @@ class Training:
     )
     scale_rewards: str = flag("group", "deviation that advantages are divided by", choices=("group", "batch", "none"))
     combine_rewards: str = flag(
-        "sum", "several rewards: summed then normalized, or normalized then summed", choices=("sum", "normalize")
+        "sum", "sum several rewards first, or normalize each first", choices=("sum", "normalize")
     )
     signal_floor: float = flag(
-        0.01, "treat a group as noise if its rewards lie within this share of the step's deviation; 0: never", low=0
+        0.01, "a group with a smaller range, as a share of the step's deviation, is noise", low=0
     )
     epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0)
-    epsilon_high: float | None = flag(
-        None, "and at 1 + this (default: --epsilon); for cispo the cap on the ratio itself", low=0
-    )
+    epsilon_high: float | None = flag(None, "and at 1 + this (default: --epsilon); for cispo the cap on it", low=0)
     delta: float = flag(0.0, "upper bound on the ratio for negative advantages; 0: none", low=0)
     beta: float = flag(0.0, "weight of the KL term against the model before training", low=0)
     kl_estimator: str = flag("k3", "estimator of the KL term", choices=("k2", "k3", "k3_corrected"))
     entropy_coef: float = flag(0.0, "weight of an entropy bonus", low=0)
-    top_entropy_quantile: float = flag(
-        1.0, "train only this share of tokens, those with the highest entropy", low=0, high=1.0
-    )
+    top_entropy_quantile: float = flag(1.0, "train only this share of tokens, of highest entropy", low=0, high=1.0)
     num_iterations: int = flag(1, "optimizer steps per rollout", low=1, high=2**10)
     old_logprobs: str = flag(
         "step",
@@ -375,11 +197,12 @@ class Training:
         choices=("auto", "on", "off"),
     )
     checkpoint_layers: str = flag(
-        "auto", "layers to recompute in the backward pass: on, off or a number; auto: as memory requires"
+        "auto", "layers recomputed in the backward: on, off, a number; auto: as memory requires"
     )
     lora_rank: int = flag(16, "adapter rank; 0: train all weights", low=0, high=2**12)
     lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm")
     lora_targets: list[str] = flag(lambda: list(TARGETS), "adapted projections", nargs="+", choices=TARGETS)
+    init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with")
 
 
 @dataclasses.dataclass
@@ -390,19 +213,16 @@ class Config(JudgeSettings, Training):
     eval_judge_model: str = flag("", "the witness's judge, instead of --judge-model")
     eval_every: int = flag(20, "steps between evaluations; 0: none", low=0)
     eval_limit: int = flag(0, "maximum held-out problems, evenly spread; 0: all", low=0)
+    early_stopping: int = flag(
+        0, "--loss-type sft: stop after this many evaluations in a row without a lower loss; 0: never", low=0
+    )
     save_every: int = flag(20, "steps between checkpoints", low=1)
     keep: int = flag(3, "checkpoints to keep", low=1)
     curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise")
     seed: int = flag(0, "seed for prompts, sampling and adapters", low=0)
-    report_every: int | None = flag(
-        None, "steps between two writings of the run's page; 0: never (default: with each evaluation)", low=0
-    )
-    record_tokens: int = flag(
-        3500, "tokens per step whose entropy, and whose change by the update, are recorded for the page", low=0
-    )
-    report_to: list[str] = flag(
-        list, "trackers that get the run's figures, each an extra to install", nargs="*", choices=TRACKERS
-    )
+    report_every: int | None = flag(None, "steps between two pages; 0: never (default: with each evaluation)", low=0)
+    record_tokens: int = flag(3500, "tokens per step whose entropy and change are recorded for the page", low=0)
+    report_to: list[str] = flag(list, "trackers that get the run's figures, each an extra", nargs="*", choices=TRACKERS)
 
     @property
     def sharing(self) -> bool | None:
@@ -420,7 +240,7 @@ AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadat
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
 # who judges
 CHANGEABLE = {
-    *("steps", "save_every", "keep", "eval_every", "eval_limit", "report_every", "report_to"),
+    *("steps", "save_every", "keep", "eval_every", "eval_limit", "early_stopping", "report_every", "report_to"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
     *(field.name for field in dataclasses.fields(JudgeSettings)),
 }
@@ -467,22 +287,41 @@ def resolve(
         if fixed := flags.keys() - CHANGEABLE:
             raise ValueError(f"{flag_of(min(fixed))} cannot change in a resumed run; start a new one")
         config = checked(load_recipe(Path(resume) / "config.yaml") | flags)
+        _refuse_for_sft(config, flags)
         return config, f"model: {config.model}, as before; task: {config.task}"
-    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags.get("task"))
-    checked(recipe | of_environment() | flags)  # before a model is chosen, which may take a download
+    recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags)
+    _refuse_for_sft(checked(recipe | _environment_of(recipe | flags) | flags), flags)  # before a model is downloaded
     model, why = choose_model((recipe | flags).get("model"))
     task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
     if not config_path:
-        recipe = _task_recipe(task)
+        recipe = _task_recipe(flags | {"task": task})
     rate = _rate_of_all_weights(recipe, flags)
-    config = checked(recipe | of_environment() | rate | flags | {"model": model, "task": task})
+    environment = _environment_of(recipe | flags)
+    config = checked(recipe | environment | rate | flags | {"model": model, "task": task})
     return config, f"model: {model}, {why}; task: {task}"
 
 
-def _task_recipe(task: str | None) -> dict[str, Any]:
-    """A task's defaults from `recipes/`; empty without a task or for an unknown one."""
+def _task_recipe(flags: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of the flags' task from `recipes/`; empty without a task or for an unknown one."""
+    task = flags.get("task")
     path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
-    return load_recipe(path) if path.is_file() else {}
+    recipe = load_recipe(path) if path.is_file() else {}
+    return {name: recipe[name] for name in recipe if flags.get("loss_type") != "sft" or name in SFT}
+
+
+def _environment_of(settings: dict[str, Any]) -> dict[str, int]:
+    """What the environment sets of such a run; nothing without a judge."""
+    return {} if settings.get("loss_type") == "sft" else of_environment()
+
+
+def _refuse_for_sft(config: Config, flags: dict[str, Any]) -> None:
+    """Raises ValueError naming the flags that --loss-type sft has no use for, whatever their value."""
+    if config.loss_type == "sft" and (unused := sorted(flags.keys() - SFT)):
+        raise ValueError(_unused(unused))
+
+
+def _unused(names: list[str]) -> str:
+    return f"{', '.join(map(flag_of, names))}: --loss-type sft samples and judges nothing; leave that out"
 
 
 def _rate_of_all_weights(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, float]:
@@ -523,6 +362,7 @@ def checked(settings: dict[str, Any]) -> Config:
     check_values(Config, settings)
     config = Config(**settings)
     check_judge(config)
+    _check_sft(config)
     if config.temp == 0:
         raise ValueError("--temp is 0; training needs completions that differ, so it must be more than 0")
     if 0 < config.target_kl < 1e-3:
@@ -580,6 +420,28 @@ def _check_distillation(config: Config) -> None:
             raise ValueError(f"{said(name)}: {why}; leave it out")
     if distilled and config.truncated == "punish":
         raise ValueError("--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask")
+
+
+def _check_sft(config: Config) -> None:
+    """Raises ValueError for settings that only --loss-type sft has, or has not, and for an adapter without a place."""
+    if config.loss_type == "sft":
+        default = Config()
+        names = (field.name for field in dataclasses.fields(Config))
+        if unused := [name for name in names if name not in SFT and getattr(config, name) != getattr(default, name)]:
+            raise ValueError(_unused(unused))
+        if not config.data:
+            raise ValueError("--loss-type sft needs --data FILE, with columns messages, or prompt and completion")
+    elif config.early_stopping:
+        raise ValueError(f"--early-stopping {config.early_stopping} is for --loss-type sft; leave it out")
+    elif config.train_turns != "all":
+        raise ValueError(f"--train-turns {config.train_turns} is for --loss-type sft; leave it out")
+    if config.early_stopping and not config.eval_every:
+        raise ValueError(f"--early-stopping {config.early_stopping} needs evaluations; set --eval-every")
+    if config.init_adapter and not config.lora_rank:
+        raise ValueError(
+            f"--init-adapter {config.init_adapter} has no place with --lora-rank 0; merge it into a model first: "
+            "uv run lora.py --fuse --adapter DIR --out MODEL"
+        )
 
 
 def _check_objective(config: Config) -> None:

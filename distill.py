@@ -121,7 +121,7 @@ class Teacher:
         self, batches: list[MicroBatch], out: mx.array, score: Callable[[mx.array, MicroBatch], mx.array]
     ) -> mx.array:
         """`out` with what `score` makes of each micro-batch's hidden states, (M, T, D), in its rows."""
-        with lora.disabled(self.model):
+        with lora.before_training(self.model):
             for batch in batches:
                 out[batch.rows, : batch.mask.shape[1]] = score(completion_hidden(self.model, batch), batch)
                 mx.eval(out)  # wait: the next micro-batch may use this one's memory

@@ -33,7 +33,8 @@ import lora
 import run_files
 import sampler
 import tasks
-from config import Config, JudgeSettings, Parser, add_flags, fail, resolve, stop
+from config import Config, JudgeSettings, resolve
+from flags import Parser, add_flags, check_least, fail, stop
 from micro_batch import completion_hidden, in_rows, micro_batches
 from problems.examples import Example, spread
 from problems.rewards import Reward, call_reward, reward_arguments, reward_columns
@@ -149,12 +150,12 @@ def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Ear
 
 def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler.Rollout, temperature: float) -> float:
     """
-    KL(sampling policy, `reference` without adapters) in nats per token.
+    KL(sampling policy, `reference` before training) in nats per token; see `lora.before_training`.
 
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
     prompts: one per row. Source: see `grpo.kl_term`.
     """
-    with lora.disabled(reference):
+    with lora.before_training(reference):
         logprobs, _ = in_rows(
             micro_batches(prompts, rollout, REFERENCE_TOKENS),
             rollout.mask.shape,
@@ -222,8 +223,8 @@ def evaluate(
     Accuracy (or score) counts each problem's first completion. The other figures average all completions;
     `eval/pass_at_1` is unbiased.
 
-    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: gives
-    the model before training once its adapters are off; None if unavailable.
+    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
+    model before training, or one that `lora.before_training` makes it; None if unavailable.
     Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
@@ -405,12 +406,16 @@ TAKEN = (
 )
 
 
-def load_policy(name: str, adapter: str | None) -> tuple[gwen.Model, Any, bool]:
-    """A model with its adapter, its tokenizer, and whether disabling adapters restores the model before training."""
+def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
+    """
+    A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
+
+    start: the adapter that training began with.
+    """
     if adapter is None or adapters.kind_of(adapters.find(adapter)) == "full":
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)
-    lora.attach(model, adapter)
+    lora.attach(model, adapter, start)
     return model, tokenizer, True
 
 
@@ -435,28 +440,24 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     flags = {name: value for name in TAKEN if (value := getattr(args, name)) is not None}
     try:
-        for flag in ("limit", "samples"):
-            if (value := getattr(args, flag)) is not None and value < 1:
-                raise ValueError(f"--{flag} is {value}; it must be at least 1")
-        if not 0 <= args.temp < math.inf:
-            raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
-        if not 0 <= args.seed < 1 << 64:
-            raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
+        check_least(args, limit=1, samples=1, temp=0, seed=0)
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         run_files.check(args.run, args.step, args.adapter)
         if args.run:
             config, adapter = run_files.of_run(args.run, flags), run_files.adapter_of(args.run, args.step)
+            start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
             name, why = gwen.choose_model(args.model, args.adapter)
             config, adapter = resolve(flags, None, None, lambda _: (name, why))[0], args.adapter
+            start = None
             what = f"model: {name}, {why}"
         if args.data:
             config.data, config.columns = "", args.columns or ""
         task = tasks.make(config, args.data)
-        model, tokenizer, is_base = load_policy(config.model, adapter)
+        model, tokenizer, is_base = load_policy(config.model, adapter, start)
         scored = task.rubric is not None and task.verifier is None
         judges = [config.judge_model] * scored + [config.eval_judge_model or config.judge_model] * bool(task.witness)
         base = model

@@ -257,7 +257,6 @@ class Stats(NamedTuple):
 
     kl: mx.array | None  # the loss's estimate of KL(policy, reference); None without a reference
     clip_frac: mx.array | None  # share of tokens with gradient removed (for cispo: weight capped) by the clip
-    ratio: mx.array  # policy / old policy
 
 
 class Terms(NamedTuple):
@@ -266,7 +265,6 @@ class Terms(NamedTuple):
     policy: mx.array
     kl: mx.array | None  # None without a reference
     removed: mx.array | None  # where the clip removed the gradient; None for sapo, which does not clip
-    ratio: mx.array
 
     def losses(self, objective: Objective, weights: mx.array | None = None) -> mx.array:
         """
@@ -283,7 +281,7 @@ class Terms(NamedTuple):
         def mean(values: mx.array | None) -> Any:
             return None if values is None else mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
 
-        return Stats(mean(self.kl), mean(self.removed), mean(self.ratio))
+        return Stats(mean(self.kl), mean(self.removed))
 
 
 def token_terms(
@@ -321,7 +319,7 @@ def token_terms(
     if ref_logprobs is not None:
         ref_logprobs = mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0)
         kl = kl_term(logprobs, ref_logprobs, ratio, objective.kl_estimator)
-    return Terms(policy, kl, removed, ratio)
+    return Terms(policy, kl, removed)
 
 
 def policy_loss(

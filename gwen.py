@@ -26,8 +26,8 @@ import gpu
 import hub
 import ops
 import softmax
-from config import Parser, fail
-from kv_cache import Cache, Held, KVCache, LayerState, Mask, Parts, SlotCache, TreeLayer
+from flags import Parser, fail
+from kv_cache import Cache, Held, KVCache, LayerState, Layout, Mask, Parts, SlotCache, TreeLayer
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -88,10 +88,10 @@ class Attention(nn.Module):
         queries, keys, values = ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
         held: Held = (keys, values) if state is None else state.update(keys, values)
         if isinstance(held, list):  # in parts, some of them shared by several rows
-            assert isinstance(mask, list), "the cache and the mask are not of one kind"
+            assert isinstance(mask, Layout), "the cache and the mask are not of one kind"
             out = ops.tree_attention(queries, held, mask)
         else:
-            assert not isinstance(mask, list), "the cache and the mask are not of one kind"
+            assert not isinstance(mask, Layout), "the cache and the mask are not of one kind"
             out = ops.attention(queries, held[0], held[1], mask)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 

@@ -19,7 +19,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +29,18 @@ import numpy as np
 from tqdm import tqdm
 
 import config
+import gpu
 import gwen
 import lora
+import ops
 import sampler
 import softmax
-from config import JudgeSettings, Parser, fail
+from config import JudgeSettings
+from flags import Parser, add_flags, fail
 from judging import prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
-from kv_cache import TreeCache
+from kv_cache import SlotCache, TreeCache
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # re-exported names
 
@@ -153,7 +156,7 @@ class Judge(Grader):
         if self.think:
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
-            thoughts = sampler.continue_greedily(self.model, cache, logits, self.think, ends)
+            thoughts = continue_greedily(self.model, cache, logits, self.think, ends)
             # A row that reached eos while thinking is finished; the others get their thoughts closed.
             replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
@@ -164,10 +167,30 @@ class Judge(Grader):
                 hidden = prompt_tree.at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
                 logits = hidden @ self.model.head_weight.T
         if rows:
-            said = sampler.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
+            said = continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
             for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
+
+
+def continue_greedily(
+    model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """
+    Greedy continuations of the rows of a tree's newest level; `logits` (M, V) are those of the first tokens.
+
+    Each ends with the first id in `ends`, or after `limit` ids.
+    """
+    num_rows = logits.shape[0]
+    flat, lengths = cache.flat()
+    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
+    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
+    record = sampler.Record(num_rows, sampler.SamplingParams(limit, 0.0, eos_ids=ends), key=0)
+    jobs = [sampler.Job(row, row, limit) for row in range(num_rows)]
+    sampler.decode(model, slots, logits, jobs, record, num_rows)
+    rows: list[list[int]] = record.ids.tolist()
+    stops = [next((place for place, i in enumerate(ids) if i in ends), limit - 1) for ids in rows]
+    return [ids[: stop + 1] for ids, stop in zip(rows, stops, strict=True)]
 
 
 def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
@@ -294,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--labels", required=True, metavar="FILE", help="JSONL with prompt, completion, criterion and score"
     )
-    config.add_flags(parser, JudgeSettings)
+    add_flags(parser, JudgeSettings)
     args = parser.parse_args(argv)
     try:
         settings = config.judge_of_flags(args)

@@ -31,9 +31,17 @@ class Group(NamedTuple):
     members: mx.array | None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
     places: mx.array | None  # (N,) each query row's index in the flattened (R, G)
     mask: mx.array | str | None  # (R, 1, 1, S) boolean, "causal" with G = 1, or None
+    rows: mx.array | None = None  # (N,) the row that each query row reads; None: n // G
 
 
-Layout = list[Group]  # one per part, in the order of `Parts`
+class Layout(NamedTuple):
+    """Which tokens read what of a cache in parts."""
+
+    groups: list[Group]  # one per part, in the order of `Parts`
+    # (N, 1, L, S) boolean, of all parts joined into one; None: the newest one's says it all. Computed if it is read
+    whole: mx.array | None = None
+
+
 Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; a query attends to all parts
 Held = Parts | tuple[mx.array, mx.array]  # shared parts, or one whole
 Mask = Layout | mx.array | str | None  # for parts a layout; for a whole "causal", a boolean (N, 1, L, S), or None
@@ -169,7 +177,7 @@ def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) ->
         return Group(None, None, mask)
     place = {n: row * most + g for row, group in enumerate(members) for g, n in enumerate(group)}
     full = [group + [0] * (most - len(group)) for group in members]
-    return Group(mx.array(full), mx.array([place[n] for n in range(len(rows))]), mask)
+    return Group(mx.array(full), mx.array([place[n] for n in range(len(rows))]), mask, mx.array(rows))
 
 
 class SlotLayer:
@@ -298,7 +306,7 @@ class SlotCache:
             written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
             own_mask = (written_at >= self.start[:, None])[:, None, None]
         if self.share:
-            return [self.readers, Group(None, None, own_mask)]
+            return Layout([self.readers, Group(None, None, own_mask)])
         if self.prompts.pad is None and own_mask is None:
             return None
         num_slots = len(self.starts)
@@ -407,13 +415,21 @@ class TreeCache:
     def mask(self, num_new: int) -> Layout:
         """Which rows read which part of each level; the newest level is causal."""
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
-        layout = []
+        groups, seen, padded = [], [], False
         for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
             width, mask = self.layers[0].parts[level][0].shape[2], None
             if min(lengths) < width:
                 mask = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
-            layout.append(make_group(rows, len(lengths), mask))
-        return [*layout, Group(None, None, "causal")]
+                padded = True
+            groups.append(make_group(rows, len(lengths), mask))
+            seen.append(mx.arange(width) < mx.array([lengths[row] for row in rows])[:, None])
+        whole = None
+        if padded:
+            num_rows = len(self.lengths[-1])
+            before = [mx.broadcast_to(part[:, None, None], (num_rows, 1, num_new, part.shape[1])) for part in seen]
+            own = mx.broadcast_to(mx.tri(num_new, dtype=mx.bool_), (num_rows, 1, num_new, num_new))
+            whole = mx.concatenate([*before, own], axis=-1)
+        return Layout([*groups, Group(None, None, "causal")], whole)
 
     def flat(self) -> tuple[KVCache, list[int]]:
         """

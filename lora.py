@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -30,7 +30,7 @@ import gwen
 import hub
 import ops
 import run_files
-from config import Parser, fail
+from flags import Parser, fail
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -48,6 +48,7 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
         self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
         self._rounded: tuple[mx.array, ...] = ()  # A and B, and the copies made of them
+        self._start: tuple[mx.array, ...] = ()  # A and B that training began with, if it began with an adapter
 
     def __call__(self, x: mx.array) -> mx.array:
         if not self.enabled:
@@ -123,7 +124,7 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
 
 @contextlib.contextmanager
 def disabled(model: gwen.Model) -> Iterator[None]:
-    """Inside, the model is its base: the reference policy and the frozen judge. Without adapters it stays as it is."""
+    """Inside, the model is its base, the frozen judge. Without adapters it stays as it is."""
     adapted = [layer for _, layer in layers(model) if layer.enabled]
     for layer in adapted:
         layer.enabled = False
@@ -134,17 +135,41 @@ def disabled(model: gwen.Model) -> Iterator[None]:
             layer.enabled = True
 
 
-def attach(model: gwen.Model, path: str | Path) -> None:
+@contextlib.contextmanager
+def before_training(model: gwen.Model) -> Iterator[None]:
+    """Inside, the model is what its training began with, the reference policy: see `begin_with`, else its base."""
+    begun = [(layer, layer.lora_a, layer.lora_b) for _, layer in layers(model) if layer._start]
+    if not begun:
+        with disabled(model):
+            yield
+        return
+    for layer, _, _ in begun:
+        layer.lora_a, layer.lora_b = layer._start
+    try:
+        yield
+    finally:
+        for layer, low, high in begun:
+            layer.lora_a, layer.lora_b = low, high
+
+
+class Fused(NamedTuple):
+    """An adapter on the fused projections."""
+
+    scale: float
+    pairs: dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
+
+
+def read(model: gwen.Model, path: str | Path) -> Fused:
     """
-    Puts an adapter of mlx_lm's layout beside the model's weights, so that `disabled` can switch it off.
+    An adapter of mlx_lm's or PEFT's layout, for a model without adapters. path: see `adapters.find`.
 
     One of ours becomes, to the bit, what it was in training. Where the parts of a fused projection bring an A each,
-    these stand side by side, and each part's rows of B read its own. path: see `adapters.find`.
+    these stand side by side, and each part's rows of B read its own.
     Raises ValueError when the adapter is not a "lora" one of this model's projections.
     """
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
     _, scale, pairs = adapters.fitting(weights, path)
-    adapted = []
+    fused = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
             continue
@@ -163,12 +188,52 @@ def attach(model: gwen.Model, path: str | Path) -> None:
             if part in given:
                 blocks[place[part]] = given[part][1].astype(mx.float32)
             columns.append(mx.concatenate(blocks))
-        layer = LoRALinear(linear, 1, scale, mx.random.key(0))
-        layer.lora_a, layer.lora_b = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
-        adapted.append((name, layer))
+        fused[name] = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
     if pairs:
         raise ValueError(f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here")
+    return Fused(scale, fused)
+
+
+def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
+    """
+    Puts an adapter beside the model's weights, so that `disabled` can switch it off. Raises ValueError as `read` does.
+
+    start: the adapter that its training began with, for `before_training`.
+    """
+    (scale, pairs), begun = read(model, path), None if start is None else read(model, start)
+    linears = dict(model.named_modules())
+    adapted = []
+    for name, (low, high) in pairs.items():
+        layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
+        layer.lora_a, layer.lora_b = low, high
+        if begun is not None:
+            layer._start = begun.pairs[name]
+        adapted.append((name, layer))
     model.update_modules(tree_unflatten(adapted))
+
+
+def begin_with(model: gwen.Model, adapter: Fused) -> None:
+    """
+    Gives the adapters made by `apply` the values of another, and makes that the model before training.
+
+    What they have more of rank or projections begins as without it: A random, B zero, so adding nothing.
+    Raises ValueError when they have less, naming the flag to set.
+    """
+    scale, pairs = adapter
+    adapted = dict(layers(model))
+    if missing := sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()}):
+        raise ValueError(f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets")
+    needed = max(low.shape[1] for low, _ in pairs.values())
+    for name, layer in adapted.items():
+        if layer.lora_a.shape[1] < needed:
+            raise ValueError(f"--init-adapter needs --lora-rank {needed}, or more; it is {layer.lora_a.shape[1]}")
+        if name in pairs:
+            low, high = pairs[name]
+            high = high if scale == layer.scale else high * (scale / layer.scale)
+            rank = low.shape[1]
+            layer.lora_a = mx.concatenate([low, layer.lora_a[:, rank:]], axis=1)
+            layer.lora_b = mx.concatenate([high, layer.lora_b[rank:]])
+        layer._start = layer.lora_a, layer.lora_b
 
 
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:

@@ -117,7 +117,10 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 
 def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Whole groups, ordered by their longest completion; splits a group that exceeds the budget."""
+    """
+    Whole groups, ordered by their longest completion; splits a group that exceeds the budget. On a GPU prompts of
+    different lengths stay apart: padded ones would need a mask, and MLX's kernel for the gradient takes none.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in sorted(rows, key=lambda row: int(num_tokens[row])):
         groups.setdefault(tuple(prompts[row]), []).append(row)
@@ -126,9 +129,15 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
         distinct = {tuple(prompts[row]) for row in part}
         return len(distinct) * max(map(len, distinct)) + len(part) * (int(num_tokens[part].max()) - 1)
 
+    apart = gpu.on_gpu()
+
+    def order(group: list[int]) -> tuple[int, int]:
+        return apart * len(prompts[group[0]]), int(num_tokens[group].max())
+
     cut: list[list[int]] = []
-    for group in sorted(groups.values(), key=lambda group: int(num_tokens[group].max())):
-        if cut and size(cut[-1] + group) <= token_budget:
+    for group in sorted(groups.values(), key=order):
+        fits = bool(cut) and order(cut[-1])[0] == order(group)[0]
+        if fits and size(cut[-1] + group) <= token_budget:
             cut[-1] = cut[-1] + group
             continue
         cut.append(group[:1])
@@ -140,12 +149,12 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
     return [(part, size(part)) for part in cut]
 
 
-def _padded(rows: list[list[int]]) -> mx.array:
+def padded(rows: list[list[int]]) -> mx.array:
     """Token ids as one array, (len(rows), longest), padded with 0."""
-    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    out = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for place, row in enumerate(rows):
-        padded[place, : len(row)] = row
-    return mx.array(padded)
+        out[place, : len(row)] = row
+    return mx.array(out)
 
 
 def _completions(part: list[int], rollout: Completions, num_tokens: np.ndarray) -> list[list[int]]:
@@ -168,7 +177,7 @@ def _make_shared(part: list[int], prompts: list[list[int]], rollout: Completions
     distinct = list(dict.fromkeys(tuple(prompts[row]) for row in part))
     place = {prompt: index for index, prompt in enumerate(distinct)}
     prefix = Prefix(
-        _padded([list(prompt) for prompt in distinct]),
+        padded([list(prompt) for prompt in distinct]),
         [len(prompt) for prompt in distinct],
         [place[tuple(prompts[row])] for row in part],
     )
@@ -184,7 +193,7 @@ def _finish(
     return MicroBatch(
         rows=index,
         prefix=prefix,
-        tokens=_padded(tokens),
+        tokens=padded(tokens),
         lengths=[len(row) for row in tokens],
         positions=mx.array(positions.astype(np.int32)),
         completion_ids=rollout.completion_ids[index, :most],

@@ -9,6 +9,7 @@ Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D hea
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -452,16 +453,20 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
 FEW_QUERIES = 8  # that MLX's decode kernel takes
 
 
+def is_fused(head_dim: int) -> bool:
+    """Whether MLX has an attention kernel here, with float32 scores; other sizes fall back to scores in 16 bits."""
+    return gpu.on_gpu() and head_dim in (64, 128)
+
+
 def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
     """
     Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D); the L queries are the last of the S positions.
 
     mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key; a query that sees none is not allowed.
     """
-    # On a GPU MLX has kernels with float32 scores for Qwen's head sizes; other sizes fall back to scores in 16 bits.
-    # Its kernel for few queries keeps nothing for a gradient, and whoever asks for "causal" may want one.
+    # MLX's kernel for few queries keeps nothing for a gradient, and whoever asks for "causal" may want one.
     few = isinstance(mask, str) and queries.shape[2] <= FEW_QUERIES
-    if not gpu.on_gpu() or queries.shape[-1] not in (64, 128) or few:
+    if not is_fused(queries.shape[-1]) or few:
         return attention_ref(queries, keys, values, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
 
@@ -497,7 +502,7 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
     dtype = queries.dtype
     queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, num_queries, head_dim)
     scores = []
-    for (keys, _), group in zip(parts, layout, strict=True):
+    for (keys, _), group in zip(parts, layout.groups, strict=True):
         score = gather(queries, group, keys.shape[0]) @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
         if isinstance(group.mask, str):
             shape, num_keys = score.shape, keys.shape[2]
@@ -506,10 +511,10 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
         elif group.mask is not None:
             score = score + mx.where(group.mask, 0.0, -1e30)
         scores.append(score)
-    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout, strict=True)]
+    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout.groups, strict=True)]
     peak = mx.stop_gradient(functools.reduce(mx.maximum, peaks))  # (N, K, Q, 1)
     sums, outs = [], []
-    for score, (_, values), group in zip(scores, parts, layout, strict=True):
+    for score, (_, values), group in zip(scores, parts, layout.groups, strict=True):
         weights = gpu.exp(score - gather(peak, group, values.shape[0]))
         sums.append(scatter(weights.sum(-1, keepdims=True), group))
         outs.append(scatter(weights @ values.astype(mx.float32), group))
@@ -682,8 +687,8 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
     kernel could not be joined: it keeps its sums to itself.
     """
     (keys, values), (own_keys, own_values) = parts
-    members, places, mask = layout[0]
-    own_mask = layout[1].mask
+    members, places, mask, _ = layout.groups[0]
+    own_mask = layout.groups[1].mask
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
     num_kv_heads, nothing = keys.shape[1], gpu.constant(False).reshape(1, 1, 1, 1)
@@ -713,24 +718,56 @@ def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, 
     own_keys, own_values = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
     parts, own = [(keys, values), (own_keys, own_values)], Group(None, None, None)
     group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    calls: list[tuple[Any, ...]] = [(queries, parts, [group, own])]
+    calls: list[tuple[Any, ...]] = [(queries, parts, Layout([group, own]))]
     if not large:  # and with masks, and a slot a prompt: other kernels
         mask, own_mask = (
             mx.broadcast_to(mx.arange(num_columns) > 1, (num_rows, 1, 1, num_columns))
             for num_rows, num_columns in ((prompts, length), (rows, width))
         )
-        calls.append((queries, parts, [group._replace(mask=mask), own._replace(mask=own_mask)]))
+        calls.append((queries, parts, Layout([group._replace(mask=mask), own._replace(mask=own_mask)])))
         alone = make_group(list(range(prompts)), prompts, None)
-        calls.append((queries[:prompts], [parts[0], (own_keys[:prompts], own_values[:prompts])], [alone, own]))
+        calls.append((queries[:prompts], [parts[0], (own_keys[:prompts], own_values[:prompts])], Layout([alone, own])))
     return calls
 
 
 slot_attention = gpu.Op(tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
 
 
+def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
+    """Keys and values of each row's parts in one buffer, (N, K, S, D) each, written once."""
+    num_rows = parts[-1][0].shape[0]
+    # A part whose rows have equally many readers is a view with an axis for each such part, so nothing of it is copied
+    # before its place in the buffer is written.
+    counts = [keys.shape[0] for (keys, _), group in zip(parts, layout.groups, strict=True) if group.rows is None]
+    counts = sorted({1, *counts, num_rows})
+    dims = [count // fewer for fewer, count in itertools.pairwise(counts)]
+    assert math.prod(dims) == num_rows, f"{counts} rows of parts do not divide each other"
+
+    def spread(part: mx.array, rows: mx.array | None) -> mx.array:
+        part = part if rows is None else part[rows]
+        held = [dim if count <= part.shape[0] else 1 for dim, count in zip(dims, counts[1:], strict=True)]
+        return mx.broadcast_to(part.reshape(*held, *part.shape[1:]), (*dims, *part.shape[1:]))
+
+    def join(arrays: list[mx.array]) -> mx.array:
+        views = [spread(array, group.rows) for array, group in zip(arrays, layout.groups, strict=True)]
+        whole = mx.concatenate(views, axis=-2)
+        return whole.reshape(num_rows, *whole.shape[-3:])
+
+    return join([keys for keys, _ in parts]), join([values for _, values in parts])
+
+
 def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
-    """`tree_attention_ref`, which has a kernel for the case that a rollout decodes in."""
-    own = layout[-1]
-    is_slots = len(parts) == 2 and queries.shape[2] == 1 and own.members is None and not isinstance(own.mask, str)
-    attend = slot_attention if is_slots and queries.shape[-1] <= 256 else tree_attention_ref
-    return attend(queries, parts, layout)
+    """
+    `tree_attention_ref`, which has a kernel for the case that a rollout decodes in.
+
+    On a GPU more queries than a few take MLX's own kernel, on parts joined into one buffer. It reads 16 bits and keeps
+    its scores to itself; the expression writes float32 scores to memory, and float32 copies of all keys and values.
+    Under a gradient no ancestor may be padded: MLX has no kernel for the gradient with an array as the mask.
+    """
+    own, length, size = layout.groups[-1], queries.shape[2], queries.shape[3]
+    is_slots = len(parts) == 2 and length == 1 and own.members is None and not isinstance(own.mask, str)
+    if is_slots and size <= 256:
+        return slot_attention(queries, parts, layout)
+    if not is_fused(size) or length <= FEW_QUERIES or own.mask != "causal":
+        return tree_attention_ref(queries, parts, layout)
+    return attention(queries, *joined(parts, layout), "causal" if layout.whole is None else layout.whole)

@@ -17,7 +17,8 @@ import sampler
 from config import Config
 from micro_batch import MicroBatch, completion_hidden
 
-MISMATCH = ("gap", "gap_max", "trust", "trust_max", "over_cap")  # policy before the update vs. sampler
+# the policy before the update against the sampler's
+MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 # measured at each step: means over the counted tokens; `_max` is the largest
 MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
 

@@ -26,7 +26,8 @@ import hub
 import lm_head
 import lora
 import micro_batch
-from config import Config, Parser, fail, given, parse, resolve
+from config import Config, given, parse, resolve
+from flags import Parser, check_least, fail
 from kv_cache import round_up
 
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
@@ -94,7 +95,10 @@ def has_kernels() -> bool:
 def estimate(
     model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
 ) -> Need:
-    """What a run needs at most, when its prompts have these lengths."""
+    """What a run needs at most, when its prompts, or the conversations of --loss-type sft, have these lengths."""
+    samples = config.loss_type != "sft"
+    if not samples:
+        config = dataclasses.replace(config, groups=1, max_tokens=1)
     shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
     all_weights = sum(array.size for _, array in tree_flatten(shapes.parameters()))
     if config.lora_rank:
@@ -104,7 +108,7 @@ def estimate(
     masters = trained if config.lora_rank or dtype != mx.float32 else 0
     longest = sorted(prompt_lengths)[-config.batch :]
     num_batches, activations, working, logprobs = _update(model, dtype, config, longest, checkpoint_layers)
-    cache, decoding = _rollout(model, dtype, config, longest)
+    cache, decoding = _rollout(model, dtype, config, longest) if samples else (0, 0)
     return Need(
         weights=all_weights * dtype.size,
         adapters=(4 + (dtype.size if config.lora_rank and dtype != mx.float32 else 0)) * masters,
@@ -159,16 +163,18 @@ def _update(
         if shared:  # the prompt's own positions see the prompt alone
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
-        inputs = dtype.size * width * (layers - kept)  # a position's, of the layers that are computed again
         one_layer = num_positions * layer_bytes(model, dtype, keys)
-        num_tokens = len(part) * length
+        copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of a prompt's keys and values: `ops.joined`
+        inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
+        inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * kept
+        num_tokens = num_positions if config.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
         else:
             logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
         logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
-        one = (int(one_layer * kept + num_positions * inputs), int(one_layer * working), logprobs)
+        one = (int(one_layer * kept + inputs), int(one_layer * working), logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 
@@ -243,11 +249,11 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
     room = gpu.memory_size()
+    rollout = f"the larger of {_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and " if need.rollout else ""
     said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
         f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
-        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}the larger of "
-        f"{_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and {_gb(need.update)} update "
+        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}{rollout}{_gb(need.update)} update "
         f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
         f"{_gb(need.working)} backward) "
         f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
@@ -283,8 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(rest)
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
-        if own.prompt_tokens < 1:
-            raise ValueError(f"--prompt-tokens is {own.prompt_tokens}; it must be at least 1")
+        check_least(own, prompt_tokens=1)
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
         model = gwen.load_config(config.model)
         lengths = [own.prompt_tokens] * config.batch

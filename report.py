@@ -8,7 +8,7 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-import config
+import flags
 from reporting import page
 from reporting.history import before_after, facts, load, visible
 
@@ -64,7 +64,7 @@ def listing(folder: str | Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = config.Parser("report.py", "write a page about a run, or compare runs in the terminal")
+    parser = flags.Parser("report.py", "write a page about a run, or compare runs in the terminal")
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="a run's directory; the curves of others go over its own"
     )
@@ -88,9 +88,9 @@ def main(argv: list[str] | None = None) -> None:
             if args.open:
                 page.show(written)
     except (ValueError, OSError) as error:
-        config.fail(error)
+        flags.fail(error)
     except KeyboardInterrupt:
-        config.stop()
+        flags.stop()
 
 
 if __name__ == "__main__":

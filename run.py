@@ -1,21 +1,29 @@
 """
-A run: everything that outlives a step, and its state for a checkpoint.
+A run: everything that outlives a step, its state for a checkpoint, and what happens when it is stopped.
 
 What is left out: the algorithm (train.py), logs and console lines (reporting/), the run directory (run_files.py).
 """
 
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+import adapters
 import checkpoint
 import curriculum
 import dispatch
 import distill
 import evaluate
+import gpu
 import gwen
 import lora
 import preflight
@@ -25,22 +33,113 @@ import update
 from config import Config
 from problems import rewards
 from problems.examples import Example, spread
-from reporting.journal import Journal
+from reporting.console import CONSOLE_COLUMNS, warn
+from reporting.journal import Journal, evaluation_is_due
+from run_files import START
 
 
-class Run:
-    """The model and its learner, the task and its judges, and the run directory that records them."""
+class Core:
+    """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
+
+    columns = CONSOLE_COLUMNS
+    learner: update.Learner
+    journal: Journal
+    memory: str  # what the run needs, for the console
+    longest: int  # positions of the longest row that it may train
 
     def __init__(self, config: Config, run_dir: Path):
-        self.config, self.dir = config, run_dir
-        self.step = self.num_draws = 0  # steps done, and batches of prompts drawn for them
-        self.task = tasks.make(config)
+        """Raises ValueError for a model, or an adapter to begin with, that is not to be had or does not fit."""
+        self.config, self.dir, self.step = config, run_dir, 0
+        self.stopping = False  # Ctrl-C was pressed inside a step
         self.model, self.tokenizer = gwen.load(config.model)
+        if not config.lora_rank:
+            return
+        begun = None
+        if config.init_adapter:
+            kept = run_dir / START  # a resumed run's: the other may have gone on since
+            begun = read_start(self.model, str(kept) if kept.is_dir() else config.init_adapter)
+        lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
+        if begun is not None:
+            lora.begin_with(self.model, begun)
+
+    def keep_start(self) -> None:
+        """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
+        if self.config.init_adapter and not (self.dir / START).is_dir():
+            with lora.before_training(self.model):
+                checkpoint.save_adapter(self.model, self.dir / START, self.config.model)
+
+    def evaluate(self) -> None:
+        """Evaluates what is held out and logs the result."""
+        raise NotImplementedError
+
+    def evaluate_if_due(self) -> bool:
+        """
+        Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
+
+        True if this evaluation is the best so far: that step is saved regardless of `save_every`.
+        """
+        if not evaluation_is_due(self.config, self.step, self.dir):
+            return False
+        self.journal.live.begin("evaluating")
+        self.evaluate()
+        return self.journal.best_step() == self.step
+
+    # ---- the state between two steps
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has changed since the last logged step; only then may the run be saved."""
+        return self._boundary == (self.step, self.learner.num_changes)
+
+    def end_step(self) -> None:
+        """Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect."""
+        self._boundary = (self.step, self.learner.num_changes)
+        if self.stopping:
+            raise KeyboardInterrupt
+
+    def extra(self) -> dict[str, Any]:
+        """The small values of a checkpoint."""
+        return {
+            "dtype": str(self.model.head_weight.dtype),
+            "loss_scale": self.learner.loss_scale._asdict(),
+            "failures": self.learner.failures,
+            "rate": self.learner.rate,
+            "num_skipped": self.learner.num_skipped,
+            "best_step": self.journal.best_step(),
+        }
+
+    def state(self) -> checkpoint.State:
+        assert self.is_whole, f"step {self.step + 1} is unfinished"
+        learner = self.learner
+        return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), self.extra())
+
+    def restore(self, state: checkpoint.State) -> None:
+        refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
+        learner, extra = self.learner, state.extra
+        self.step, learner.trainable = state.step, state.trainable
+        learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
+        learner.loss_scale = update.LossScale(**extra["loss_scale"])
+        learner.failures, learner.num_skipped = extra["failures"], extra["num_skipped"]
+        learner.rate = extra["rate"]
+        update.install(self.model, learner.trainable)
+        self.end_step()
+
+    def save(self) -> None:
+        state = self.state()
+        checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
+        checkpoint.publish(self.dir, state)
+
+
+class Run(Core):
+    """GRPO's: the task and its judges besides."""
+
+    def __init__(self, config: Config, run_dir: Path):
+        self.task = tasks.make(config)  # first: it takes no model to find what is wrong
+        super().__init__(config, run_dir)
+        self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
         self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=config.record_tokens > 0)
-        if config.lora_rank:
-            lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
         # problems that are still to be made are as long as those held out
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
@@ -57,9 +156,9 @@ class Run:
         preflight.settle(*demand)  # replaces each `auto` in `config`, as `dispatch.settle` does above
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
+        self.longest = max(lengths) + config.max_tokens
         preflight.refuse_teacher(*demand)
         self.teacher = self._make_teacher() if config.teacher else None
-        self.stopping = False  # Ctrl-C was pressed inside a step
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
@@ -81,6 +180,7 @@ class Run:
 
     def open(self) -> None:
         """Opens the logs, once the directory exists, and gives the judge its recorded scores."""
+        self.keep_start()
         is_paid = self.judge is not None and self.judge.is_paid
         self.journal = Journal(self.config, self.dir, self.task.metric, self.step, keep_scores=is_paid)
         if self.judge is not None:
@@ -106,56 +206,38 @@ class Run:
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge)
 
-    # ---- the state between two steps
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing has changed since the last logged step; only then may the run be saved."""
-        return self._boundary == (self.step, self.learner.num_changes)
-
     def end_step(self) -> None:
-        """Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect."""
-        self._boundary = (self.step, self.learner.num_changes)
         rewards.tell_step(self.task.rewards, self.step)
-        if self.stopping:
-            raise KeyboardInterrupt
+        super().end_step()
 
-    def state(self) -> checkpoint.State:
-        learner = self.learner
-        assert self.is_whole, f"step {self.step + 1} is unfinished"
-        extra = {
-            "dtype": str(self.model.head_weight.dtype),
+    def extra(self) -> dict[str, Any]:
+        return super().extra() | {
             "num_draws": self.num_draws,
-            "loss_scale": learner.loss_scale._asdict(),
-            "failures": learner.failures,
-            "rate": learner.rate,
-            "num_skipped": learner.num_skipped,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
             "prompts": self.prompts.state(),
-            "best_step": self.journal.best_step(),
         }
-        return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), extra)
 
     def restore(self, state: checkpoint.State) -> None:
-        refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
-        learner, extra = self.learner, state.extra
-        self.step, self.num_draws, learner.trainable = state.step, extra["num_draws"], state.trainable
-        learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
-        learner.loss_scale = update.LossScale(**extra["loss_scale"])
-        learner.failures, learner.num_skipped = extra["failures"], extra["num_skipped"]
-        learner.rate = extra["rate"]
+        extra = state.extra
+        super().restore(state)
+        self.num_draws = extra["num_draws"]
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
         self.prompts.restore(extra["prompts"])
-        update.install(self.model, learner.trainable)
-        self.end_step()
 
-    def save(self) -> None:
-        state = self.state()
-        checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
-        checkpoint.publish(self.dir, state)
+
+def read_start(model: gwen.Model, path: str) -> lora.Fused:
+    """The adapter of --init-adapter, for a model without adapters. Raises ValueError if it is none for this model."""
+    try:
+        if adapters.kind_of(adapters.find(path)) == "full":
+            raise ValueError(
+                f"--adapter {path} holds a whole model; write it with lora.py --fuse, and give it as --model"
+            )
+        return lora.read(model, path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:
@@ -173,3 +255,72 @@ def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array]
         raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
     if dtype != state.extra["dtype"]:
         raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
+
+
+# ---- a run that is stopped
+
+
+@contextlib.contextmanager
+def stoppable(run: Core) -> Iterator[None]:
+    """
+    On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
+
+    No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
+    Ctrl-C does not wait, and only the newest checkpoint is left.
+    """
+
+    def on_ctrl_c(*_: object) -> None:
+        if run.is_whole or run.stopping:
+            raise KeyboardInterrupt
+        run.stopping = True
+        warn("\nfinishing this step; press Ctrl-C again to abandon it")
+
+    before = signal.signal(signal.SIGINT, on_ctrl_c)
+    try:
+        yield
+    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
+        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
+        if gpu.is_watchdog(error):
+            what = (
+                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
+                "(pmset displaysleepnow), or let less be done at once; "
+            )
+        if run.is_whole:
+            run.save()
+            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
+            said += _go_on(run, error)
+        else:
+            said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
+        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+            raise ValueError(said) from error
+        warn(f"\n{said}")
+        if what:  # a bug of ours or of MLX's: show the traceback
+            raise
+        sys.exit(130)
+    except OSError as error:  # the disk is full or gone
+        raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _go_on(run: Core, error: BaseException) -> str:
+    """
+    The command that continues the run, or starts over if nothing was saved.
+
+    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
+    """
+    less = ""
+    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
+    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+        budget = run.config.train_token_budget // 2
+        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
+    if checkpoint.saved(run.dir):
+        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
+    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+
+
+def _newest(run: Core, error: BaseException, first: str = "") -> str:
+    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
+    if saved := checkpoint.saved(run.dir):
+        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
+    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"

@@ -16,7 +16,10 @@ import cpu_blas  # before mlx
 import yaml
 
 import gpu
-from config import CHANGEABLE, Config, Parser, as_yaml, checked, flag_of, load_recipe, load_yaml
+from config import CHANGEABLE, Config, as_yaml, checked, load_recipe
+from flags import Parser, flag_of, load_yaml
+
+START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 
 def add_flags(parser: Parser) -> None:
@@ -56,12 +59,14 @@ def settings_of(run: str) -> dict[str, Any]:
 
 def adapter_of(run: str, step: int | None) -> str | None:
     """
-    The path of a run's newest adapter, or of the checkpoint after `step`; None for 0, before training.
+    The path of a run's newest adapter, or of the checkpoint after `step`; for 0, before training, that of
+    --init-adapter, or None.
 
     Raises ValueError if nothing was saved yet, or naming the saved steps.
     """
     if step == 0:
-        return None
+        start = Path(run) / START
+        return str(start) if (start / "adapter_config.json").is_file() else None
     folder = Path(run) / "checkpoints"
     path = Path(run) / "adapter" if step is None else folder / f"step-{step:06d}" / "adapter"
     if (path / "adapter_config.json").is_file():
@@ -78,16 +83,18 @@ def model_card(run: str, step: int | None) -> str:
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
     rows = []
     for one in evaluations[:1] + evaluations[1:][-1:]:
-        for name in ("accuracy", "score", "witness", "greedy"):
+        for name in ("accuracy", "score", "witness", "greedy", "loss", "perplexity"):
             if (value := one.get(f"eval/{name}")) is not None:
                 half = one.get(f"eval/{name}_ci95")
                 reach = "" if half is None else f" \u00b1 {half:.3f}"
                 rows.append(f"| {name} | {one['step']} | {value:.3f}{reach} | {one['eval/num']} |")
+    method = "SFT" if settings.get("loss_type") == "sft" else "GRPO"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
-        *("---", f"base_model: {settings['model']}", "library_name: mlx", "tags: [grpo, gwen]", "---", ""),
+        *("---", f"base_model: {settings['model']}", "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
         *(f"# {Path(run).name}", ""),
-        f"{settings['model']}, trained with GRPO by Gwen on {settings.get('data') or 'the task ' + settings['task']}.",
+        f"{settings['model']}, trained with {method} by Gwen on "
+        f"{settings.get('data') or 'the task ' + settings['task']}.",
         *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
         *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
         *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),
@@ -98,8 +105,15 @@ def model_card(run: str, step: int | None) -> str:
 
 
 def of_run(run: str, flags: dict[str, Any]) -> Config:
-    """The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run."""
-    return checked(load_recipe(config_file(run)) | flags)
+    """
+    The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
+
+    For evaluations: a run of --loss-type sft is taken for one of its task, which has the problems to answer.
+    """
+    held = load_recipe(config_file(run))
+    if held.get("loss_type") == "sft":
+        held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
+    return checked(held | flags)
 
 
 # ---- creating a run

@@ -12,7 +12,6 @@ Axes: N rows, prompt-major; T completion positions; V vocabulary.
 
 import argparse
 import itertools
-import math
 import sys
 import time
 from collections import deque
@@ -30,8 +29,9 @@ import ops
 import run_files
 import softmax
 import tasks
-from config import Config, Parser, fail, stop
-from kv_cache import KVCache, SlotCache, TreeCache
+from config import Config
+from flags import Parser, check_least, fail, stop
+from kv_cache import KVCache, SlotCache
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
@@ -230,6 +230,65 @@ class Record:
             self.progress.update(len(jobs))
 
 
+class Slots:
+    """Rows decoded together: each slot's job and the step it began at, the jobs that wait, the draws of these steps."""
+
+    def __init__(self, cache: SlotCache, jobs: Sequence[Job], record: Record, num_slots: int):
+        self.cache, self.record = cache, record
+        table = uniforms(record.key, [job.row for job in jobs], max(job.limit for job in jobs))
+        self.first_uniform = {job.row: index * table.shape[1] for index, job in enumerate(jobs)}
+        self.table = table.reshape(-1, 4)
+        self.waiting = deque(jobs)
+        self.running = [self.waiting.popleft() for _ in range(min(num_slots, len(jobs)))]
+        self.starts = [0] * len(self.running)
+        self.drawn: list[tuple[mx.array, ...]] = []  # per unrecorded step: ids, logprobs and optionally entropies
+        self.num_recorded = self.num_idle = 0  # steps recorded, and slots idle at the last check
+        self.assign()
+
+    @property
+    def prompts(self) -> list[int]:
+        return [job.prompt for job in self.running]
+
+    def assign(self) -> None:
+        """Tells the cache who runs; finds each slot's place in the table and its last step."""
+        self.cache.assign(self.prompts, self.starts)
+        last = [start + job.limit - 1 for job, start in zip(self.running, self.starts, strict=True)]
+        places = [self.first_uniform[job.row] - start for job, start in zip(self.running, self.starts, strict=True)]
+        self.places, self.last, self.last_of_all = mx.array(places), mx.array(last), max(last)
+
+    def uniforms(self, step: int) -> mx.array:
+        """Four numbers for each slot's draw at this step."""
+        return self.table[mx.minimum(self.places + step, len(self.table) - 1)]
+
+    def write(self, finished: Sequence[int]) -> None:
+        """Records the draws since the last time, and the finished slots' rows as complete."""
+        self.record.write(self.running, self.starts, self.num_recorded, self.drawn)
+        self.record.complete([self.running[slot] for slot in finished])
+        self.num_recorded, self.drawn = self.num_recorded + len(self.drawn), []
+
+    def hand_on(self, idle: list[int]) -> tuple[list[int], list[int]]:
+        """
+        Gives idle slots to waiting jobs; with none left, drops them once they are a quarter of all.
+
+        Returns the slots that have a new job, and those that are kept.
+        """
+        self.record.tick(LOOK_EVERY * (len(self.running) - (self.num_idle + len(idle)) // 2))
+        handed = idle[: len(self.waiting)] if len(idle) >= len(self.running) / 16 else []
+        dropped = idle if not self.waiting and 4 * len(idle) >= len(self.running) else []
+        kept = [slot for slot in range(len(self.running)) if slot not in set(dropped)]
+        self.num_idle = len(idle) - len(handed + dropped)
+        if not handed + dropped:
+            return [], kept
+        self.write(handed + dropped)
+        for slot in handed:
+            self.running[slot], self.starts[slot] = self.waiting.popleft(), self.num_recorded
+        self.running, self.starts = [self.running[slot] for slot in kept], [self.starts[slot] for slot in kept]
+        if dropped:
+            self.cache.keep(kept)
+        self.assign()
+        return handed, kept
+
+
 def decode(
     model: gwen.Model,
     cache: SlotCache,
@@ -242,89 +301,33 @@ def decode(
     Samples every job, at most `num_slots` at once; a slot whose row has ended takes the next job.
 
     Step t + 1 is queued before anything of step t is read. The only wait is the check, every LOOK_EVERY steps, for rows
-    that ended one step earlier. Idle slots then take waiting jobs; with none left, they are dropped once they are a
-    quarter of all.
+    that ended one step earlier.
     """
     params, eos_ids = record.params, mx.array(list(record.params.eos_ids) or [-1])
-    table = uniforms(record.key, [job.row for job in jobs], max(job.limit for job in jobs))
-    first_uniform = {job.row: index * table.shape[1] for index, job in enumerate(jobs)}
-    table = table.reshape(-1, 4)
-    waiting = deque(jobs)
-    running = [waiting.popleft() for _ in range(min(num_slots, len(jobs)))]
-    starts = [0] * len(running)
-    logits = prompt_logits[mx.array([job.prompt for job in running])]
-    ended = mx.zeros((len(running),), dtype=mx.bool_)
-
-    def assign() -> tuple[mx.array, mx.array, int]:
-        """Updates the cache; returns each slot's index into the table, its last step, and the overall last step."""
-        cache.assign([job.prompt for job in running], starts)
-        last = [start + job.limit - 1 for job, start in zip(running, starts, strict=True)]
-        places = [first_uniform[job.row] - start for job, start in zip(running, starts, strict=True)]
-        return mx.array(places), mx.array(last), max(last)
-
-    places, last, last_of_all = assign()
-    drawn: list[tuple[mx.array, ...]] = []  # per unrecorded step: ids, logprobs and optionally entropies
-    num_columns, written = len(record.columns), 0  # recorded steps
-    num_idle = 0  # slots at the last check
+    slots = Slots(cache, jobs, record, num_slots)
+    logits, ended = prompt_logits[mx.array(slots.prompts)], mx.zeros((len(slots.running),), dtype=mx.bool_)
     for step in itertools.count():
-        numbers = table[mx.minimum(places + step, len(table) - 1)]
-        token, *others = choose_token(logits, numbers, params)
+        token, *others = choose_token(logits, slots.uniforms(step), params)
         token, ended_before = mx.where(ended, params.pad_id, token), ended
-        ended = ended | (token[:, None] == eos_ids).any(-1) | (last <= step)
-        drawn.append((token, *others)[:num_columns])
-        if step == last_of_all and not waiting:
+        ended = ended | (token[:, None] == eos_ids).any(-1) | (slots.last <= step)
+        slots.drawn.append((token, *others)[: len(record.columns)])
+        if step == slots.last_of_all and not slots.waiting:
             break
         logits = model.hidden(token[:, None], cache)[:, -1] @ model.head_weight.T
-        mx.async_eval(drawn[-1], ended, logits)
+        mx.async_eval(slots.drawn[-1], ended, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
         idle = np.flatnonzero(np.array(ended_before)).tolist()  # wait
-        record.tick(LOOK_EVERY * (len(running) - (num_idle + len(idle)) // 2))
-        num_idle = len(idle)
-        if len(idle) == len(running) and not waiting:
+        if len(idle) == len(slots.running) and not slots.waiting:
             break
-        handed = idle[: len(waiting)] if len(idle) >= len(running) / 16 else []
-        dropped = [] if waiting else idle
-        if not handed and 4 * len(dropped) < len(running):
-            continue
-        record.write(running, starts, written, drawn)
-        record.complete([running[slot] for slot in handed + dropped])
-        num_idle -= len(handed + dropped)
-        drawn, written = [], step + 1
-        for slot in handed:
-            running[slot], starts[slot] = waiting.popleft(), step + 1
+        handed, kept = slots.hand_on(idle)
         if handed:
-            fresh = mx.array(np.isin(np.arange(len(running)), handed))
-            begun = prompt_logits[mx.array([job.prompt for job in running])]
+            fresh = mx.array(np.isin(np.arange(len(ended)), handed))
+            begun = prompt_logits[mx.array(slots.prompts)]
             logits, ended = mx.where(fresh[:, None], begun, logits), ended & ~fresh
-        if dropped:
-            kept = np.setdiff1d(np.arange(len(running)), dropped).tolist()
-            running, starts = [running[slot] for slot in kept], [starts[slot] for slot in kept]
+        if len(kept) < len(ended):
             logits, ended = logits[mx.array(kept)], ended[mx.array(kept)]
-            cache.keep(kept)
-        places, last, last_of_all = assign()
-    record.write(running, starts, written, drawn)
-    record.complete(running)
-
-
-def continue_greedily(
-    model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
-) -> list[list[int]]:
-    """
-    Greedy continuations of the rows of a tree's newest level; `logits` (M, V) are those of the first tokens.
-
-    Each ends with the first id in `ends`, or after `limit` ids.
-    """
-    num_rows = logits.shape[0]
-    flat, lengths = cache.flat()
-    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
-    record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    jobs = [Job(row, row, limit) for row in range(num_rows)]
-    decode(model, slots, logits, jobs, record, num_rows)
-    rows: list[list[int]] = record.ids.tolist()
-    stops = [next((place for place, i in enumerate(ids) if i in ends), limit - 1) for ids in rows]
-    return [ids[: stop + 1] for ids, stop in zip(rows, stops, strict=True)]
+    slots.write(range(len(slots.running)))
 
 
 def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
@@ -491,13 +494,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in ("model", "max_tokens", "thinking"):
             if getattr(args, name) is None:
                 setattr(args, name, held.get(name))
-        for flag, value in (("--num", args.num), ("--max-tokens", args.max_tokens)):
-            if value < 1:
-                raise ValueError(f"{flag} is {value}; it must be at least 1")
-        if not 0 <= args.temp < math.inf:
-            raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
-        if not 0 <= args.seed < 1 << 64:
-            raise ValueError(f"--seed is {args.seed}; it must be at least 0 and below 2^64")
+        check_least(args, num=1, max_tokens=1, temp=0, seed=0)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 check_text(flag, text)

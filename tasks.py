@@ -223,13 +223,19 @@ def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
+    return list(tokenizer.encode(chat_text(tokenizer, messages, thinking), add_special_tokens=False))
+
+
+def chat_text(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, opened: bool = True) -> str:
+    """Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last."""
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=opened, enable_thinking=thinking
+            )
         )
     except Exception as error:  # a template may raise what it likes
-        raise ValueError(f"the model's chat template refuses {short(prompt)} ({one_line(error)})") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+        raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
 
 
 def render(

@@ -14,9 +14,6 @@ to its directory; `--resume DIR` continues it.
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
 
-import contextlib
-import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,13 +24,14 @@ import numpy as np
 from tqdm import tqdm
 
 import checkpoint
-import gpu
 import gwen
 import run_files
 import sampler
+import sft
 import tasks
 import update
-from config import Config, as_yaml, fail, given, parse, resolve
+from config import Config, as_yaml, given, parse, resolve
+from flags import fail
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
 from micro_batch import micro_batches
 from policy import PolicyLoss
@@ -41,19 +39,18 @@ from problems import procedural
 from problems.examples import Example
 from problems.rewards import call_reward
 from reporting import page, trackers
-from reporting.console import CONSOLE_COLUMNS, warn
 from reporting.journal import PhaseClock, Step, evaluation_is_due
-from run import Run
+from run import Run, stoppable
 
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; `run` holds everything that outlives a step."""
     learner, clock = run.learner, PhaseClock(run.journal.live.begin)
-    if evaluate_if_due(run):
+    if run.evaluate_if_due():
         run.save()
     run.journal.update_page(run.step)
     while run.step < config.steps:
-        clock.end_step()  # evaluation and saving belong to no step
+        clock.lap()  # evaluation and saving belong to no step
         mx.reset_peak_memory()
         draws = draw_groups(run, clock)
         chosen, advantages = choose_groups(config, draws)
@@ -83,29 +80,16 @@ def train(config: Config, run: Run) -> None:
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
         run.prompts.note(draws)
         # ---- everything below is reporting
-        seconds, peak = clock.end_step(), mx.get_peak_memory()
+        seconds, peak = clock.lap(), mx.get_peak_memory()
         run.journal.write_step(
             Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
         )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()
-        is_best = evaluate_if_due(run)
+        is_best = run.evaluate_if_due()
         if is_best or run.step % config.save_every == 0 or run.step == config.steps:
             run.save()
         run.journal.update_page(run.step)
-
-
-def evaluate_if_due(run: Run) -> bool:
-    """
-    Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
-
-    True if this evaluation is the best so far: that step is saved regardless of `save_every`.
-    """
-    if not evaluation_is_due(run.config, run.step, run.dir):
-        return False
-    run.journal.live.begin("evaluating")
-    run.evaluate()
-    return run.journal.best_step() == run.step
 
 
 def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
@@ -191,7 +175,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
             return
         run_dir = Path(args.resume) if args.resume else run_files.choose_run_dir(config, args.run_dir)
-        run = Run(config, run_dir)
+        make, loop = (sft.Run, sft.train) if config.loss_type == "sft" else (Run, train)
+        run: Any = make(config, run_dir)
         if state:
             run.restore(state)
             if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
@@ -208,9 +193,9 @@ def main(argv: list[str] | None = None) -> None:
             f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
         )
         print(run.memory, flush=True)
-        print(CONSOLE_COLUMNS, flush=True)
-        with run.journal, _stoppable(run):
-            train(config, run)
+        print(run.columns, flush=True)
+        with run.journal, stoppable(run):
+            loop(config, run)
         run.journal.print_summary()
         print(f"adapter: {run_dir / 'adapter'}")
         if (best := run.journal.best_step()) is not None:
@@ -221,75 +206,9 @@ def main(argv: list[str] | None = None) -> None:
                 page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:  # during loading; `_stoppable` handles it during the steps
+    except KeyboardInterrupt:  # during loading; `stoppable` handles it during the steps
         print("\nstopped before the first step", file=sys.stderr)
         sys.exit(130)
-
-
-@contextlib.contextmanager
-def _stoppable(run: Run) -> Any:
-    """
-    On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
-
-    No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
-    Ctrl-C does not wait, and only the newest checkpoint is left.
-    """
-
-    def on_ctrl_c(*_: Any) -> None:
-        if run.is_whole or run.stopping:
-            raise KeyboardInterrupt
-        run.stopping = True
-        warn("\nfinishing this step; press Ctrl-C again to abandon it")
-
-    before = signal.signal(signal.SIGINT, on_ctrl_c)
-    try:
-        yield
-    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
-        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
-        if gpu.is_watchdog(error):
-            what = (
-                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
-                "(pmset displaysleepnow), or let less be done at once; "
-            )
-        if run.is_whole:
-            run.save()
-            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
-            said += _go_on(run, error)
-        else:
-            said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
-            raise ValueError(said) from error
-        warn(f"\n{said}")
-        if what:  # a bug of ours or of MLX's: show the traceback
-            raise
-        sys.exit(130)
-    except OSError as error:  # the disk is full or gone
-        raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _go_on(run: Run, error: BaseException) -> str:
-    """
-    The command that continues the run, or starts over if nothing was saved.
-
-    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
-    """
-    less = ""
-    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
-    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
-        budget, longest = run.config.train_token_budget // 2, max(map(len, run.prompt_ids)) + run.config.max_tokens
-        less = f" --train-token-budget {budget}" if budget >= longest else " --checkpoint-layers on"
-    if checkpoint.saved(run.dir):
-        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
-    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
-
-
-def _newest(run: Run, error: BaseException, first: str = "") -> str:
-    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
-    if saved := checkpoint.saved(run.dir):
-        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
-    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"
 
 
 if __name__ == "__main__":

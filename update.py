@@ -70,7 +70,7 @@ def logprobs_of_step(
 def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
     """Log-probabilities under the model before training, (N, T), without gradient."""
     model = learner.base or learner.model
-    with lora.disabled(model):
+    with lora.before_training(model):
         return logprobs_of_step(learner, model, batches, rollout.logprobs.shape)[0]
 
 

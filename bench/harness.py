@@ -42,7 +42,7 @@ import gwen
 import hub
 import judge
 import sampler
-from config import Parser, fail, size
+from flags import Parser, check_least, fail, size
 from judging import rubrics
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
@@ -532,16 +532,8 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     lowest = {"batch": 1, "groups": 1, "max_tokens": 1, "warmup": 0, "runs": 1, "prompt_tokens": 1, "seed": 0}
     if args.rollout_batch_size is None:
         args.rollout_batch_size = min(args.batch * args.groups, dispatch.USUAL_ROWS)
-    if args.rollout_batch_size != "auto":
-        lowest["rollout_batch_size"] = 1
-    lowest |= {"judge_runs": 1, "judge_chunk_size": 1}
-    for name, low in lowest.items():
-        if getattr(args, name) < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {low}")
-    if args.seed >= 1 << 64:
-        raise ValueError(f"--seed is {args.seed}; it must be below 2^64")
-    if not (math.isfinite(args.temp) and args.temp >= 0):
-        raise ValueError(f"--temp is {args.temp}; it must be a finite number of at least 0")
+    lowest |= {"rollout_batch_size": 1, "judge_runs": 1, "judge_chunk_size": 1}
+    check_least(args, **lowest, temp=0)
     if args.lengths:
         args.max_tokens = parse_lengths(args.lengths)[1]
     if not args.model:

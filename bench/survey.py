@@ -2,15 +2,17 @@
 What one machine does with one model, in one command: `uv run bench_step.py --model M --report`, or `--quick`.
 
 Seconds to load; prefill, decoding at few and many rows, judging and an update; peak memory; the same with kernels off
-where there is a GPU; how far sampler and trainer disagree on log-probabilities before the first update; and what the
-ledger predicts of it. One JSON file holds all of it, and one row of a Markdown table the figures that a reader
-compares. What is left out: other engines, which bench_step.py and bench_rollout.py run.
+where there is a GPU; how far sampler and trainer disagree on log-probabilities before the first update, in the
+model's type and in those of 16 bits; and what the ledger and the pre-flight predict of it. One JSON file holds all of
+it, and one row of a Markdown table the figures that a reader compares. What is left out: other engines, which
+bench_step.py and bench_rollout.py run.
 
 Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion tokens.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -28,6 +30,7 @@ import gwen
 import lora
 import micro_batch
 import ops
+import policy
 import preflight
 import sampler
 import update
@@ -36,6 +39,7 @@ from config import Config
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
 ROWS = (1, 4, 16, 64)  # at which decoding is timed
+FEW_TOKENS, FEW_ROWS = 16, 2  # with which agreement in other types is measured: a CPU's 16-bit matmuls are slow
 CPU_LAUNCH_S = 3e-6  # of MLX's CPU backend, beside the work: 3 us an operation on an Intel Xeon
 
 
@@ -112,9 +116,23 @@ def updates(subject: Subject) -> dict[str, Any]:
 
     seconds, _ = timed(once, args.runs)
     means = found[0].means
-    names = {"logprob_abs_mean": "gap", "logprob_abs_max": "gap_max", "ratio_mean": "trust", "ratio_max": "trust_max"}
-    agreement = {f"mismatch/{name}": means[key] for name, key in names.items()} | {"kl": means["kl"]}
+    agreement = {f"mismatch/{name}": means[name] for name in policy.MISMATCH} | {"kl": means["kl"]}
     return {"update_s": seconds, "update_tok_s": held.mask.size / seconds, "agreement": agreement}
+
+
+def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
+    """What a first update of few tokens finds of the policy that sampled, by type of 16 bits other than the model's."""
+    args = {"batch": 1, "groups": FEW_ROWS, "max_tokens": min(FEW_TOKENS, subject.args.max_tokens), "runs": 1}
+    prompts = [subject.prompts[0][:FEW_TOKENS]]
+    config = dataclasses.replace(subject.config, **{name: args[name] for name in ("batch", "groups", "max_tokens")})
+    found = {}
+    for name, dtype in gwen.DTYPES.items():
+        if dtype not in (mx.float32, subject.model.head_weight.dtype):
+            model, _ = gwen.load(config.model, dtype)
+            lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+            few = Subject(argparse.Namespace(**vars(subject.args) | args), config, model, subject.tokenizer, prompts)
+            found[name] = updates(few)["agreement"]
+    return found
 
 
 @contextlib.contextmanager
@@ -161,7 +179,7 @@ def this_machine(subject: Subject) -> tuple[ledger.Machine, dict[str, float]]:
 
 
 def predictions(subject: Subject, machine: ledger.Machine) -> dict[str, float]:
-    """Seconds of each phase of a step by the ledger."""
+    """Seconds of each phase of a step by the ledger, and its peak memory by the pre-flight."""
     work = ledger.Work(
         subject.model.config, subject.model.head_weight.dtype, subject.config, subject.args.prompt_tokens, gpu.on_gpu()
     )
@@ -169,7 +187,15 @@ def predictions(subject: Subject, machine: ledger.Machine) -> dict[str, float]:
     return {
         **{f"{name}_s": held[name] for name in ("prefill", "decode", "judge")},
         "update_s": held["forward"] + held["backward"] + held["optimizer"],
+        "peak_gb": estimated_peak(subject) / 1e9,
     }
+
+
+def estimated_peak(subject: Subject) -> int:
+    """Bytes that the pre-flight says a step needs."""
+    model, config = subject.model, subject.config
+    lengths, layers = [subject.args.prompt_tokens] * config.batch, config.num_checkpointed(len(model.layers))
+    return preflight.estimate(model.config, model.head_weight.dtype, config, lengths, layers).total
 
 
 def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
@@ -192,25 +218,27 @@ def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     figures["step_s"] = sum(figures[f"{phase}_s"] for phase in ("prefill", "decode", "update"))
     if gpu.on_gpu():
         with kernels("off"):
-            without = rollouts(subject) | updates(subject)
-        figures["kernels_off"] = {"decode_tok_s": without["decode_tok_s"][most], "update_s": without["update_s"]}
+            without = rollouts(subject) | updates(subject) | judging(subject)
+        without["decode_s"] = most * (args.max_tokens - 1) / without["decode_tok_s"][most]
+        figures["kernels_off"] = without
     figures["dtype"] = str(model.head_weight.dtype).removeprefix("mlx.core.")
     figures["predicted"] = predictions(subject, machine)
+    figures["agreement_16_bits"] = in_16_bits(subject)
     return figures
 
 
 COLUMNS = (
     "machine | memory | model | dtype | B x G, P + T | load s | prefill tok/s | decode tok/s by rows | judge eval/s | "
-    "update tok/s | step s | peak GB | kernels off: decode, update | log-probability gap, mean and largest | "
-    "ledger / measured: prefill, decode, judge, update"
+    "update tok/s | step s | peak GB | kernels off: prefill, decode, judge, update | "
+    "log-probability gap, mean and largest | predicted / measured: prefill, decode, judge, update, peak"
 )
+PHASES = ("prefill_s", "decode_s", "judge_s", "update_s")
 
 
 def row(args: argparse.Namespace, figures: dict[str, Any], machine: str) -> str:
     """One row of the table in docs/benchmarks.md."""
-    off, gap = figures.get("kernels_off"), figures["agreement"]
-    shares = [figures["predicted"][name] / figures[name] for name in ("prefill_s", "decode_s", "judge_s", "update_s")]
-    most = max(figures["decode_tok_s"])
+    off, gaps = figures.get("kernels_off"), {figures["dtype"]: figures["agreement"]} | figures["agreement_16_bits"]
+    shares = [figures["predicted"][name] / figures[name] for name in (*PHASES, "peak_gb")]
     cells = [
         machine,
         f"{gpu.memory_size() / 1e9:.0f} GB",
@@ -224,10 +252,11 @@ def row(args: argparse.Namespace, figures: dict[str, Any], machine: str) -> str:
         f"{figures['update_tok_s']:.0f}",
         f"{figures['step_s']:.1f}",
         f"{figures['peak_gb']:.2f}",
-        f"{off['decode_tok_s'] / figures['decode_tok_s'][most]:.2f}, {figures['update_s'] / off['update_s']:.2f}"
-        if off
-        else "no GPU",
-        f"{gap['mismatch/logprob_abs_mean']:.2g}, {gap['mismatch/logprob_abs_max']:.2g}",
+        ", ".join(f"{figures[name] / off[name]:.2f}" for name in PHASES) if off else "no GPU",
+        "; ".join(
+            f"{dtype}: {gap['mismatch/logprob_abs_mean']:.2g}, {gap['mismatch/logprob_abs_max']:.2g}"
+            for dtype, gap in gaps.items()
+        ),
         ", ".join(f"{share:.2f}" for share in shares),
     ]
     return f"| {' | '.join(cells)} |"

@@ -88,7 +88,8 @@ METRICS = {
     "other/s": "Seconds that belong to no phase.",
     "step/s": "Seconds of the whole step.",
     "step_avg_last10/s": "Mean of `step/s` over the last ten steps.",
-    "kl": "KL to the model before training, nats per token. Null without a KL term.",
+    "kl": "KL to the model before training, which has the `--init-adapter` if there is one, nats per token. Null "
+    "without a KL term.",
     "distill/kl": "Divergence from the teacher, nats per token: that of `--distill-beta`, or with `--distill-coef` log "
     "student - log teacher, an estimate of the reverse KL. Null without a teacher.",
     "entropy": "Entropy of the policy, nats per token.",
@@ -98,7 +99,7 @@ METRICS = {
     "lr": "Scheduled learning rate.",
     "skipped": "Optimizer steps skipped in this step because the gradient was not finite.",
     "skipped_total": "The same since the run began.",
-    "completion/mean_tokens": "Mean length of a completion, tokens.",
+    "completion/mean_tokens": "Mean length of a completion, or of a conversation's trained replies, tokens.",
     "completion/truncated_frac": "Share of completions cut off at `--max-tokens`.",
     "mismatch/logprob_abs_mean": "Mean difference of a token's log-probability between trainer (before the update) and "
     "sampler.",
@@ -116,6 +117,9 @@ EVALUATION_METRICS = {
     "step": "Steps trained before this evaluation.",
     "eval/accuracy": "Share of right answers by the task's verifier, one sample per problem at temperature 1.",
     "eval/score": "Where no right answer is known: the weighted sum of the rewards.",
+    "eval/loss": "With `--loss-type sft`: mean negative log-probability of held-out replies, nats per token. "
+    "Its interval is that over conversations.",
+    "eval/perplexity": "Its exponential.",
     "eval/greedy": "Accuracy or score of greedy answers.",
     "eval/pass_at_K": "Chance that one of K samples is right, unbiased; K is 1 and the number of `--samples`.",
     "eval/mean_at_k": "Mean accuracy or score over all samples.",
@@ -127,12 +131,12 @@ EVALUATION_METRICS = {
     "eval/kl": "KL to the model before training on the sampled answers (k3), nats per token. Null where that model is "
     "not loaded.",
     "eval/entropy": "Entropy of the policy, nats per token.",
-    "eval/tokens": "Mean length of an answer, tokens.",
+    "eval/tokens": "Mean length of an answer, or of a conversation's trained replies, tokens.",
     "eval/truncated_frac": "Share of answers cut off at `--max-tokens`.",
     "eval/refusals": 'Share of answers that begin with "I can\'t", "I cannot", "I won\'t", "I\'m unable" or '
     '"I\'m sorry, but".',
     "eval/repeated": "Share of an answer's four-word sequences that repeat an earlier one in it, averaged.",
-    "eval/num": "Number of problems.",
+    "eval/num": "Number of problems, or of conversations.",
     "eval/samples": "Samples per problem.",
     "eval/s": "Seconds of the evaluation.",
 }

@@ -18,7 +18,7 @@ import os
 import random
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -187,8 +187,15 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
 # ---- records to examples
 
 
-def make_examples(source: str, records: Records, columns: str | None = None) -> list[Example]:
-    """Checked examples with equal keys; see `load_data`. Raises ValueError naming the record."""
+def make_examples(
+    source: str, records: Records, columns: str | None = None, read: Callable[[Example], Example] | None = None
+) -> list[Example]:
+    """
+    Checked examples with equal keys; see `load_data`. Raises ValueError naming the record.
+
+    read: makes an example of a record with renamed columns, in place of `load_data`'s rules.
+    """
+    read = read or read_prompt
     for where, record in records:
         if not isinstance(record, dict):
             raise ValueError(f'{source}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
@@ -203,11 +210,16 @@ def make_examples(source: str, records: Records, columns: str | None = None) -> 
         kept = {k: v for k, v in record.items() if k not in renames and k not in renames.values()}
         example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
         try:
-            examples.append(_checked(example if "prompt" in example else _of_messages(example)))
+            examples.append(read(example))
         except ValueError as error:
             raise ValueError(f"{source}, {where}: {error}") from error
     names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
     return [{name: example.get(name) for name in names} for example in examples]
+
+
+def read_prompt(example: Example) -> Example:
+    """A checked example with a prompt; see `load_data`."""
+    return _checked(example if "prompt" in example else _of_messages(example))
 
 
 def _of_messages(example: Example) -> Example:
@@ -244,7 +256,7 @@ def _checked(example: Example) -> Example:
         others = [name for name in example if name != "prompt"]
         raise ValueError(f"no prompt, only {short(others)}; add one or name the column: --columns prompt=COLUMN")
     if isinstance(prompt, list):
-        prompt = _messages(prompt)
+        prompt = check_prompt(prompt)
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
     else:
@@ -257,21 +269,27 @@ def _checked(example: Example) -> Example:
     return example | {"prompt": prompt}
 
 
-def _messages(prompt: list[Any]) -> list[dict[str, str]]:
+def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:
     """Checked chat messages: an optional system message, then user and assistant, with the user's last."""
-    if not prompt:
-        raise ValueError('prompt is an empty list; write [{"role": "user", "content": "..."}]')
-    for place, message in enumerate(prompt):
-        where = f"message {place + 1} of prompt"
+    checked = check_messages("prompt", prompt)
+    if checked[-1]["role"] != "user":
+        raise ValueError(f"the last message of prompt is the {checked[-1]['role']}'s; it must be the user's")
+    return checked
+
+
+def check_messages(name: str, messages: list[Any]) -> list[dict[str, str]]:
+    """Chat messages reduced to role and content, `system` only first. Raises ValueError with `name`."""
+    if not messages:
+        raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
+    for place, message in enumerate(messages):
+        where = f"message {place + 1} of {name}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'{where} is {short(message)}; write {{"role": "user", "content": "..."}}')
         if message["role"] not in (("system", "user", "assistant") if place == 0 else ("user", "assistant")):
             fix = "use user and assistant, and system only for the first message"
             raise ValueError(f"{where} has role {short(message['role'])}; {fix}")
         check_text(f"content of {where}", message["content"])
-    if prompt[-1]["role"] != "user":
-        raise ValueError(f"the last message of prompt is the {prompt[-1]['role']}'s; it must be the user's")
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def check_text(name: str, text: Any) -> None:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from config import load_yaml
+from flags import load_yaml
 from problems.examples import Example, nearest, one_line, prompt_key, short
 from problems.workers import Answer, Pool
 

@@ -13,7 +13,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
 from reporting.health import Records
-from reporting.history import History, figure_of, seconds_at, visible
+from reporting.history import History, figure_of, is_sft, seconds_at, visible
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps
@@ -45,6 +45,7 @@ class Series(NamedTuple):
 CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves: key -> label
     ("Reward", "mean of the step; the band is the mean deviation within groups", {"reward/mean": "reward"}),
     ("Reward by component", "before weighting", {}),
+    ("Loss", "of --loss-type sft, nats a token", {"loss": "training"}),
     ("Held-out", "with 95% intervals", {}),
     ("Length", "tokens of a completion", {"completion/mean_tokens": "tokens"}),
     ("Truncated", "share cut off at the longest length", {"completion/truncated_frac": "truncated"}),
@@ -77,6 +78,8 @@ def make_charts(runs: list[History]) -> list[dict[str, Any]]:
 
 def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Series]:
     """The curves of one run in one chart that have values."""
+    if title == "Loss" and not is_sft(run):  # GRPO's says nothing about progress
+        return
     if title == "Held-out":
         figure, _ = figure_of(run)
         for place, name in enumerate((figure, "greedy", "witness")):

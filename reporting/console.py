@@ -64,7 +64,18 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     return line
 
 
-def _number(value: float | None, decimals: int, digits: int | None) -> str:
+SFT_COLUMNS = "columns: step, loss, seconds, tokens/s trained"
+
+
+def sft_line(metrics: dict[str, Any], num_steps: int) -> str:
+    """One step's line with --loss-type sft; begins like `console_line`, and `SFT_COLUMNS` names its content."""
+    return (
+        f"step {metrics['step']}/{num_steps} | loss {_number(metrics['loss'], 4)} | "
+        f"{_number(metrics['step/s'], 1)}s | train {_number(metrics['train/tok_s'], 1)} tok/s"
+    )
+
+
+def _number(value: float | None, decimals: int, digits: int | None = None) -> str:
     """
     A number with `decimals` decimals, or with `digits` significant digits if that is shorter.
 
@@ -93,6 +104,9 @@ def _problems(record: dict[str, Any]) -> str:
 
 def evaluation_line(record: dict[str, Any]) -> str:
     """An evaluation's line."""
+    if "eval/loss" in record:
+        loss, perplexity = (with_interval(record, name) for name in ("loss", "perplexity"))
+        return f"eval/loss {loss} | perplexity {perplexity} | {record['eval/num']} conversations"
     shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
     if record.get("eval/witness") is not None:
         shown.insert(1, "witness")
@@ -102,16 +116,17 @@ def evaluation_line(record: dict[str, Any]) -> str:
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
     """Lines that compare two evaluations, each figure with its 95% interval."""
-    figure = "accuracy" if "eval/accuracy" in last else "score"
+    figure = next(name for name in ("accuracy", "loss", "score") if f"eval/{name}" in last)
     nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
     if sum(name.startswith("reward/") for name in nested) == 1:  # duplicates the figure or its comparison
         nested = [name for name in nested if not name.startswith("reward/")]
     lines = []
-    for name in (figure, "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
+    for name in (figure, "perplexity", "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({_problems(last)})"
+    num = f"{last['eval/num']} conversations" if figure == "loss" else _problems(last)
+    lines[0] = f"held-out {lines[0]} ({num})"
     return "\n".join(lines)
 
 
@@ -191,6 +206,7 @@ class Live:
     def note(self, steps: Records, evals: Records) -> None:
         """Updates the line when the last of these steps or evaluations ends."""
         if steps:
-            self.step, self.speed = steps[-1]["step"], f"{steps[-1]['rollout/tok_s']:,.0f} tok/s"
+            speed = steps[-1]["rollout/tok_s"] or steps[-1]["train/tok_s"]
+            self.step, self.speed = steps[-1]["step"], f"{speed:,.0f} tok/s"
         self.left, self.known_at = seconds_left(self.config, steps, evals), time.perf_counter()
         self.draw()

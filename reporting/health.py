@@ -65,6 +65,12 @@ def rise(before: dict[str, Any], after: dict[str, Any], key: str) -> float:
     return change if abs(change) > noise else 0.0
 
 
+def best(records: Records, key: str) -> dict[str, Any]:
+    """The record with the best value under `key`, the earliest of equals; a loss is the better the lower."""
+    sign = -1 if key == "eval/loss" else 1
+    return max(records, key=lambda record: sign * record[key])
+
+
 def held_out(evals: Records) -> tuple[str, Records]:
     """The name of the held-out figure, and the evaluations that have it."""
     key = next((key for key in HELD_OUT if measured(evals, key)), HELD_OUT[0])

@@ -131,6 +131,8 @@ def changes(before: str, after: str) -> list[tuple[str, bool]]:
 def figure_of(run: History) -> tuple[str, Records]:
     """The held-out figure's name, as "accuracy", and the evaluations that have it."""
     key, evals = health.held_out(run.evals)
+    if not evals and health.measured(run.evals, "eval/loss"):
+        return "loss", [record for record in run.evals if record.get("eval/loss") is not None]
     return key.removeprefix("eval/"), evals
 
 
@@ -141,10 +143,14 @@ def seconds_at(run: History) -> dict[int, float]:
 
 
 def num_tokens(run: History) -> int:
-    """Tokens sampled in training."""
-    rows = run.settings["batch"] * run.settings["groups"]
-    lengths = [step["completion/mean_tokens"] * step.get("sampling/draws", 1) for step in run.steps]
+    """Tokens sampled in training, or by --loss-type sft trained."""
+    rows = run.settings["batch"] * (1 if is_sft(run) else run.settings["groups"])
+    lengths = [step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps]
     return round(rows * sum(lengths))
+
+
+def is_sft(run: History) -> bool:
+    return run.settings.get("loss_type") == "sft"
 
 
 def before_after(run: History) -> tuple[str, str]:
@@ -159,7 +165,7 @@ def time_to_best(run: History) -> str:
     figure, evals = figure_of(run)
     if not evals:
         return "-"
-    best = max(evals, key=lambda record: record[f"eval/{figure}"])
+    best = health.best(evals, f"eval/{figure}")
     return f"{duration(seconds_at(run).get(best['step'], 0.0))} (step {best['step']})"
 
 
@@ -177,6 +183,6 @@ def facts(run: History) -> dict[str, str]:
         "training": duration(training),
         "evaluations": duration(evaluating),
         f"best {figure} after": time_to_best(run),
-        "tokens sampled": f"{num_tokens(run):,}",
+        f"tokens {'trained' if is_sft(run) else 'sampled'}": f"{num_tokens(run):,}",
         "peak memory": "-" if peak is None else f"{peak:.2f} GB",
     }

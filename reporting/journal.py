@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 import gpu
+import policy
 import sampler
 import update
 from config import Config
@@ -66,7 +67,7 @@ class PhaseClock:
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
-    def end_step(self) -> dict[str, float]:
+    def lap(self) -> dict[str, float]:
         """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
@@ -165,11 +166,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "skipped_total": result.num_skipped,
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
-        "mismatch/logprob_abs_mean": result.means["gap"],
-        "mismatch/logprob_abs_max": result.means["gap_max"],
-        "mismatch/ratio_mean": result.means["trust"],
-        "mismatch/ratio_max": result.means["trust_max"],
-        "mismatch/over_cap_frac": result.means["over_cap"],
+        **{f"mismatch/{name}": result.means[name] for name in policy.MISMATCH},
         "pad_frac": result.pad_frac,
         "forwards_per_completion": result.num_forwards / advantages.size,
         "mem/peak_gb": step.peak_bytes / 1e9,
@@ -295,14 +292,18 @@ class Journal:
         """Writes a step's figures and all sampled completions, and prints its line."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
+        self.record(figures, console_line(figures, self.config.steps), completion_records(self.config, step))
+
+    def record(self, figures: dict[str, Any], line: str, completions: Iterable[dict[str, Any]] = ()) -> None:
+        """Writes a step's figures and completions, prints its line, and warns of what they show."""
         self.metrics.write(figures)
         self.steps.append(figures)
-        for completion in completion_records(self.config, step):
+        for completion in completions:
             self.rollouts.write(completion)
-        say(console_line(figures, self.config.steps))
-        if step.result.skipped:
-            warn(f"step {step.number}: the gradient was not finite; the step changed nothing")
-        self.warn(step.number)
+        say(line)
+        if figures["skipped"]:
+            warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
+        self.warn(figures["step"])
         self.live.note(self.steps, self.evaluations)
         if self.trackers is not None:
             self.trackers.look()
@@ -348,7 +349,7 @@ class Journal:
         """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""
         name = f"eval/{self.metric}"
         scored = [record for record in self.evaluations if record[name] is not None]
-        return max(scored, key=lambda record: record[name])["step"] if scored else None
+        return health.best(scored, name)["step"] if scored else None
 
     def print_summary(self) -> None:
         """Repeats the warnings, and compares the first and the last evaluation."""

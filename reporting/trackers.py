@@ -25,7 +25,7 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before what may import mlx)
 
-import config
+import flags
 from config import TRACKERS
 
 MODULES = {"trackio": "trackio", "tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -302,7 +302,7 @@ def report(run_dir: Path, name: str, follow: bool) -> None:
     state = {"id": uuid.uuid4().hex, "begun": False, "metrics": -1, "eval": -1, "tables": -1}
     if path.is_file():
         state |= json.loads(path.read_text())
-    settings = config.load_yaml(run_dir / "config.yaml", f"{run_dir}/config.yaml")
+    settings = flags.load_yaml(run_dir / "config.yaml", f"{run_dir}/config.yaml")
     sender, source = SENDERS[name](run_dir, settings, state), Source(run_dir)
     state["begun"] = True
     try:
@@ -317,7 +317,7 @@ def report(run_dir: Path, name: str, follow: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = config.Parser("reporting.trackers", "Send a run's figures to trackers, each what it has not got yet.")
+    parser = flags.Parser("reporting.trackers", "Send a run's figures to trackers, each what it has not got yet.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--report-to", nargs="+", choices=TRACKERS, required=True, help="trackers to send to")
     parser.add_argument("--follow", action="store_true", help="go on until standard input ends, as train.py does")
@@ -329,9 +329,9 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.report_to:
             report(args.run, name, args.follow)
     except ValueError as error:
-        config.fail(error)
+        flags.fail(error)
     except KeyboardInterrupt:
-        config.stop()
+        flags.stop()
 
 
 if __name__ == "__main__":

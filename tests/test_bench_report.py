@@ -26,6 +26,11 @@ def test_a_report_holds_every_figure_and_a_row_for_the_table(tmp_path, capsys):
     # float32 on both sides: sampler and trainer agree to rounding
     assert 0 <= held["agreement"]["mismatch/logprob_abs_mean"] < 1e-4
     assert held["agreement"]["mismatch/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert {"float16", "bfloat16"} == set(held["agreement_16_bits"])
+    gaps = [held["agreement_16_bits"][name]["mismatch/logprob_abs_mean"] for name in ("float16", "bfloat16")]
+    assert held["agreement"]["mismatch/logprob_abs_mean"] < gaps[0] < gaps[1] < 0.1  # by their digits
+    assert "float32: " in row and "; float16: " in row and "; bfloat16: " in row
+    assert len(row.split(" | ")[-1].split(", ")) == 5
     for name, seconds in held["predicted"].items():
         assert seconds > 0 and held[name] > 0, name
 

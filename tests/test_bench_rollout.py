@@ -282,7 +282,7 @@ def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
         (["--rollout-batch-size", "0"], "--rollout-batch-size is 0"),
         (["--rollout-batch-size", "all"], "--rollout-batch-size: 'all' is neither a whole number nor auto"),
         (["--batches", "2"], "--batches is no flag of bench_rollout.py; did you mean --batch?"),
-        (["--seed", "18446744073709551616"], "--seed is 18446744073709551616; it must be below 2^64"),
+        (["--seed", "18446744073709551616"], "--seed is 18446744073709551616; it must be finite and below 2^64"),
         (["--temp", "nan"], "--temp is nan"),
         (["--lengths", "geometric:64"], "--lengths geometric:64"),
         (["--lengths", "normal:64:256"], "--lengths normal:64:256"),

@@ -36,12 +36,38 @@ def test_every_step_of_ours_is_measured_and_trains(tmp_path):
     not find_spec("mlx_lm_lora"),
     reason="a competitor, no dependency: uv run --with mlx-lm-lora pytest tests/test_bench_step.py",
 )
-@pytest.mark.parametrize("engine", bench_step.ENGINES[1:])
+@pytest.mark.parametrize("engine", bench_step.ENGINES[1:3])
 def test_the_other_trainer_does_the_same_work(engine):
     with harness.model_directory("random:2m") as directory:
         args = bench_step.parse([*TINY, "--engine", engine])
         steps = bench_step.run_mlx_lm_lora(args, directory, 2)
     assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, bench_step.PACKAGES["trl"])),
+    reason="a competitor, no dependency: uv run --group trl --with peft pytest tests/test_bench_step.py",
+)
+def test_trl_does_the_same_work():
+    with harness.model_directory("random:2m") as directory:
+        steps = bench_step.run_trl(bench_step.parse([*TINY, "--engine", "trl"]), directory, 2)
+    assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
+    assert all(seconds > 0 for step in steps for seconds in step.values())
+
+
+def test_where_trl_is_absent_one_line_says_so_and_the_others_run(monkeypatch, capsys):
+    ran = []
+
+    def child(args, directory, engine):
+        ran.append(engine)
+        return {"steps": [{"rollout": 1.0, "reward": 0.0, "update": 1.0}], "peak_bytes": 1e6}
+
+    monkeypatch.setattr(bench_step, "child", child)
+    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name in ("trl", "torch") else name)
+    bench_step.main([*TINY, "--engines", "ours", "trl"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("trl is left out, without trl, torch: uv run --group trl") and ran == ["ours"]
+    assert set(json.loads(lines[-1])["engines"]) == {"ours"}
 
 
 def test_the_reward_differs_within_every_group():
@@ -62,7 +88,7 @@ def test_medians_are_taken_over_all_processes():
     ("flags", "said"),
     [
         (["--groups", "1"], "--groups is 1; it must be at least 2"),
-        (["--engines", "trl"], "--engines: invalid choice"),
+        (["--engines", "verl"], "--engines: invalid choice"),
         (["--engines", "ours", "--model", "random:7b"], "--model random:7b: the random models are"),
     ],
 )

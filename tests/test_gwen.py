@@ -153,6 +153,14 @@ def test_a_state_of_another_kind_than_keys_and_values_goes_through_the_model_as_
     assert len(cache.arrays()) == 2 * (len(model.layers) - 1) + 1
 
 
+@pytest.fixture(params=["in parts", "joined"])
+def form(request, monkeypatch):
+    """Both forms of attention in a tree; a GPU joins the parts of all but a few queries."""
+    monkeypatch.setattr(ops, "is_fused", lambda _: request.param == "joined")
+    monkeypatch.setattr(ops, "FEW_QUERIES", 0)
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(checkpoints, name):
     model = gwen.load_model(checkpoints[name], mx.float32)
@@ -173,6 +181,7 @@ def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_pa
     assert below.nbytes < middle.nbytes + cache.nbytes, "unused rows are left out"
 
 
+@pytest.mark.usefixtures("form")
 def test_the_gradient_through_a_shared_run_is_that_of_the_whole_sequences(checkpoints):
     model = gwen.load_model(checkpoints["qwen3"], mx.float32)
     prompts, completions = [[3, 1, 4, 1, 5], [9, 2]], [[2, 6], [5, 3, 5], [8], [9, 7, 9, 3]]

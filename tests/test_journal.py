@@ -8,7 +8,8 @@ import pytest
 
 import gpu
 import run_files
-from config import Config, fail
+from config import Config
+from flags import fail
 from reporting import journal
 
 
@@ -38,14 +39,14 @@ def test_lazy_work_is_billed_to_the_phase_that_caused_it(clock, monkeypatch):
         wait(2)
     assert mx.get_active_memory() - held >= array.nbytes
     wait(4)
-    assert clock.end_step() == {"work": 8, "step": 12, "other": 4}
+    assert clock.lap() == {"work": 8, "step": 12, "other": 4}
 
 
 def test_untimed_work_shows_up_as_other_of_its_own_step(clock):
     clock, wait = clock
     wait(3)
-    assert clock.end_step() == {"step": 3, "other": 3}
-    assert clock.end_step() == {"step": 0, "other": 0}
+    assert clock.lap() == {"step": 3, "other": 3}
+    assert clock.lap() == {"step": 0, "other": 0}
 
 
 def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
@@ -64,7 +65,7 @@ def test_the_same_phase_twice_adds_up(clock):
         with clock.phase("work") as done:
             wait(2)
             done()
-    assert clock.end_step()["work"] == 4
+    assert clock.lap()["work"] == 4
 
 
 def test_a_log_is_cut_back_to_a_step_and_loses_a_torn_last_line(tmp_path):

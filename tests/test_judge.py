@@ -195,7 +195,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
             return [[9, end], [9, 9, 9], [digit, model.config.eos_ids[0]]]
         return [[digit, model.config.eos_ids[0]]] * rows
 
-    monkeypatch.setattr(sampler, "continue_greedily", scripted)
+    monkeypatch.setattr(judge, "continue_greedily", scripted)
     judged = evaluate(grader, [("Add one and two.", "Three.")])
     assert judged.scores.tolist() == [[4, 4, 4]]
     close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))

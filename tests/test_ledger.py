@@ -150,20 +150,34 @@ def test_layers_that_are_not_traced_are_as_those_that_are():
 @pytest.mark.slow
 def test_the_ledger_of_qwen3_06b_holds():
     """
-    B=8 G=8 P=128 T=256, float16, rank 16. Bytes of an update's micro-batch were 68.3 GB with float32 adapters.
+    B=8 G=8 P=128 T=256, float16, rank 16. Bytes of an update's micro-batch were 68.3 GB with float32 adapters, those of
+    a judge's chunk 45.3 GB with float32 scores.
 
     These bounds are for lowering: a change that raises one makes a Mac slower, or says why it does not.
     """
     phases = ledger.make(work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET))
     held = {phase.name: phase for phase in phases}
-    most_launches = {"prefill": 510, "decode": 540, "judge": 3050, "forward": 935, "backward": 2300, "optimizer": 4050}
+    most_launches = {"prefill": 510, "decode": 540, "judge": 950, "forward": 935, "backward": 2300, "optimizer": 4050}
     assert {name: sum(held[name].kinds.values()) <= most for name, most in most_launches.items()} == dict.fromkeys(
         most_launches, True
     )
-    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 37.2, "forward": 11.9, "backward": 14.0, "optimizer": 5.3}
+    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 11.5, "forward": 11.9, "backward": 14.0, "optimizer": 5.3}
     ratios = {name: held[name].num_bytes / held[name].least_bytes for name in most_ratios}
     assert all(1 <= ratios[name] <= most for name, most in most_ratios.items()), ratios
     assert held["forward"].num_bytes + held["backward"].num_bytes < 0.85 * 68.3e9
+
+
+@pytest.mark.slow
+def test_a_micro_batch_with_a_shared_prompt_moves_little_more_than_one_without():
+    """B=8 G=8 P=512 T=256: 129 GB with float32 scores. The plain one has fewer positions, 1,534 for 2,042."""
+    moved = {}
+    for sharing in ("on", "off"):
+        flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
+        work = work_of("random:0.6b", prompt_tokens=512, **flags)
+        phase = ledger.phase_of(work, "gradient", ledger.gradient, 1, 1.0)
+        with launches.as_on_a_gpu():
+            moved[sharing] = phase.num_bytes / ledger.step_of(work)[0][0].num_positions
+    assert moved["on"] < 1.25 * moved["off"]
 
 
 SHAPES = {  # hidden, mlp, heads, kv heads, head dim, vocabulary
@@ -174,16 +188,18 @@ SHAPES = {  # hidden, mlp, heads, kv heads, head dim, vocabulary
 
 
 @pytest.mark.parametrize("layers_again", ["off", "on"])
+@pytest.mark.parametrize(("sharing", "prompt"), [("off", 128), ("on", 512)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, layers_again):
+def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, sharing, prompt, layers_again):
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
-    work = work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET)
+    flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
+    work = work_of("random:0.6b", prompt_tokens=prompt, **flags)
     work.config.checkpoint_layers = layers_again
     shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
     shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))
     with launches.as_on_a_gpu():
-        need = preflight.estimate(work.model, work.dtype, work.config, [128] * 8, work.config.num_checkpointed(3))
+        need = preflight.estimate(work.model, work.dtype, work.config, [prompt] * 8, work.config.num_checkpointed(3))
         function, inputs = ledger.gradient(work, 3)
         traced = launches.peak_bytes(launches.trace(function, *inputs))
     assert 0.95 * traced < need.activations + max(need.working, need.logprobs) < 1.6 * traced

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 import adapters
 import checkpoint
 import gwen
+import hub
 import lora
 
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
@@ -228,3 +229,50 @@ def test_a_damaged_adapter_is_refused_in_one_line(tiny_qwen3, tmp_path, damage):
     with pytest.raises(ValueError, match="adapter") as error:
         gwen.load_model(tiny_qwen3, adapter=tmp_path)
     assert "\n" not in str(error.value)
+
+
+def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
+    """A model in training that begins with the adapter at `path`."""
+    model = gwen.load_model(directory)
+    start = lora.read(model, path)
+    lora.apply(model, rank, scale, targets)
+    lora.begin_with(model, start)
+    return model
+
+
+@pytest.mark.parametrize(("rank", "scale"), [(4, 3.0), (7, 3.0), (4, 1.5)])
+def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_training(tiny_qwen3, tmp_path, rank, scale):
+    theirs = adapted(tiny_qwen3)
+    checkpoint.save_adapter(theirs, tmp_path, str(tiny_qwen3))
+    model = begun(tiny_qwen3, tmp_path, rank, scale)
+    np.testing.assert_allclose(np.array(model(TOKENS)), np.array(theirs(TOKENS)), atol=1e-5)
+    assert (rank, scale) != (4, 3.0) or mx.array_equal(model(TOKENS), theirs(TOKENS))
+    start = model(TOKENS)
+    for _, layer in lora.layers(model):
+        layer.lora_b = layer.lora_b + 0.1
+    trained = model(TOKENS)
+    assert not mx.allclose(trained, start)
+    with lora.before_training(model):
+        assert mx.array_equal(model(TOKENS), start)
+    with lora.disabled(model):
+        assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_qwen3)(TOKENS))
+    assert mx.array_equal(model(TOKENS), trained)
+
+
+def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_the_rank(tiny_qwen3, tmp_path):
+    rng = np.random.default_rng(0)
+    plain = gwen.load_model(tiny_qwen3)
+    weights = hub.unfuse_weights(dict(tree_flatten(plain.parameters())), plain.config)
+    pairs = {}
+    for name in (f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkv"):
+        out, width = weights[f"{name}.weight"].shape
+        pairs[name] = tuple(mx.array(rng.normal(0, 0.2, shape).astype(np.float32)) for shape in ((width, 2), (2, out)))
+    adapters.write(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft", "peft")
+    with pytest.raises(ValueError, match="--init-adapter needs --lora-rank 6, or more; it is 4"):
+        begun(tiny_qwen3, tmp_path / "peft")
+    with pytest.raises(ValueError, match="adapts qkv_proj too; add that to --lora-targets"):
+        begun(tiny_qwen3, tmp_path / "peft", rank=6, targets=["o_proj"])
+    merged = gwen.load_model(tiny_qwen3, adapter=tmp_path / "peft")
+    np.testing.assert_allclose(
+        np.array(begun(tiny_qwen3, tmp_path / "peft", 6)(TOKENS)), np.array(merged(TOKENS)), atol=1e-4
+    )

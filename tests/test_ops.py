@@ -9,8 +9,11 @@ import pytest
 from conftest import QWEN3, YARN, normal, relative_error
 
 import gpu
+import gwen
 import hub
 import ops
+from bench import launches
+from kv_cache import TreeCache
 
 RNG = np.random.default_rng(0)
 
@@ -281,3 +284,111 @@ def test_a_causal_attention_of_few_queries_takes_no_kernel_that_has_no_gradient(
     assert bool(called) == is_fused and mx.allclose(gradient, expected)
     ops.attention(queries[:, :, -1:], keys, keys, None)
     assert called[-1] is None  # a decode step, which has no gradient
+
+
+# ---- attention in a tree
+
+
+LEVELS = [[5], [7, 6], [9, 4, 9, 8]]  # lengths of each level's rows
+
+
+def tree_of_keys(parents, dtype, levels=LEVELS):
+    """Queries of the last level, its cache's parts, which are padded on the right, and who sees what."""
+    cache = TreeCache(1).child(levels[0])
+    for rows, lengths in zip(parents, levels[1:], strict=True):
+        cache.layers[0].parts = cache.layers[0].parts or [nodes(levels[0], dtype)]
+        cache = cache.child(lengths, rows)
+        if lengths is not levels[-1]:
+            cache.layers[0].parts.append(nodes(lengths, dtype))
+    layout = cache.mask(max(levels[-1]))
+    return (
+        normal(len(levels[-1]), 4, max(levels[-1]), 64).astype(dtype),
+        [*cache.layers[0].parts, nodes(levels[-1], dtype)],
+        layout,
+    )
+
+
+def nodes(lengths, dtype):
+    """Keys and values of the rows of a level, (R, K, S, D)."""
+    return tuple(normal(len(lengths), 2, max(lengths), 64).astype(dtype) for _ in range(2))
+
+
+def paths(parents, parts, levels=LEVELS):
+    """For each row of the last level its whole keys and values, without padding, (K, S, D) float64."""
+    for row in range(len(levels[-1])):
+        places, at = [row], row
+        for rows in reversed(parents):
+            at = rows[at]
+            places.insert(0, at)
+        yield [
+            np.concatenate(
+                [
+                    wide(part[kind])[place, :, : lengths[place]]
+                    for part, place, lengths in zip(parts, places, levels, strict=True)
+                ],
+                axis=1,
+            )
+            for kind in (0, 1)
+        ]
+
+
+def wide(x):
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+@pytest.mark.parametrize("parents", [[[0, 0], [0, 0, 1, 1]], [[0, 0], [1, 0, 0, 0]], [[0, 0], [0, 1, 0, 1]]])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_a_tree_on_a_gpu_is_as_exact_as_the_attention_of_mlx_to_whole_rows(parents, dtype, monkeypatch):
+    queries, parts, layout = tree_of_keys(parents, dtype)
+    monkeypatch.setattr(ops, "is_fused", lambda _: True)
+    ours = wide(ops.tree_attention(queries, parts, layout))
+    theirs_worst = ours_worst = 0.0
+    for row, (keys, values) in enumerate(paths(parents, parts)):
+        length = LEVELS[-1][row]
+        query, before = queries[row : row + 1, :, :length], keys.shape[1] - length
+        seen = [np.arange(before + place + 1) for place in range(length)]
+        expected = attention_by_hand(wide(query)[0], keys, values, seen)
+        whole = (mx.array(array[None].astype(np.float32)).astype(dtype) for array in (keys, values))
+        theirs = wide(mx.fast.scaled_dot_product_attention(query, *whole, scale=1 / 8, mask="causal"))
+        theirs_worst = max(theirs_worst, np.abs(theirs[0] - expected).max())
+        ours_worst = max(ours_worst, np.abs(ours[row, :, :length] - expected).max())
+    assert ours_worst <= 1.2 * theirs_worst < {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}[dtype]
+
+
+def test_a_part_is_copied_to_no_place_but_its_own():
+    """A level whose rows have equally many readers is a view until its columns are written."""
+    levels = [[5], [7, 7], [9, 9, 9, 9]]
+    regular, irregular = [[0, 0], [0, 0, 1, 1]], [[0, 0], [0, 1, 0, 1]]
+    for parents, copies in ((regular, {"copy": 3}), (irregular, {"copy": 3, "gather": 1})):
+        _, parts, layout = tree_of_keys(parents, mx.float16, levels)
+        mx.eval([group.rows for group in layout.groups if group.rows is not None])
+        keys = [part[0] for part in parts]
+        mx.eval(keys)
+        found = launches.count(lambda *keys, at=layout: ops.joined([(k, k) for k in keys], at)[0], *keys)
+        assert found == copies
+
+
+def test_masks_of_padded_levels_are_made_once_for_all_layers(monkeypatch):
+    """And nothing is cast: a layer has matmuls, kernels, attention and the copies that join its parts."""
+    monkeypatch.setenv("GWEN_KERNELS", "on")
+
+    def judge(num_layers):
+        config = hub.make_config(QWEN3 | {"num_hidden_layers": num_layers, "head_dim": 64})
+        model = gwen.Model(config)
+        model.set_dtype(mx.float16)
+        cache = TreeCache(num_layers).child([5])
+        shapes = [(1, config.num_key_value_heads, 5, 64), (2, config.num_key_value_heads, 7, 64)]
+        held = [mx.zeros(shape, mx.float16) for shape in shapes]
+        mx.eval(model.parameters(), held)
+        for layer in cache.layers:
+            layer.parts = [(held[0], held[0])]
+        middle = cache.child([7, 6], [0, 0])
+        for layer in middle.layers:
+            layer.parts.append((held[1], held[1]))
+
+        def run(tokens):
+            return model.hidden(tokens, middle.child([9, 4, 9, 8], [0, 0, 1, 1]))
+
+        return run, [mx.zeros((4, 9), mx.int32)]
+
+    assert +launches.per_layer(judge) == {"matmul": 4, "kernel": 4, "fast": 1, "copy": 7}

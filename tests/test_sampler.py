@@ -374,7 +374,7 @@ def test_one_token_decode_of_equal_lengths_uses_no_mask(model, monkeypatch):
         ops, "tree_attention", lambda q, parts, layout: layouts.append(layout) or original(q, parts, layout)
     )
     roll(model, prompts=[[1, 2, 4], [5, 6, 7]], max_tokens=3, share_prefix=True)
-    assert layouts and all(field is None for layout in layouts for group in layout for field in group)
+    assert layouts and all(field is None for layout in layouts for group in layout.groups for field in group)
 
 
 def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):

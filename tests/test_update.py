@@ -351,11 +351,11 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(t
     logprobs, _ = whole_step(run, batches, rollout.mask.shape)
     gap = np.array(logprobs - rollout.logprobs, np.float64)[np.array(rollout.mask) > 0]
     means = update.update(run.learner, batches, rollout, mx.array([1.0, -1.0] * 6), None, 0.02).means
-    assert means["gap"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
-    assert means["gap_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
-    assert means["trust"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
-    assert means["trust_max"] == pytest.approx(np.exp(gap).max(), abs=1e-4)
-    assert means["over_cap"] == pytest.approx((np.exp(gap) > 1.2).mean())
+    assert means["logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
+    assert means["logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
+    assert means["ratio_mean"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
+    assert means["ratio_max"] == pytest.approx(np.exp(gap).max(), abs=1e-4)
+    assert means["over_cap_frac"] == pytest.approx((np.exp(gap) > 1.2).mean())
 
 
 def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):

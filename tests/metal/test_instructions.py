@@ -5,7 +5,7 @@ import pytest
 
 import gpu
 import ops
-from kv_cache import Group, make_group
+from kv_cache import Group, Layout, make_group
 from metal import instructions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiler")]
@@ -59,7 +59,7 @@ def test_a_column_of_slot_attention_takes_no_jump_and_half_of_the_instructions_t
         [mx.zeros((rows, kv_heads, width, size), mx.float16) for rows, width in ((2, 50), (4, 30))],
         [mx.ones((rows, 1, 1, width), mx.bool_) if masked else None for rows, width in ((2, 50), (4, 30))],
     )
-    layout = [make_group([0, 0, 1, 1], 2, mask), Group(None, None, own_mask)]
+    layout = Layout([make_group([0, 0, 1, 1], 2, mask), Group(None, None, own_mask)])
     loops = instructions.of_call(
         ops.SLOT_ATTENTION, lambda: ops.slot_attention.launch(queries, [(keys, keys), (own, own)], layout)
     )

@@ -24,7 +24,7 @@ import lm_head
 import micro_batch
 import ops
 import softmax
-from kv_cache import Group, KVCache, SlotCache, make_group
+from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from metal import emulator
 
 pytestmark = pytest.mark.slow
@@ -245,10 +245,12 @@ def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
     mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
     if masked:
         mask[0, :3], own_mask[-1, :4], own_mask[0, 1] = False, False, False
-    layout = [
-        make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
-        Group(None, None, mx.array(own_mask)[:, None, None] if masked else None),
-    ]
+    layout = Layout(
+        [
+            make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
+            Group(None, None, mx.array(own_mask)[:, None, None] if masked else None),
+        ]
+    )
     seen = {"prompt_of": prompt_of, "mask": mask, "own_mask": own_mask}
     arrays = [queries, *held, *own]
 

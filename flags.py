@@ -1,0 +1,205 @@
+"""
+Flags and YAML: how a command reads its settings, and tells a user's mistake in one line.
+
+A setting is a field of a dataclass, made by `flag` with its help and its range. Left out: the settings (config.py).
+"""
+
+import argparse
+import dataclasses
+import difflib
+import reprlib
+import sys
+from collections.abc import Container
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
+RENAMED = {  # words of earlier versions, which answer with the new ones; the new ones are TRL's
+    "lr": "learning_rate",
+    "loss": "loss_type",
+    "level": "importance_sampling_level",
+    "clip_low": "epsilon",
+    "clip_high": "epsilon_high",
+    "kl_coef": "beta",
+    "epochs_per_rollout": "num_iterations",
+    "top_entropy": "top_entropy_quantile",
+}
+
+
+# ---- a command
+
+
+def fail(message: object) -> NoReturn:
+    """Ends the process after a user's mistake: one line on stderr, exit status 2."""
+    print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
+    sys.exit(2)
+
+
+def stop() -> NoReturn:
+    """Ends the process after Ctrl-C, if nothing needs saving: one line on stderr, exit status 130."""
+    print("\nstopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses a command's flags. Reports mistakes in one line, and an unknown flag with the nearest known one."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self.register("type", None, _text)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown, flags, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists them"
+            if (new := flag_of(RENAMED.get(unknown[2:].replace("-", "_"), ""))) in flags:
+                hint = f"it is called {new} now"
+            fail(f"{unknown} is no flag of {self.prog}; {hint}")
+        message = message.replace("invalid int value:", "not a whole number:")
+        fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
+
+
+def _text(value: str) -> str:
+    """A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
+    return value
+
+
+def size(text: str) -> int | str:
+    """A whole number or "auto"."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
+
+
+def weights(text: str) -> dict[str, float]:
+    """ "correct=1,rubric=0.5" as a dictionary."""
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
+    return found
+
+
+def flag_of(name: str) -> str:
+    """`judge_mode` as `--judge-mode`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """Raises ValueError naming a flag below its least value, or from 2^64 on; None and "auto" pass."""
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value not in (None, "auto") and not low <= value < 2**64:
+            limit = f"at least {low}" if value < low else "finite and below 2^64"
+            raise ValueError(f"{flag_of(name)} is {value}; it must be {limit}")
+
+
+# ---- fields that are flags
+
+
+def flag(default: Any, text: str, **metadata: Any) -> Any:
+    """A field with its help, and optionally `low`, `high`, `choices`, `nargs` and `parse` (reads a flag's text)."""
+    metadata = {"help": text, **metadata}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[str] | None = None) -> None:
+    """Adds a flag for each field (or those in `names`), `--judge-mode` for `judge_mode`; an omitted flag is None."""
+    for field in dataclasses.fields(settings):
+        if names is not None and field.name not in names:
+            continue
+        kind = OPTIONAL.get(field.type, field.type)
+        options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
+        if field.type is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = field.metadata.get("parse", kind if kind in (int, float) else None)
+        options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
+        parser.add_argument(flag_of(field.name), **options)
+
+
+def check_values(settings: type, values: dict[str, Any]) -> None:
+    """Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice."""
+    words: dict[Any, str] = {
+        int: "a whole number",
+        float: "a finite number (in YAML 1.0e-4, not 1e-4)",
+        str: "a text",
+        bool: "true or false",
+        list[str]: "a list of texts",
+        dict[str, float]: "finite numbers by name",
+    }
+    for field in dataclasses.fields(settings):
+        if field.name not in values:
+            continue
+        value, name = values[field.name], flag_of(field.name)
+        if value is None and field.type in OPTIONAL:
+            continue
+        kind = OPTIONAL.get(field.type, field.type)
+        if not _is_a(value, kind):
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[kind]}")
+        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
+        if low is not None and value < low:
+            raise ValueError(f"{name} is {value}; it must be at least {low}")
+        if high is not None and value > high:
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be at most {high}")
+        choices = field.metadata.get("choices")
+        for one in value if isinstance(value, list) else [value]:
+            if choices and one not in choices:
+                raise ValueError(f"{name} is {one!r:.60}; it must be one of {', '.join(choices)}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a setting has the type of its field. A bool is not a number, and numbers are finite."""
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if kind == dict[str, float]:
+        return isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, float) for k, v in value.items())
+    return type(value) is kind
+
+
+# ---- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without duplicate keys: after a forgotten list dash, the later entry would replace the earlier one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    problem = f"the key {key.value!r:.60} stands twice in one entry"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add((key.tag, str(key.value)))
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: str | Path, where: str) -> Any:
+    """The content of a user's YAML file. Raises ValueError, starting with `where`, if unreadable or not YAML."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from error
+    try:
+        return yaml.load(text, _Loader)
+    except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = problem or str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{where} is not YAML{line}: {problem}; correct it") from error

@@ -1,0 +1,366 @@
+"""Supervised fine-tuning: the loss, the ids of conversations, the run; and runs that begin with an adapter."""
+
+import copy
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import message_of
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model as mlx_lm_load_model
+from small_run import resolve
+from test_docs import without_meaning
+
+import bench_sft
+import chats
+import checkpoint
+import evaluate
+import gwen
+import hub
+import report
+import run_files
+import sft
+import tasks
+import train
+import update
+from bench import harness
+from chats import Row
+from config import Config, given, parse
+from docs import reference
+from reporting import page
+
+TALK = [
+    {"role": "user", "content": "What is one and two?"},
+    {"role": "assistant", "content": "It is three."},
+    {"role": "user", "content": "And two and two?"},
+    {"role": "assistant", "content": "Four."},
+]
+# Qwen3's rule: only a reply after the last question keeps its thought, be it empty
+REWRITING = (
+    "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last and '<think>' not in m.content %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+)
+
+
+def random_rows(vocab, num=6):
+    """Rows of random ids and lengths, whose trained tokens lie in two runs."""
+    rng = np.random.default_rng(3)
+    rows = []
+    for _ in range(num):
+        length = int(rng.integers(8, 20))
+        begin, end = sorted(int(x) for x in rng.choice(np.arange(1, length - 3), 2, replace=False))
+        places = [*range(begin, end), length - 2, length - 1]
+        rows.append(Row(rng.integers(3, vocab, length).tolist(), places))
+    return rows
+
+
+def count(rows):
+    return sum(len(row.places) for row in rows)
+
+
+def render(tokenizer, record, turns="all", thinking=False, context=1000):
+    end_ids = {tokenizer.eos_token_id}
+    example = chats.read_chat(record)
+    return chats.render(tokenizer, example, turns=turns, thinking=thinking, end_ids=end_ids, context=context)
+
+
+def trained(tokenizer, row):
+    """The texts of the runs of trained tokens."""
+    runs = np.split(np.array(row.places), np.flatnonzero(np.diff(row.places) > 1) + 1)
+    return [tokenizer.decode([row.ids[place] for place in run]) for run in runs]
+
+
+# ---- conversations
+
+
+def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(tokenizer):
+    (row,) = render(tokenizer, {"prompt": "What is one and two?", "completion": "It is three."})
+    prompt = tasks.chat_ids(tokenizer, "What is one and two?")
+    assert row.ids[: row.places[0]] == prompt and row.places == list(range(len(prompt), len(row.ids)))
+    assert trained(tokenizer, row) == ["It is three.<|im_end|>"]
+
+
+def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
+    (of_strings,) = render(tokenizer, {"prompt": TALK[0]["content"], "completion": TALK[1]["content"]})
+    assert render(tokenizer, {"messages": TALK[:2]}) == [of_strings]
+    assert render(tokenizer, {"prompt": TALK[:1], "completion": TALK[1:2]}) == [of_strings]
+    assert render(tokenizer, {"messages": TALK[:3]}) == [of_strings]  # nobody answered the last question
+
+
+def test_all_replies_are_trained_or_the_last_and_none_of_a_prompt(tokenizer):
+    (row,) = render(tokenizer, {"messages": TALK}, thinking=True)
+    assert trained(tokenizer, row) == ["It is three.<|im_end|>", "Four.<|im_end|>"]
+    text = tasks.chat_text(tokenizer, TALK, True, opened=False).removesuffix("\n")
+    assert row.ids == tokenizer.encode(text, add_special_tokens=False)
+    (last,) = render(tokenizer, {"messages": TALK}, turns="last", thinking=True)
+    assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
+    assert render(tokenizer, {"prompt": TALK[:3], "completion": TALK[3:]}, thinking=True) == [last]
+
+
+def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_would_be_sampled(tokenizer):
+    rewriting = copy.deepcopy(tokenizer)
+    rewriting.chat_template = REWRITING
+    rows = render(rewriting, {"messages": TALK})
+    assert [trained(rewriting, row) for row in rows] == [["It is three.<|im_end|>"], ["Four.<|im_end|>"]]
+    for row, messages in zip(rows, (TALK[:1], TALK[:3]), strict=True):
+        assert row.ids[: row.places[0]] == tasks.chat_ids(rewriting, messages)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "Hi", "completion": "<think>one</think>two"}, "without --thinking; set that"),
+        ({"prompt": "Hi", "completion": "<|im_end|>two"}, "has 2 end tokens in the chat template"),
+        ({"prompt": "Hi", "completion": "two!\n" * 400}, "the model's context 1000; shorten it"),
+        ({"prompt": "Hi"}, "no conversation, only ['prompt']; add messages, or prompt and completion"),
+        ({"messages": TALK[:1]}, "no message of the assistant"),
+        ({"messages": [TALK[1]]}, "prompt is an empty list"),
+        ({"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]}, "message 2 of prompt has role 'tool'"),
+        ({"messages": [*TALK[:1], {"role": "assistant", "content": " "}]}, "content of message 2 of the conversation"),
+        ({"messages": TALK, "tools": ["x"]}, "column tools: calls of tools cannot be trained"),
+        ({"prompt": 3, "completion": "x"}, "prompt 3 is a int; it must be a string or chat messages"),
+        ({"system": "s", "messages": [{"role": "system", "content": "t"}, *TALK]}, "both a system column and"),
+    ],
+)
+def test_a_conversation_that_leaves_open_what_to_train_is_refused(tokenizer, record, said):
+    assert said in message_of(render, tokenizer, record)
+
+
+def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways_is_refused(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = tokenizer.chat_template.replace("+ message.content", "+ message.content[:5]")
+    assert "drops a part of" in message_of(render, other, {"messages": TALK[:2]})
+    other.chat_template = "{%- if not add_generation_prompt %}{{- 'x' }}{%- endif %}" + tokenizer.chat_template
+    assert "in two ways" in message_of(render, other, {"messages": TALK[:2]})
+
+
+# ---- the loss
+
+
+def oracle(logits, rows):
+    """The mean of -log softmax at the trained tokens, float64, from each row's logits (L, V)."""
+    losses = []
+    for row, of_row in zip(rows, logits, strict=True):
+        for place in row.places:
+            scores = np.array(of_row[place - 1], np.float64)
+            losses.append(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[row.ids[place]])
+    return np.mean(losses)
+
+
+def test_the_gradient_of_the_loss_alone_is_that_of_its_formula_in_float64():
+    rows, rng = random_rows(320), np.random.default_rng(0)
+    states, head = rng.normal(size=(6, 20, 32)), rng.normal(0, 0.3, (320, 32))
+    config, batches = Config(loss_type="sft"), sft.make_batches(rows, 10_000)
+    order = np.array(batches[0].rows)
+
+    def loss(hidden):
+        stub = SimpleNamespace(layers=[], head_weight=mx.array(head, mx.float32), hidden=lambda *_, **__: hidden)
+        return sft.CrossEntropy(config, count(rows))(stub, batches[0]).loss
+
+    width = batches[0].tokens.shape[1]
+    value, ours = mx.value_and_grad(loss)(mx.array(states[order, :width], mx.float32))
+    expected = np.zeros((6, width, 32))
+    for number, row in enumerate(order):
+        for place in rows[row].places:
+            scores = np.exp(states[row, place - 1] @ head.T)
+            scores /= scores.sum()
+            scores[rows[row].ids[place]] -= 1
+            expected[number, place - 1] = scores @ head / count(rows)
+    assert np.abs(np.array(ours) - expected).max() < 1e-6 * np.abs(expected).max()
+    logits = [states[number, : len(row.ids)] @ head.T for number, row in enumerate(rows)]
+    assert value.item() == pytest.approx(oracle(logits, rows), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batches(checkpoints, name):
+    theirs, _ = mlx_lm_load_model(checkpoints[name])
+    theirs.set_dtype(mx.float32)
+    rows = random_rows(320)
+
+    def loss_of(model):
+        total = mx.array(0.0)
+        for row in rows:
+            logits = model(mx.array([row.ids]))[0]
+            places = mx.array(row.places)
+            total += nn.losses.cross_entropy(logits[places - 1], mx.array(row.ids)[places]).sum()
+        return total / count(rows)
+
+    expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
+    right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
+    model, config = gwen.load_model(checkpoints[name]), Config(loss_type="sft", lora_rank=0)
+    learner = update.Learner(model, config)
+    for budget in (1, 40, 10_000):
+        batches = sft.make_batches(rows, budget)
+        assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
+        grads, _, measured = update.gradient(learner, batches, sft.CrossEntropy(config, count(rows)))
+        assert measured["loss"] == pytest.approx(right, rel=1e-6)
+        ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
+        assert set(ours) == set(expected)
+        for key, value in expected.items():
+            error = mx.linalg.norm(ours[key] - value) / mx.linalg.norm(value)
+            assert error.item() < 3e-6, key
+
+
+def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
+    model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
+    conversations = [rows[:2], rows[2:3], rows[3:]]
+    record = sft.evaluate(model, Config(loss_type="sft", train_token_budget=40), conversations)
+    logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
+    parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
+    loss = sum(parts) / count(rows)
+    assert record["eval/loss"] == pytest.approx(loss, rel=1e-6)
+    assert record["eval/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert (record["eval/num"], record["eval/tokens"]) == (3, count(rows) / 3)
+    off = [part - loss * count(of) for part, of in zip(parts, conversations, strict=True)]
+    assert record["eval/loss_ci95"] == pytest.approx(1.96 * np.std(off, ddof=1) * 3**0.5 / count(rows), rel=1e-4)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--groups 8 --temp 1", "--groups, --temp: --loss-type sft samples and judges nothing; leave that out"),
+        ("--target-kl 0.01", "--target-kl: --loss-type sft"),
+        ("--early-stopping 2 --eval-every 0", "--early-stopping 2 needs evaluations; set --eval-every"),
+        ("--init-adapter x --lora-rank 0", "--init-adapter x has no place with --lora-rank 0; merge it"),
+    ],
+)
+def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
+    args = parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl", *flags.split()])
+    assert said in message_of(resolve, given(args))
+
+
+@pytest.mark.parametrize("flags", ["--loss-type sft", "--early-stopping 2", "--train-turns last"])
+def test_what_only_sft_has_needs_it_and_it_needs_data(flags):
+    assert flags.split()[0] in message_of(resolve, given(parse(["--model", "demo", *flags.split()])))
+
+
+def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
+    monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
+    config, _ = resolve(given(parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl"])))
+    assert (config.max_tokens, config.judge_chunk_size) == (Config.max_tokens, Config.judge_chunk_size)
+    assert config.learning_rate == 0.004  # the recipe's
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Forty sums with their right answers."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    examples = tasks.demo_examples(held_out=False, num=40)
+    lines = [json.dumps({"prompt": one["prompt"], "completion": one["answer"]}) for one in examples]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def tune(data, run_dir, *flags):
+    flags = ("--loss-type", "sft", "--data", data, "--batch", 4, "--save-every", 2, "--run-dir", run_dir, *flags)
+    train.main(["--model", "demo", *map(str, flags)])
+    return run_dir
+
+
+def records(path):
+    """Without what depends on the clock and the machine."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.endswith(("/s", "_s", "_gb"))} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    return tune(data, tmp_path_factory.mktemp("run") / "whole", "--steps", 4, "--eval-every", 2)
+
+
+@pytest.mark.slow
+def test_a_run_lowers_the_held_out_loss_and_records_the_keys_of_any_run(finished, capsys):
+    steps, evals = records(finished / "metrics.jsonl"), records(finished / "eval.jsonl")
+    assert [record["step"] for record in evals] == [0, 2, 4]
+    assert evals[-1]["eval/loss"] < 0.8 * evals[0]["eval/loss"]
+    assert without_meaning(steps[0], reference.METRICS) == without_meaning(evals[0], reference.EVALUATION_METRICS) == []
+    keys = "loss grad_norm lr entropy pad_frac skipped completion/mean_tokens reward/mean kl judge/unparsed".split()
+    assert set(keys) <= set(steps[0]) and steps[0]["reward/mean"] is None and steps[0]["grad_norm"] > 0
+    assert {"adapter", "adapter-best", "report.html", "config.yaml"} <= {path.name for path in finished.iterdir()}
+    page.write(finished)
+    report.main(["--compare", str(finished), str(finished)])
+    report.main(["--list", str(finished.parent)])
+    shown = capsys.readouterr().out
+    assert "held-out loss before" in shown and "tokens trained" in shown and "best loss after" in shown
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(finished, tmp_path, capsys):
+    again = tmp_path / "run"
+    shutil.copytree(finished, again)
+    shutil.rmtree(again / "checkpoints" / "step-000004")
+    train.main(["--resume", str(again)])
+    shown = capsys.readouterr().out
+    assert "\nstep 3/4 | loss " in shown and "step 2/4" not in shown
+    for name in ("metrics", "eval"):
+        assert records(again / f"{name}.jsonl") == records(finished / f"{name}.jsonl")
+    one, two = checkpoint.load(again), checkpoint.load(finished)
+    for mine, its in ((one.trainable, two.trainable), (one.optimizer, two.optimizer)):
+        assert all(mx.array_equal(mine[key], its[key]).item() for key in its)
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_a_run_whose_held_out_loss_stays_up_and_keeps_the_best(data, tmp_path, capsys):
+    flags = ("--steps", 9, "--eval-every", 1, "--early-stopping", 2, "--learning-rate", 1, "--warmup-steps", 0)
+    directory = tune(data, tmp_path / "run", *flags, "--lr-schedule", "constant")
+    evals = records(directory / "eval.jsonl")
+    best = min(evals, key=lambda record: record["eval/loss"])["step"]
+    assert evals[-1]["step"] == best + 2 == checkpoint.load(directory).step
+    assert f"stopped after step {best + 2}: 2 evaluations in a row had no lower eval/loss" in capsys.readouterr().out
+    train.main(["--resume", str(directory)])
+    assert len(records(directory / "eval.jsonl")) == len(evals)
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed_without_the_original(
+    finished, tmp_path
+):
+    source, directory = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(finished / "adapter", source)
+    flags = (
+        "--model demo --batch 2 --groups 2 --max-tokens 12 --eval-limit 8 --beta 0.1 --steps 2 --save-every 1".split()
+    )
+    flags += ["--eval-every", "1", "--init-adapter", str(source), "--run-dir", str(directory)]
+    train.main(flags)
+    steps, evals = records(directory / "metrics.jsonl"), records(directory / "eval.jsonl")
+    assert abs(steps[0]["kl"]) < 1e-6 and abs(evals[0]["eval/kl"]) < 1e-6  # not the distance to the base
+    assert evals[-1]["eval/kl"] > 1e-6
+    theirs, kept = (dict(mx.load(str(path / "adapters.safetensors"))) for path in (source, directory / run_files.START))
+    assert all(mx.array_equal(theirs[key], kept[key]).item() for key in theirs)
+    shutil.rmtree(source)
+    shutil.rmtree(directory / "checkpoints" / "step-000002")
+    train.main(["--resume", str(directory)])
+    assert records(directory / "metrics.jsonl") == steps and records(directory / "eval.jsonl") == evals
+    assert run_files.adapter_of(str(directory), 0) == str(directory / run_files.START)
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_on_the_problems_of_its_task(finished, capsys):
+    evaluate.main(["--run", str(finished), "--limit", "4", "--max-tokens", "12"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["eval/num"] == 4 and "eval/accuracy" in record
+
+
+@pytest.mark.slow
+def test_both_engines_of_the_benchmark_take_every_step():
+    with harness.model_directory("random:2m") as directory:
+        args = SimpleNamespace(batch=2, tokens=9, lora_rank=4, warmup=1, runs=2)
+        for engine in (bench_sft.run_ours, bench_sft.run_mlx_lm):
+            marks = engine(args, directory)
+            assert len(marks) == 4 and (np.diff(np.array(marks), axis=0) >= 0).all()

@@ -1,0 +1,57 @@
+"""
+The loss and gradient of supervised fine-tuning in transformers: its cross-entropy, float64, with the same mask.
+
+`uv run --group peft pytest tests/test_sft_torch.py`; without PyTorch everything here is skipped.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from test_sft import count, random_rows
+
+import gwen
+import hub
+import sft
+import update
+from config import Config
+
+torch = pytest.importorskip("torch", reason="PyTorch is in the dependency group `peft`")
+
+
+def step_of(model, rows):
+    """Loss and gradient, float64, of one step on these rows in transformers."""
+    total = 0.0
+    for row in rows:
+        labels = torch.full((1, len(row.ids)), -100)
+        labels[0, row.places] = torch.tensor(row.ids)[row.places]
+        share = len(row.places) / count(rows)
+        loss = model(input_ids=torch.tensor([row.ids]), labels=labels).loss * share
+        loss.backward()
+        total += loss.item()
+    return total, {key: weight.grad.double().numpy() for key, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_the_loss_equals_that_of_transformers_in_float64_and_the_gradient_up_to_what_float32_loses(checkpoints, name):
+    from transformers import AutoModelForCausalLM
+
+    rows = random_rows(320)
+    (loss, exact), (_, single) = (
+        step_of(AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype=dtype, attn_implementation="eager"), rows)
+        for dtype in (torch.float64, torch.float32)
+    )
+    model, config = gwen.load_model(checkpoints[name], mx.float32), Config(loss_type="sft", lora_rank=0)
+    batches = sft.make_batches(rows, 40)
+    assert len(batches) > 1
+    learner, cross_entropy = update.Learner(model, config), sft.CrossEntropy(config, count(rows))
+    grads, _, measured = update.gradient(learner, batches, cross_entropy)
+    assert measured["loss"] == pytest.approx(loss, rel=1e-6)
+    ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
+    assert set(ours) == set(exact)
+    errors = [
+        sum(((np.array(held[key], np.float64) - value) ** 2).sum() for key, value in exact.items()) ** 0.5
+        for held in (ours, single)
+    ]
+    size = sum((value**2).sum() for value in exact.values()) ** 0.5
+    assert errors[0] < 2e-6 * size and errors[0] < 1.5 * errors[1]  # their own, in float32

@@ -30,9 +30,9 @@ import preflight
 import sft
 import update
 from bench import harness
-from chats import Row
 from config import TARGETS, Config
 from flags import Parser, fail
+from problems.chats import Row
 
 ENGINES = ("ours", "mlx_lm")
 

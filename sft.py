@@ -5,7 +5,7 @@ Supervised fine-tuning: cross-entropy on the assistant's replies, with the parts
 
 A step takes B conversations, cuts their rows into micro-batches by length, and takes one step of AdamW on the mean
 negative log-probability of all trained tokens. Evaluations give loss and perplexity of held-out conversations. Left
-out: reading and rendering conversations (chats.py), the optimizer step (update.py).
+out: reading and rendering conversations (problems/chats.py), the optimizer step (update.py).
 
 Axes: B conversations a step, M rows of a micro-batch, L positions, T trained tokens of a row.
 """
@@ -19,15 +19,15 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
-import chats
 import gwen
 import preflight
 import run
 import update
-from chats import Row
 from config import Config
 from micro_batch import MicroBatch, padded, plan
 from policy import MISMATCH, Share, completion_logprobs
+from problems import chats
+from problems.chats import Row
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting.console import SFT_COLUMNS, say, sft_line
 from reporting.journal import Journal, PhaseClock

@@ -17,7 +17,6 @@ from small_run import resolve
 from test_docs import without_meaning
 
 import bench_sft
-import chats
 import checkpoint
 import evaluate
 import gwen
@@ -29,9 +28,10 @@ import tasks
 import train
 import update
 from bench import harness
-from chats import Row
 from config import Config, given, parse
 from docs import reference
+from problems import chats
+from problems.chats import Row
 from reporting import page
 
 TALK = [

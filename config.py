@@ -133,7 +133,15 @@ class Training:
     loss_type: str = flag(
         "dapo",
         "term and average of the token losses; sft: cross-entropy on the replies in --data",
-        choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "sft"),
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"),
+    )
+    teacher: str = flag("", "model that scores the student's completions: hub id, directory or `self`, before training")
+    teacher_prompt: str = flag("", "text file, a system message for the teacher alone; {answer} is the column's value")
+    distill_beta: float = flag(
+        0.5, "divergence of --loss-type distill: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0
+    )
+    distill_coef: float = flag(
+        0.0, "with another loss, add this times log teacher - log student to each token's advantage", low=0
     )
     train_turns: str = flag("all", "replies of a conversation that --loss-type sft trains", choices=("all", "last"))
     importance_sampling_level: str = flag(
@@ -362,11 +370,56 @@ def checked(settings: dict[str, Any]) -> Config:
             f"--target-kl is {config.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
         )
     _check_objective(config)
+    _check_distillation(config)
     if config.checkpoint_layers not in ("auto", "on", "off") and not config.checkpoint_layers.isdecimal():
         raise ValueError(f"--checkpoint-layers is {config.checkpoint_layers!r}; it must be auto, on, off or a number")
     if config.lora_rank and not config.lora_targets:
         raise ValueError(f"--lora-targets is empty; name some of {', '.join(TARGETS)}, or set --lora-rank 0")
     return config
+
+
+# the settings of losses on advantages, and the support of a sampler that is not the whole vocabulary
+ON_ADVANTAGES = (
+    *("importance_sampling_level", "advantage", "scale_rewards", "combine_rewards", "signal_floor", "epsilon"),
+    *("epsilon_high", "delta", "beta", "kl_estimator", "entropy_coef", "top_entropy_quantile", "old_logprobs"),
+    *("mismatch", "dynamic_sampling", "curriculum"),
+)
+SUPPORT = ("top_p", "top_k", "min_p")
+
+
+def _check_distillation(config: Config) -> None:
+    """Raises ValueError for settings of a teacher that lack another, or that have no effect beside it."""
+    default, teacher = Config(), f"--teacher {config.teacher}"
+    distilled = config.loss_type == "distill"
+    changed = {name for name in vars(default) if getattr(config, name) != getattr(default, name)}
+
+    def said(name: str) -> str:
+        return f"{flag_of(name)} {getattr(config, name)}"
+
+    if not config.teacher:
+        if distilled:
+            raise ValueError("--loss-type distill learns from a teacher; name one with --teacher")
+        for name in ("teacher_prompt", "distill_coef"):
+            if name in changed:
+                raise ValueError(f"{said(name)} needs a teacher; name one with --teacher")
+    if not distilled and "distill_beta" in changed:
+        raise ValueError(f"{said('distill_beta')} is for --loss-type distill; leave it out, or set that")
+    if not config.teacher:
+        return
+    if distilled and config.distill_coef:
+        raise ValueError(f"{said('distill_coef')} is for losses on advantages; leave it out, or --loss-type distill")
+    if not distilled and not config.distill_coef:
+        raise ValueError(f"{teacher} is not asked anything; set --loss-type distill, or --distill-coef 1")
+    if config.teacher == "self" and not config.teacher_prompt:
+        raise ValueError(f"{teacher} knows no more than the student; give it a --teacher-prompt")
+    for name in (*SUPPORT, *(ON_ADVANTAGES if distilled else ())):
+        if name in changed:
+            why = (
+                f"{teacher} scores the whole vocabulary" if name in SUPPORT else "--loss-type distill has no advantages"
+            )
+            raise ValueError(f"{said(name)}: {why}; leave it out")
+    if distilled and config.truncated == "punish":
+        raise ValueError("--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask")
 
 
 def _check_sft(config: Config) -> None:

@@ -138,7 +138,8 @@ def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Ear
         rewards["rubric"], scores = judgement.rewards, judgement.scores
     if task.verifier is not None:
         return Earned(call("correct", task.verifier, answers), rewards, scores)
-    assert rewards, f"task {task.name} is scored by a judge"
+    if not rewards:  # a task of prompts alone, which a teacher scores
+        return Earned(np.full(len(answers.texts), np.nan), rewards, scores)
     # nan from a judge means unreadable; from a function it means that the reward does not apply
     counted = {name: values if name == "rubric" else np.nan_to_num(values) for name, values in rewards.items()}
     return Earned(np.sum([task.reward_weights[name] * values for name, values in counted.items()], 0), rewards, scores)

@@ -59,16 +59,16 @@ def weigh(
             raise ValueError(
                 f"reward {name} times its weight {weight:g} passes 1e15; start again with lower --reward-weights"
             )
-    given = np.stack(list(components.values())).reshape(len(weights), config.batch, config.groups)
+    shape = len(weights), config.batch, config.groups
+    given = np.array(list(components.values()), np.float64).reshape(shape)
     axis = None if config.advantage == "reinforce" else 1
-    parts = np.stack(
-        [
-            fill(part, axis) if name == "rubric" else np.nan_to_num(part)
-            for name, part in zip(components, given, strict=True)
-        ]
-    )
+    filled_parts = [
+        fill(part, axis) if name == "rubric" else np.nan_to_num(part)
+        for name, part in zip(components, given, strict=True)
+    ]
+    parts = np.array(filled_parts).reshape(shape)
     # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
-    filled = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
+    filled = sum((weight * part for weight, part in zip(weights, parts, strict=True)), np.zeros(shape[1:]))
     total = np.where(np.isnan(given).all(axis=0), np.nan, filled)
     return Rewards(total, filled, parts, weights, components, judgement, completions)
 

@@ -297,13 +297,14 @@ def token_terms(
     """
     The terms of every token's loss; see `policy_loss` for the arrays.
 
+    advantages: (M,), or (M, 1) or (M, T) where each token may have its own.
     clipped (M, T): the result of `clipped_term`, if a kernel has computed it from the logits.
     """
     level = objective.importance_sampling_level
     assert clipped is None or (objective.loss_type in CLIPPED and level == "token"), objective
     # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
     logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
-    advantages = mx.stop_gradient(advantages)[:, None]
+    advantages = mx.stop_gradient(advantages if advantages.ndim == 2 else advantages[:, None])
     ratio = importance_ratio(logprobs, old_logprobs, mask, level)
     removed: mx.array | None = None
     if objective.loss_type == "cispo":

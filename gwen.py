@@ -8,8 +8,10 @@ is left out: quantization, mixture of experts, sliding windows; a checkpoint tha
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -316,6 +318,15 @@ def random_config(name: str) -> hub.ModelConfig:
         "attention_bias": False,
     }
     return hub.make_config(raw)
+
+
+@contextlib.contextmanager
+def named_by(flag: str) -> Iterator[None]:
+    """Inside, what is wrong with a model is said of this flag instead of --model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("--model ", f"{flag} ")) from error
 
 
 def load_config(path_or_id: str | Path) -> hub.ModelConfig:

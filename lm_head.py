@@ -52,7 +52,7 @@ HEADS = ("frozen", "trained")
 GRADIENTS = ("none", "logprobs", "both")
 
 
-def _slices(length: int, step: int) -> list[slice]:
+def slices(length: int, step: int) -> list[slice]:
     return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
 
@@ -63,7 +63,7 @@ def _in_turn(source: mx.array, chunks: list[slice], work: Callable[[mx.array, sl
     """The results of `work` on each chunk of `source`, joined; a chunk's logits are not made before the last's went."""
     parts: list[tuple[mx.array, ...]] = []
     for chunk in chunks:
-        parts.append(work(_wait(source[chunk], list(parts[-1]) if parts else []), chunk))
+        parts.append(work(wait(source[chunk], list(parts[-1]) if parts else []), chunk))
     return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
 
@@ -76,7 +76,7 @@ def token_logprobs_in_rows(
     A kernel reads a chunk's logits once for its results; the backward pass makes the logits again, and another kernel
     turns them into their gradient. MLX's matmuls do the rest in 16 bits.
     """
-    chunks = _slices(ids.size, ROWS_AT_ONCE)
+    chunks = slices(ids.size, ROWS_AT_ONCE)
 
     @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> Any:
@@ -91,7 +91,7 @@ def token_logprobs_in_rows(
         done: list[mx.array] = []
         d_head = mx.zeros(head_weight.shape, mx.float32)
         for chunk in chunks:
-            source = _wait(hidden[chunk], done)
+            source = wait(hidden[chunk], done)
             held, given = softmax.RowLogprobs(*(a[chunk] for a in outputs)), [a[chunk] for a in cotangents[:2]]
             d_logits = softmax.row_logprobs_vjp(source @ head_weight.T, ids[chunk], held, given, temperature)
             d_hidden.append(d_logits @ head_weight)
@@ -129,7 +129,7 @@ def token_losses(
     through the head: a row of C numbers waits for the backward pass, which has no matmul left. That is two for the
     head where making the logits again would be three.
     """
-    chunks, flat_ids, old = _slices(ids.size, ROWS_AT_ONCE), ids.reshape(-1), surrogate.old_logprobs
+    chunks, flat_ids, old = slices(ids.size, ROWS_AT_ONCE), ids.reshape(-1), surrogate.old_logprobs
     flat = surrogate._replace(
         advantages=surrogate.advantages.reshape(-1), old_logprobs=None if old is None else old.reshape(-1)
     )
@@ -196,8 +196,8 @@ def token_logprobs(
     chunk = LOGPROB_CHUNK
     if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
         chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
-    rows_of_chunks = _slices(ids.size, chunk)
-    columns = [slice(0, vocab)] if support else _slices(vocab, max(1, LOGPROB_TILE // min(chunk, ids.size)))
+    rows_of_chunks = slices(ids.size, chunk)
+    columns = [slice(0, vocab)] if support else slices(vocab, max(1, LOGPROB_TILE // min(chunk, ids.size)))
 
     @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
@@ -206,7 +206,7 @@ def token_logprobs(
         for rows in rows_of_chunks:
             state = _Softmax.start(scaled[rows], gradient)
             for tile in columns:
-                state = state.after(_wait(scaled[rows], done), head_weight, ids[rows], tile, support)
+                state = state.after(wait(scaled[rows], done), head_weight, ids[rows], tile, support)
                 done = [array for array in state if array is not None]
             parts.append(state.results(head_weight[ids[rows]], temperature))
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
@@ -227,13 +227,13 @@ def token_logprobs(
         for tile in columns:
             d_tile = mx.zeros((tile.stop - tile.start, width), mx.float32)
             for rows in rows_of_chunks:
-                x, d_logprob = _wait(scaled[rows], done), d_logprobs[rows]
+                x, d_logprob = wait(scaled[rows], done), d_logprobs[rows]
                 logprobs = logits_of(x, head_weight[tile], ids[rows], support) - total[rows, None]  # (M, tile)
                 # d logprob[id] = onehot - p, d entropy = -p (log p + entropy)
                 factor = d_logprob
                 if gradient == "both":
                     factor = d_logprob + d_entropy[rows] * (logprobs + entropy[rows, None])
-                place, inside = _place(ids[rows], tile)
+                place, inside = place_of(ids[rows], tile)
                 row = mx.arange(x.shape[0])[:, None]
                 slopes = (gpu.exp(logprobs) * factor).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
                 d_tile = d_tile - slopes.T @ x
@@ -245,12 +245,12 @@ def token_logprobs(
     return outputs[0].reshape(shape), outputs[1].reshape(shape)
 
 
-def _wait(x: mx.array, done: list[mx.array]) -> mx.array:
+def wait(x: mx.array, done: list[mx.array]) -> mx.array:
     """`x`, but not before `done`: what waits for nothing is computed, and held, at once."""
     return mx.depends([x], done)[0] if done else x
 
 
-def _place(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
+def place_of(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
     """Where in a tile each id stands, the nearest place if outside, and whether it is inside; (M, 1) each."""
     place = ids[:, None] - tile.start
     last = tile.stop - tile.start - 1
@@ -289,7 +289,7 @@ class _Softmax(NamedTuple):
         """The state with one more tile of the vocabulary taken in."""
         weight = head_weight[tile].astype(mx.float32)
         logits = logits_of(x, weight, ids, support)  # (M, tile)
-        place, inside = _place(ids, tile)
+        place, inside = place_of(ids, tile)
         found = mx.take_along_axis(logits, place, axis=-1)
         peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
         logits, moved = logits - peak, self.peak - peak

@@ -20,7 +20,7 @@ from micro_batch import MicroBatch, completion_hidden
 # the policy before the update against the sampler's
 MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 # measured at each step: means over the counted tokens; `_max` is the largest
-MEASURED = ("kl", "clip_frac", "entropy", *MISMATCH)
+MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
 
 
 def completion_logprobs(
@@ -43,7 +43,7 @@ def completion_logprobs(
 class Targets(NamedTuple):
     """The inputs of a step's loss besides the policy, and its divisors."""
 
-    advantages: mx.array  # (N,)
+    advantages: mx.array  # (N,), or (N, T) where those of a row's tokens differ
     ref_logprobs: mx.array | None  # (N, T)
     chosen: mx.array  # (N, T), 1 for the tokens whose policy term counts
     num_rows: int
@@ -57,6 +57,15 @@ class Share(NamedTuple):
     loss: mx.array  # the shares of all micro-batches sum to the step's loss
     logprobs: mx.array  # (M, T), of the completion tokens
     sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
+
+
+def gaps(logprobs: mx.array, batch: MicroBatch, cap: float) -> dict[str, mx.array]:
+    """How far log-probabilities (M, T) are from the sampler's: the sums called MISMATCH. cap: of a trusted ratio."""
+    mask, sampled = batch.mask, batch.sampled_logprobs
+    trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
+    gap = mx.abs(logprobs - sampled) * mask
+    sums = gap.sum(), gap.max(), trust.sum(), trust.max(), (trust > cap).sum()
+    return dict(zip(MISMATCH, sums, strict=True))
 
 
 class PolicyLoss:
@@ -84,26 +93,21 @@ class PolicyLoss:
         chosen = targets.chosen[rows, : mask.shape[1]]
         weights = chosen * grpo.mismatch_weights(old, sampled, mask, config.mismatch, config.mismatch_cap)
         ref = None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]]
-        advantages = targets.advantages[rows]
+        advantages = self.advantages_of(batch)
         terms = grpo.token_terms(logprobs, old, advantages, mask, objective, ref_logprobs=ref, clipped=clipped)
         losses, stats = terms.losses(objective, weights), terms.stats(mask)
         loss = grpo.aggregate(losses, mask, objective, num_rows=targets.num_rows, num_items=targets.num_items)
         if config.entropy_coef:
             loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
-        ratio = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
-        logprob_abs = mx.abs(logprobs - sampled) * mask
-        sums = {
-            "loss": loss,
-            "entropy": (entropy * mask).sum(),
-            "logprob_abs_mean": logprob_abs.sum(),
-            "logprob_abs_max": logprob_abs.max(),
-            "ratio_mean": ratio.sum(),
-            "ratio_max": ratio.max(),
-            "over_cap_frac": (ratio > config.mismatch_cap).sum(),
-        }
+        sums = {"loss": loss, "entropy": (entropy * mask).sum()} | gaps(logprobs, batch, config.mismatch_cap)
         means = {"kl": stats.kl, "clip_frac": stats.clip_frac}
         sums |= {name: value * mask.sum() for name, value in means.items() if value is not None}
         return Share(loss, logprobs, sums)
+
+    def advantages_of(self, batch: MicroBatch) -> mx.array:
+        """Those of a micro-batch, (M, 1), or (M, T) where each token has its own."""
+        its_own = self.targets.advantages[batch.rows]
+        return its_own[:, None] if its_own.ndim == 1 else its_own[:, : batch.mask.shape[1]]
 
     def terms(self, model: gwen.Model, batch: MicroBatch) -> tuple[mx.array | None, mx.array, mx.array]:
         """
@@ -116,6 +120,6 @@ class PolicyLoss:
         if not (clipped and plain and lm_head.has_token_losses(model.head_weight, sampler.params_of(config).support)):
             return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
         hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
-        each = mx.broadcast_to(self.targets.advantages[batch.rows][:, None], batch.mask.shape)
+        each = mx.broadcast_to(self.advantages_of(batch), batch.mask.shape)
         surrogate = grpo.Surrogate(each, batch.old_logprobs, objective)
         return lm_head.token_losses(hidden, model.head_weight, batch.completion_ids, surrogate, config.temp)

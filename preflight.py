@@ -53,10 +53,11 @@ class Need(NamedTuple):
     working: int  # of an update: what one layer's gradient takes beside that
     logprobs: int  # of an update: what log-probabilities take, while no layer is at work
     stepping: int  # of an update: the gradient, and what AdamW makes of it while old tensors go
+    teacher: int = 0  # its weights, and what it says of a step's completions
 
     @property
     def resident(self) -> int:
-        return self.weights + self.adapters + self.optimizer
+        return self.weights + self.adapters + self.optimizer + self.teacher
 
     @property
     def rollout(self) -> int:
@@ -119,7 +120,24 @@ def estimate(
         working=working,
         logprobs=logprobs,
         stepping=7 * trained,  # measured: 5 to 7
+        teacher=_teacher(model, dtype, config) if config.teacher else 0,
     )
+
+
+def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> int:
+    """
+    Bytes of a teacher's weights, and of its hidden states of all completions or its log-probabilities of their tokens.
+
+    The model's own base, which teaches a run that trains all weights, is a copy.
+    """
+    other = config.teacher != "self"
+    with gwen.named_by("--teacher"):
+        shape = gwen.load_config(config.teacher) if other else model
+    copied = other or not config.lora_rank
+    weights = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters())) if copied else 0
+    num_tokens = config.batch * config.groups * config.max_tokens
+    said = dtype.size * shape.hidden_size if config.loss_type == "distill" else 4
+    return weights * dtype.size + num_tokens * said
 
 
 def _update(
@@ -235,7 +253,7 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
     said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
         f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
-        f"{rollout}{_gb(need.update)} update "
+        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}{rollout}{_gb(need.update)} update "
         f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
         f"{_gb(need.working)} backward) "
         f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
@@ -243,6 +261,17 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
     if need.total <= room:
         return said
     return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
+
+
+def refuse_teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+    """Raises ValueError, with figures, where the run does not fit for its teacher: both are held at once."""
+    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
+    if need.teacher and need.total > gpu.memory_size():
+        rest, room = _gb(need.total - need.teacher), _gb(gpu.memory_size())
+        raise ValueError(
+            f"--teacher {config.teacher} takes {_gb(need.teacher)} GB beside the run's {rest}, of {room}; take a "
+            "smaller teacher, or lower --batch or --max-tokens"
+        )
 
 
 def _gb(size: float) -> str:

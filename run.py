@@ -21,6 +21,7 @@ import adapters
 import checkpoint
 import curriculum
 import dispatch
+import distill
 import evaluate
 import gpu
 import gwen
@@ -156,6 +157,8 @@ class Run(Core):
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
         self.longest = max(lengths) + config.max_tokens
+        preflight.refuse_teacher(*demand)
+        self.teacher = self._make_teacher() if config.teacher else None
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
@@ -168,6 +171,12 @@ class Run(Core):
             thinking=self.config.thinking,
             kind=kind,
         )
+
+    def _make_teacher(self) -> distill.Teacher:
+        """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
+        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base)
+        teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
+        return teacher
 
     def open(self) -> None:
         """Opens the logs, once the directory exists, and gives the judge its recorded scores."""
@@ -232,11 +241,11 @@ def read_start(model: gwen.Model, path: str) -> lora.Fused:
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:
-    """Whether a frozen copy of the model is needed: for the KL term or the judge of a run that trains all weights."""
+    """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
     judges = {config.judge_model} if task.rubric else set()
     judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
     judges_itself = judges & {"", config.model} and not config.judge_url
-    return not config.lora_rank and bool(config.beta or judges_itself)
+    return not config.lora_rank and bool(config.beta or judges_itself or config.teacher == "self")
 
 
 def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:

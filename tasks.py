@@ -123,7 +123,9 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _with_own_rewards(task, config)
     if config.truncated == "punish":
         task = _with_punishment(task, config.max_tokens)
-    task = _weighted(task, config.reward_weights)
+    if config.loss_type == "distill":
+        task = _looked_at(task, config)
+    task = _weighted(task, config.reward_weights, taught=bool(config.teacher))
     if not task.rubric:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if config.eval_rubric:
@@ -151,6 +153,26 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
     return task._replace(rewards=own, reward_weights=dict.fromkeys(own, 1.0) | rubric)
 
 
+def _looked_at(task: Task, config: Config) -> Task:
+    """The task for a loss without rewards: no judge that nobody named, and no reward of its own that lacks a column."""
+    if not config.rubric:
+        task = task._replace(rubric=None)
+    if config.reward:
+        return task
+    known = reward_arguments(task.train or task.held_out)
+    kept = {name: reward for name, reward in task.rewards.items() if _is_served(name, reward, known)}
+    return task._replace(rewards=kept)
+
+
+def _is_served(name: str, reward: Reward, known: list[str]) -> bool:
+    """Whether the data has the columns that a reward needs."""
+    try:
+        reward_columns(name, reward, known)
+    except ValueError:
+        return False
+    return True
+
+
 def _with_punishment(task: Task, max_tokens: int) -> Task:
     """The task with the reward of --truncated punish, which falls over the last fifth of `max_tokens`."""
     if "soft_overlong" in task.rewards:
@@ -159,15 +181,19 @@ def _with_punishment(task: Task, max_tokens: int) -> Task:
     return task._replace(rewards=task.rewards | {name: reward}, reward_weights=task.reward_weights | {name: 1.0})
 
 
-def _weighted(task: Task, given: dict[str, float]) -> Task:
-    """The task with the weights of --reward-weights. What weighs 0 is left out: nobody pays for judging without use."""
+def _weighted(task: Task, given: dict[str, float], taught: bool) -> Task:
+    """
+    The task with the weights of --reward-weights. What weighs 0 is left out: nobody pays for judging without use.
+
+    taught: a teacher says enough, so no reward may be left.
+    """
     known = [*task.rewards, *(["rubric"] if task.rubric else [])]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
     weights = {name: given.get(name, task.reward_weights.get(name, 1.0)) for name in known}
     counted = {name: reward for name, reward in task.rewards.items() if weights[name]}
     rubric = task.rubric if weights.get("rubric") else None
-    if not counted and rubric is None:
+    if not counted and rubric is None and not taught:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
     return task._replace(rewards=counted, reward_weights=weights, rubric=rubric)
 

@@ -4,6 +4,7 @@ GRPO: sample groups of completions, reward them, make the better ones of each gr
     rollout    sample G completions of each of B prompts, with the log-probability of every token
     reward     score each completion with verifiers and a frozen judge; the weighted sum is its reward
     reference  with a KL term only: log-probabilities under the model without its adapters
+    teacher    with --teacher only: what a teacher makes of the completions
     update     advantage = (reward - mean) / std within the group; one step of AdamW on the clipped loss. The old
                log-probabilities are those of its own first forward pass, so no separate pass computes them
 
@@ -33,6 +34,7 @@ from config import Config, as_yaml, given, parse, resolve
 from flags import fail
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
 from micro_batch import micro_batches
+from policy import PolicyLoss
 from problems import procedural
 from problems.examples import Example
 from problems.rewards import call_reward
@@ -64,9 +66,15 @@ def train(config: Config, run: Run) -> None:
                 ref_logprobs = update.reference_logprobs(learner, batches, rollout)
                 done(ref_logprobs)
 
+        make_loss: update.MakeLoss = PolicyLoss
+        if run.teacher:
+            with clock.phase("teacher") as done:
+                make_loss = run.teacher.teach(draws, chosen, batches, rollout)
+                done()
+
         with clock.phase("update") as done:
-            lr = update.learning_rate(config, run.step)
-            result = update.update(learner, batches, rollout, mx.array(advantages.reshape(-1)), ref_logprobs, lr)
+            lr, targets = update.learning_rate(config, run.step), mx.array(advantages.reshape(-1))
+            result = update.update(learner, batches, rollout, targets, ref_logprobs, lr, make_loss)
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)

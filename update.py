@@ -33,6 +33,7 @@ from policy import MEASURED, MISMATCH, PolicyLoss, Share, Targets, completion_lo
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
 
 TokenLoss = Callable[[gwen.Model, MicroBatch], Share]  # adding one is a function and a test; nothing here changes
+MakeLoss = Callable[[Config, Targets], TokenLoss]  # of a step
 
 
 class Learner:
@@ -99,6 +100,7 @@ def update(
     advantages: mx.array,
     ref_logprobs: mx.array | None,
     lr: float,
+    make_loss: MakeLoss = PolicyLoss,
 ) -> UpdateResult:
     """
     `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
@@ -116,7 +118,7 @@ def update(
         _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
         chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy_quantile)
     num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
-    loss = PolicyLoss(config, Targets(advantages, ref_logprobs, chosen, len(advantages), num_items, num_chosen))
+    loss = make_loss(config, Targets(advantages, ref_logprobs, chosen, len(advantages), num_items, num_chosen))
     if config.old_logprobs == "sampler":
         batches = [batch._replace(old_logprobs=batch.sampled_logprobs) for batch in batches]
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule

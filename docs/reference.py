@@ -51,7 +51,8 @@ METRICS = {
     "loss": "Loss of the step, before the update.",
     "reward/mean": "Mean weighted reward of the step's completions.",
     "reward/std": "Standard deviation of rewards within a group, averaged over groups.",
-    "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within `--signal-floor`.",
+    "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within `--signal-floor`. Null with "
+    "`--loss-type distill`.",
     "reward/NAME": "Mean of one reward before weighting.",
     "reward/none": "Rewards left out of a completion's sum, because their function gave None for it.",
     "curriculum/problems": "Problems that `--task rg:NAME` has made for training so far, repeated ones included.",
@@ -60,7 +61,7 @@ METRICS = {
     "curriculum/seen_frac": "`--curriculum`: share of the prompts that were drawn before.",
     "curriculum/resting_frac": "`--curriculum`: share of the prompts that rest, having been solved whole.",
     "sampling/draws": "Batches of prompts drawn; more than 1 only with `--dynamic-sampling`.",
-    "sampling/signal_groups": "Groups drawn that have signal.",
+    "sampling/signal_groups": "Groups drawn that have signal. Null with `--loss-type distill`.",
     "sampling/unused_frac": "Share of completions in groups that were drawn and not trained on: the price of "
     "`--dynamic-sampling`. Completions dropped by `--truncated mask` do not count.",
     "rollout/s": "Seconds spent sampling.",
@@ -75,6 +76,7 @@ METRICS = {
     "judge/mass": "Mean probability on the scores 1 to 5. With `--judge-mode decode`: share of readable replies.",
     "judge/cached": "Evaluations answered from the record of earlier ones.",
     "ref/s": "Seconds of the reference pass; 0 without a KL term.",
+    "teacher/s": "Seconds in which the teacher read the completions. Null without one.",
     "update/s": "Seconds of forward pass, backward pass and optimizer.",
     "update/tok_s": "Completion tokens updated on per second of that.",
     "update/kl": "KL from the policy before the update to the one after, nats per token, on part of the rollout. Null "
@@ -88,6 +90,8 @@ METRICS = {
     "step_avg_last10/s": "Mean of `step/s` over the last ten steps.",
     "kl": "KL to the model before training, which has the `--init-adapter` if there is one, nats per token. Null "
     "without a KL term.",
+    "distill/kl": "Divergence from the teacher, nats per token: that of `--distill-beta`, or with `--distill-coef` log "
+    "student - log teacher, an estimate of the reverse KL. Null without a teacher.",
     "entropy": "Entropy of the policy, nats per token.",
     "clip_frac": "Share of tokens whose gradient was clipped.",
     "grad_norm": "Norm of the gradient before clipping.",

@@ -18,7 +18,7 @@ from reporting.history import History, figure_of, is_sft, seconds_at, visible
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps
 AXES = ("steps", "seconds")
-PHASES = ("rollout", "reward", "judge", "ref", "update", "other")
+PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 
 
 class Series(NamedTuple):
@@ -53,6 +53,7 @@ CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves
     ("Entropy", "nats a token", {"entropy": "entropy"}),
     ("KL of an update", "nats a token", {"update/kl": "update"}),
     ("KL to the model before training", "nats a token", {"kl": "training", "eval/kl": "held-out"}),
+    ("Divergence from the teacher", "nats a token", {"distill/kl": "training"}),
     ("Clipped", "share of tokens", {"clip_frac": "clipped"}),
     ("Gradient norm", "before it is scaled down", {"grad_norm": "norm"}),
     ("Sampler and trainer", "mean difference of log-probabilities", {"mismatch/logprob_abs_mean": "difference"}),

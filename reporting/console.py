@@ -19,6 +19,7 @@ from config import Config
 from reporting.health import Records
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
+PHASES |= {"teacher": "asking the teacher"}
 
 
 def say(line: str, file: TextIO | None = None) -> None:
@@ -54,7 +55,8 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
             f"{number(metrics['step/s'], 1)}s | rollout {number(metrics['rollout/tok_s'], 1)} tok/s | "
             f"train {number(metrics['train/tok_s'], 1)} tok/s"
         )
-        end = f" | {metrics['reward/zero_std_frac']:.0%}"
+        share = metrics["reward/zero_std_frac"]
+        end = "" if share is None else f" | {share:.0%}"
         if len(line + end) <= WIDTH:
             return line + end
         if len(line) <= WIDTH:

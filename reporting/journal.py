@@ -104,14 +104,16 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     stats = [draw.rollout.stats for draw in draws]
     num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
     num_trained = round(float(step.rollout.mask.sum()))
-    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "update"))
+    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "teacher", "update"))
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
     judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
     judge_s = sum(one.stats.seconds for one in judged)
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
-    num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
+    num_signal = None  # where rewards are only looked at
+    if config.loss_type != "distill":
+        num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
     any_readable = np.isfinite(np.concatenate(rewards)).any()
@@ -120,7 +122,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "loss": result.loss,
         "reward/mean": mean(np.concatenate(rewards)),
         "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if any_readable else None,
-        "reward/zero_std_frac": 1 - num_signal / num_groups,
+        "reward/zero_std_frac": None if num_signal is None else 1 - num_signal / num_groups,
         **{
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
             for name in draws[0].rewards.components
@@ -142,6 +144,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "judge/mass": mean(np.array([one.stats.mass for one in judged])),
         "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
         "ref/s": seconds.get("ref", 0.0),
+        "teacher/s": seconds.get("teacher"),
         "update/s": seconds["update"],
         "update/tok_s": num_trained / seconds["update"] if num_trained else None,
         "train/s": train_s,
@@ -150,6 +153,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "step/s": seconds["step"],
         "step_avg_last10/s": sum(recent) / len(recent),
         "kl": result.means["kl"],
+        "distill/kl": result.means["distill"],
         "entropy": result.means["entropy"],
         "clip_frac": result.means["clip_frac"],
         "grad_norm": result.grad_norm,

@@ -1,0 +1,205 @@
+"""
+On-policy distillation: a teacher says of the student's own completions how likely it would have found each token.
+
+With `--loss-type distill` the loss is the divergence of the two distributions at each token (divergence.py). With
+`--distill-coef` the other losses stay what they are, and each token's advantage grows by that times log teacher - log
+student. The teacher is another model of the same tokenizer, or with `self` the model before training; a prompt that
+only the teacher sees may stand in front of what the student sees. Left out: sampling, rewards, the optimizer.
+
+Axes: N rows of the step, M rows of a micro-batch, T completion positions, V vocabulary, C hidden of the student,
+D hidden of the teacher.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+
+import divergence
+import gwen
+import lm_head
+import lora
+import sampler
+import tasks
+from config import Config
+from groups import Draw
+from micro_batch import MicroBatch, completion_hidden, micro_batches
+from policy import PolicyLoss, Share, Targets, gaps
+from problems.examples import Example, short
+from update import MakeLoss
+
+
+class Teacher:
+    """The model that teaches, and the prompt that it alone sees."""
+
+    def __init__(self, config: Config, student: gwen.Model, tokenizer: Any, base: gwen.Model | None):
+        """
+        base: the model before training, where `student` without its adapters is not that.
+
+        Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
+        ids, and where the file of its prompt cannot be read.
+        """
+        self.config, self.tokenizer = config, tokenizer
+        self.num_ids = len(student.head_weight)  # a larger model may have more, of no token
+        self.text = _text_of(config.teacher_prompt) if config.teacher_prompt else None
+        if config.teacher == "self":
+            self.model = base or student
+            return
+        with gwen.named_by("--teacher"):
+            self.model, its_own = gwen.load(config.teacher)
+        refuse_other_tokenizer(config.teacher, tokenizer, its_own)
+        if len(self.head_weight) < self.num_ids:
+            raise ValueError(
+                f"--teacher {config.teacher} scores {len(self.head_weight)} ids, {config.model} has {self.num_ids}; "
+                "take a teacher that scores all of them"
+            )
+
+    @property
+    def head_weight(self) -> mx.array:
+        """The rows of the teacher's head for the student's ids, (V, D)."""
+        return self.model.head_weight[: self.num_ids]
+
+    def prompts(self, examples: Iterable[Example], kind: str = "the teacher's prompt") -> list[list[int]]:
+        """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
+        seen = examples if self.text is None else (in_front(self.text, example) for example in examples)
+        return tasks.render(
+            self.tokenizer,
+            seen,
+            max_tokens=self.config.max_tokens,
+            context=self.model.config.max_position_embeddings,
+            thinking=self.config.thinking,
+            kind=kind,
+        )
+
+    def check(self, examples: list[Example], student_ids: list[list[int]]) -> None:
+        """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
+        room, longest = self.model.config.max_position_embeddings, max(map(len, student_ids)) + self.config.max_tokens
+        if longest > room:
+            raise ValueError(
+                f"--teacher {self.config.teacher} reads {room} tokens, a prompt and its completion have {longest}; "
+                "shorten the prompt or lower --max-tokens"
+            )
+        if self.text is not None and self.prompts(examples) == student_ids:
+            raise ValueError(
+                f"--teacher-prompt {self.config.teacher_prompt}: the chat template of {self.config.model} leaves "
+                "system messages out, so teacher and student see the same; take another model"
+            )
+
+    def teach(
+        self, draws: list[Draw], chosen: list[int], batches: list[MicroBatch], rollout: sampler.Rollout
+    ) -> MakeLoss:
+        """What makes the step's loss, once the teacher has read the chosen groups; computed when it returns."""
+        if self.text is not None:
+            examples = [example for draw in draws for example in draw.examples]
+            seen = self.prompts(examples[group] for group in chosen)
+            rows = [ids for ids in seen for _ in range(self.config.groups)]
+            batches = micro_batches(rows, rollout, self.config.train_token_budget, self.config.train_share_prefix)
+        if self.config.loss_type == "distill":
+            return partial(DistillLoss, lesson=self.lesson(batches, rollout))
+        return partial(TaughtPolicyLoss, gains=self.gains(batches, rollout))
+
+    def lesson(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> divergence.Lesson:
+        """The teacher's hidden states of every completion token, (N, T, D), and its head for the student's ids."""
+        empty = mx.zeros((*rollout.mask.shape, self.head_weight.shape[1]), self.head_weight.dtype)
+        return divergence.Lesson(self._in_rows(batches, empty, lambda hidden, _: hidden), self.head_weight)
+
+    def gains(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
+        """log teacher - log student of every counted token, (N, T), as the student sampled it; 0 elsewhere."""
+
+        def logprobs(hidden: mx.array, batch: MicroBatch) -> mx.array:
+            ids, temperature = batch.completion_ids, self.config.temp
+            return lm_head.token_logprobs(hidden, self.head_weight, ids, temperature=temperature, gradient="none")[0]
+
+        found = self._in_rows(batches, mx.zeros(rollout.mask.shape), logprobs)
+        return mx.where(rollout.mask > 0, found - rollout.logprobs, 0.0)
+
+    def _in_rows(
+        self, batches: list[MicroBatch], out: mx.array, score: Callable[[mx.array, MicroBatch], mx.array]
+    ) -> mx.array:
+        """`out` with what `score` makes of each micro-batch's hidden states, (M, T, D), in its rows."""
+        with lora.before_training(self.model):
+            for batch in batches:
+                out[batch.rows, : batch.mask.shape[1]] = score(completion_hidden(self.model, batch), batch)
+                mx.eval(out)  # wait: the next micro-batch may use this one's memory
+        return out
+
+
+class DistillLoss:
+    """The divergence of student and teacher, a mean over the step's tokens."""
+
+    def __init__(self, config: Config, targets: Targets, lesson: divergence.Lesson):
+        self.config, self.num_items, self.lesson = config, targets.num_items, lesson
+
+    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
+        config, mask = self.config, batch.mask
+        found = divergence.token_divergences(
+            completion_hidden(model, batch, config.num_checkpointed(len(model.layers))),
+            model.head_weight,
+            batch.completion_ids,
+            self.lesson._replace(hidden=self.lesson.hidden[batch.rows, : mask.shape[1]]),
+            beta=config.distill_beta,
+            temperature=config.temp,
+            head="frozen" if config.lora_rank else "trained",
+        )
+        total = (found.divergences * mask).sum()
+        loss = total / self.num_items
+        sums = {"loss": loss, "distill": total, "entropy": (found.entropies * mask).sum()}
+        return Share(loss, found.logprobs, sums | gaps(found.logprobs, batch, config.mismatch_cap))
+
+
+class TaughtPolicyLoss(PolicyLoss):
+    """A policy's loss whose advantages also say what the teacher thinks of each token."""
+
+    def __init__(self, config: Config, targets: Targets, gains: mx.array):
+        self.gains = gains  # (N, T)
+        advantages = targets.advantages[:, None] + config.distill_coef * gains
+        super().__init__(config, targets._replace(advantages=advantages))
+
+    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
+        share = super().__call__(model, batch)
+        # an estimate of KL(student, teacher), as the tokens are the student's
+        return share._replace(sums=share.sums | {"distill": -self.gains[batch.rows].sum()})
+
+
+def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:
+    """Raises ValueError naming the first id that means something else to the teacher called `name`."""
+    tables = [{id_: token for token, id_ in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)]
+    for id_ in sorted(tables[0].keys() | tables[1].keys()):
+        our_token, their_token = (table.get(id_) for table in tables)
+        if our_token != their_token:
+            said = f"id {id_} is {short(their_token)} there and {short(our_token)} in the student's tokenizer"
+            raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
+    special = [sorted(set(tokenizer.all_special_ids)) for tokenizer in (ours, theirs)]
+    if special[0] != special[1]:
+        said = f"its special tokens are {special[1]}, the student's {special[0]}"
+        raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
+
+
+def in_front(text: str, example: Example) -> Example:
+    """
+    The example with a text before all that its prompt says, in its system message.
+
+    `{answer}` and the names of other columns in the text become the example's own values.
+    """
+    prompt = example["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if example.get("system") is not None:
+        messages = [{"role": "system", "content": example["system"]}, *messages]
+    said = re.sub(r"\{(\w+)\}", lambda found: str(example.get(found[1], found[0])), text)
+    if messages[0]["role"] == "system":
+        said, messages = f"{said}\n\n{messages[0]['content']}", messages[1:]
+    return example | {"prompt": [{"role": "system", "content": said}, *messages], "system": None}
+
+
+def _text_of(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--teacher-prompt {path} cannot be read: {error}") from error
+    if not text:
+        raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
+    return text

@@ -1,0 +1,384 @@
+"""What a teacher says of the student's completions, and what becomes of it, on the bundled model."""
+
+import json
+import types
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from small_run import SMALL, Recorder, make_config, make_run, sample
+from test_divergence import error, gradient_by_logits, log_softmax, written_out
+
+import checkpoint
+import distill
+import divergence
+import gpu
+import groups
+import gwen
+import hub
+import lora
+import micro_batch
+import policy
+import preflight
+import tasks
+import train
+import update
+
+pytestmark = pytest.mark.slow
+DISTILL = ("--loss-type", "distill", "--teacher")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """The directory of a model that differs from the bundled one in every weight."""
+    path = tmp_path_factory.mktemp("teacher") / "model"
+    model, tokenizer = gwen.load("demo")
+    keys = mx.random.split(mx.random.key(5), 1000)
+    changed = [
+        (name, array * (1 + 0.1 * mx.random.normal(array.shape, key=key)))
+        for (name, array), key in zip(sorted(tree_flatten(model.parameters())), keys, strict=False)
+    ]
+    model.load_weights(changed, strict=False)
+    gwen.save(model, path, tokenizer)
+    return str(path)
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Carry the one: it is {answer}.\n")
+    return str(path)
+
+
+def moved(run):
+    """The run, once its adapters have changed the model."""
+    for number, (_, layer) in enumerate(lora.layers(run.model)):
+        layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(number))
+    run.learner = update.Learner(run.model, run.config, run.base)
+    return run
+
+
+def lesson_of(run, budget=150, sharing="off"):
+    """One draw's micro-batches, its rollout, and what makes its loss."""
+    examples, rows, rollout = sample(run)
+    batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
+    draws = [groups.Draw(examples, rows[:: run.config.groups], rollout, None)]
+    return batches, rollout, run.teacher.teach(draws, list(range(run.config.batch)), batches, rollout)
+
+
+def targets_of(rollout, advantages=None):
+    rows = len(rollout.mask)
+    num_items = round(float(rollout.mask.sum()))
+    return policy.Targets(
+        mx.zeros(rows) if advantages is None else advantages, None, rollout.mask, rows, num_items, num_items
+    )
+
+
+def scored_alone(model, ids, completion, temperature=1.0):
+    """float64 log-probabilities over the vocabulary at each token of a completion, (T, V), by a plain forward pass."""
+    logits = model(mx.array([ids + completion]))[0, len(ids) - 1 : -1]
+    return log_softmax(np.array(logits, np.float64) / temperature)
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("sharing", ["off", "on"])
+@pytest.mark.parametrize("beta", [0, 0.3, 1])
+def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, teacher, beta, sharing):
+    run = moved(make_run(tmp_path, *DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"))
+    batches, rollout, make_loss = lesson_of(run, sharing=sharing)
+    assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
+    loss = make_loss(run.config, targets_of(rollout))
+    head, taught = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.head_weight))
+    total = 0.0
+    for batch in batches:
+        hidden, teacher_hidden = (micro_batch.completion_hidden(m, batch) for m in (run.model, run.teacher.model))
+        monkeypatch.setattr(distill, "completion_hidden", lambda *_, hidden=hidden: hidden)
+
+        def share(hidden, batch=batch):
+            monkeypatch.setattr(distill, "completion_hidden", lambda *_: hidden)
+            return loss(run.model, batch)
+
+        (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(hidden)
+        logits, teacher_logits = (
+            np.array(hidden, np.float64) @ head.T / 0.9,
+            np.array(teacher_hidden, np.float64) @ taught.T / 0.9,
+        )
+        weights = np.array(batch.mask, np.float64) / round(float(rollout.mask.sum()))
+        exact = (weights * written_out(logits, teacher_logits, beta)).sum()
+        assert abs(value.item() - exact) < 2e-5 * exact  # float32 logits of up to 20 allow no better
+        assert sums["distill"].item() == pytest.approx(exact * rollout.mask.sum().item(), rel=2e-5)
+        d_logits = weights[..., None] * gradient_by_logits(logits, teacher_logits, beta) / 0.9
+        assert error(d_hidden, d_logits @ head) < 1e-4
+        total += value.item()
+    assert total > 1e-3
+
+
+@pytest.mark.parametrize("rank", ["16", "0"])
+def test_the_gradient_of_the_weights_is_that_of_the_plain_expression(tmp_path, monkeypatch, teacher, rank):
+    run = make_run(tmp_path, *DISTILL, teacher, "--lora-rank", rank)
+    run = moved(run) if rank != "0" else run
+    batches, rollout, make_loss = lesson_of(run)
+
+    def gradient():
+        run.learner.optimizer = Recorder()
+        loss = make_loss(run.config, targets_of(rollout))
+        update.optimizer_step(run.learner, batches, loss, 1e-3)
+        return run.learner.optimizer.grads[-1]
+
+    ours = gradient()
+    monkeypatch.setattr(divergence, "token_divergences", lambda *a, head, **how: divergence.divergences_ref(*a, **how))
+    plain = gradient()
+    assert ours.keys() == plain.keys()
+    for name, exact in plain.items():
+        assert error(ours[name], np.array(exact, np.float64)) < 2e-5, name
+
+
+def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
+    run = moved(make_run(tmp_path, *DISTILL, teacher))
+    losses, logprobs = [], []
+    for budget, sharing in ((1, "off"), (150, "off"), (100_000, "off"), (150, "on")):
+        batches, rollout, make_loss = lesson_of(run, budget, sharing)
+        loss = make_loss(run.config, targets_of(rollout))
+        shares = [loss(run.model, batch) for batch in batches]
+        losses.append(sum(share.loss.item() for share in shares))
+        logprobs.append(
+            sum((share.logprobs * batch.mask).sum().item() for share, batch in zip(shares, batches, strict=True))
+        )
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    np.testing.assert_allclose(logprobs, (rollout.logprobs * rollout.mask).sum().item(), rtol=1e-3)
+
+
+def test_who_is_taught_by_itself_has_nothing_to_learn(tmp_path):
+    run = make_run(tmp_path, *DISTILL, "demo", "--target-kl", "0")
+    batches, rollout, make_loss = lesson_of(run)
+    result = update.update(run.learner, batches, rollout, mx.zeros(12), None, 1e-3, make_loss)
+    assert result.loss < 1e-10 and result.grad_norm < 1e-6
+
+
+# ---- what the teacher reads
+
+
+def test_the_teacher_scores_each_completion_after_its_own_prompt(tmp_path, teacher):
+    run = make_run(tmp_path, "--teacher", teacher, "--distill-coef", "0.5", "--temp", "0.8")
+    _, rows, rollout = sample(run)
+    _, rollout, make_loss = lesson_of(run)
+    gains, lengths = (
+        np.array(make_loss(run.config, targets_of(rollout)).gains),
+        np.array(rollout.mask).sum(-1).astype(int),
+    )
+    for row, length in enumerate(lengths):
+        ids = rollout.completion_ids[row].tolist()[:length]
+        scores = [
+            np.take_along_axis(scored_alone(model, rows[row], ids, 0.8), np.array(ids)[:, None], -1)[:, 0]
+            for model in (run.teacher.model, run.model)
+        ]
+        np.testing.assert_allclose(gains[row, :length], scores[0] - scores[1], atol=1e-4)
+        assert (gains[row, length:] == 0).all()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher, prompt, other):
+    run = moved(make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt))
+    examples, rows, _ = sample(run)
+    batches, rollout, make_loss = lesson_of(run)
+    lesson = make_loss(run.config, targets_of(rollout)).lesson
+    plain = run.teacher.model if other else gwen.load("demo")[0]
+    for row in range(12):
+        ids = rollout.completion_ids[row].tolist()[: int(rollout.mask[row].sum())]
+        example = examples[row // 4]
+        seen = tasks.chat_ids(
+            run.tokenizer, example["prompt"], system=f"Carry the one: it is {example['answer']}.", thinking=False
+        )
+        assert len(seen) > len(rows[row])
+        exact = scored_alone(plain, seen, ids)
+        logits = np.array(lesson.hidden[row, : len(ids)] @ lesson.head_weight.T, np.float64)
+        np.testing.assert_allclose(log_softmax(logits), exact, atol=2e-4)
+    share = make_loss(run.config, targets_of(rollout))(run.model, batches[0])
+    drawn = np.array(batches[0].sampled_logprobs)  # the student saw its own prompt, through its adapters
+    assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
+
+
+def test_all_weights_are_trained_beside_a_copy_of_them_that_teaches(tmp_path, prompt):
+    run = make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt, "--lora-rank", "0")
+    assert run.teacher.model is run.base is not run.model
+
+
+def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
+    text = "It is {answer}, not {other}."
+    plain = {"prompt": "How many?", "answer": 7}
+    said = {"role": "system", "content": "It is 7, not {other}."}
+    user = {"role": "user", "content": "How many?"}
+    assert distill.in_front(text, plain)["prompt"] == [said, user]
+    both = {"role": "system", "content": "It is 7, not {other}.\n\nBe brief."}
+    assert distill.in_front(text, plain | {"system": "Be brief."})["prompt"] == [both, user]
+    chat = [{"role": "system", "content": "Be brief."}, user]
+    held = distill.in_front(text, plain | {"prompt": chat})
+    assert held["prompt"] == [both, user] and held["system"] is None and chat[0]["content"] == "Be brief."
+
+
+# ---- in the advantages
+
+
+def test_a_token_s_advantage_grows_by_what_the_teacher_finds_it_likelier(tmp_path, teacher):
+    run = moved(make_run(tmp_path, "--teacher", teacher, "--distill-coef", "0.5"))
+    batches, rollout, make_loss = lesson_of(run)
+    advantages = mx.arange(12) / 6 - 1
+    loss = make_loss(run.config, targets_of(rollout, advantages))
+    mask = np.array(rollout.mask, np.float64)
+    each = np.array(advantages, np.float64)[:, None] + 0.5 * np.array(loss.gains, np.float64)
+    run.learner.optimizer = Recorder()
+    result = update.update(run.learner, batches, rollout, advantages, None, 1e-3, make_loss)
+    assert result.loss == pytest.approx(-(each * mask).sum() / mask.sum(), rel=1e-5)  # on policy every ratio is 1
+    assert result.means["distill"] == pytest.approx(-np.array(loss.gains, np.float64).sum() / mask.sum(), rel=1e-5)
+
+    def plain(model):
+        total = mx.array(0.0)
+        for batch in batches:
+            logprobs, _ = policy.completion_logprobs(model, batch, run.config)
+            total -= (mx.array(each, mx.float32)[batch.rows, : batch.mask.shape[1]] * batch.mask * logprobs).sum()
+        return total / mask.sum()
+
+    expected = dict(tree_flatten(nn.value_and_grad(run.model, plain)(run.model)[1]))
+    norm = np.sqrt(sum((np.array(array, np.float64) ** 2).sum() for array in expected.values()))
+    for name, found in run.learner.optimizer.grads[-1].items():
+        assert error(found, np.array(expected[name], np.float64) * min(1, 1 / norm)) < 2e-5, name
+
+
+# ---- a run
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"What is {n} plus one?"}) + "\n" for n in range(20)))
+    flags = ["--data", str(data), "--eval-every", "1", "--steps", "2", "--run-dir", str(tmp_path / "run")]
+    train.main([*SMALL, *DISTILL, teacher, *flags])
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(
+        step["loss"] == pytest.approx(step["distill/kl"], rel=1e-6) and step["teacher/s"] > 0 for step in metrics
+    )
+    empty = {"reward/mean", "reward/std", "reward/zero_std_frac", "sampling/signal_groups", "kl", "clip_frac"}
+    empty |= {f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")}
+    assert {name for name, value in metrics[0].items() if value is None} == empty
+    assert all(record["eval/score"] is None for record in lines(tmp_path / "run" / "eval.jsonl"))
+    assert "step 2/2 | loss" in capsys.readouterr().out
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teacher):
+    run = make_run(tmp_path, *DISTILL, teacher)
+    assert list(run.task.rewards) == ["correct"] and run.judge is None
+    run = make_run(tmp_path, *DISTILL, teacher, "--rubric", "data/demo_rubric.yaml")
+    assert run.judge is not None
+
+
+@pytest.mark.parametrize("flags", [("--loss-type", "distill"), ("--distill-coef", "1")])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
+    common = [*SMALL, *flags, "--teacher", teacher, "--eval-every", "0", "--save-every", "1"]
+    train.main([*common, "--steps", "3", "--run-dir", str(tmp_path / "whole")])
+    # a schedule by steps would differ
+    train.main([*common, "--steps", "3", "--run-dir", str(tmp_path / "cut")])
+    run = tmp_path / "cut"
+    for later in ("step-000002", "step-000003"):
+        for path in sorted((run / "checkpoints" / later).rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        (run / "checkpoints" / later).rmdir()
+    train.main(["--resume", str(run)])
+    ends = [checkpoint.load(tmp_path / name) for name in ("whole", "cut")]
+    assert ends[0].step == ends[1].step == 3
+    for name, array in ends[0].trainable.items():
+        assert mx.array_equal(array, ends[1].trainable[name]).item(), name
+    kls = [[step["distill/kl"] for step in lines(tmp_path / name / "metrics.jsonl")] for name in ("whole", "cut")]
+    assert kls[0] == kls[1] and len(kls[0]) == 3
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--loss-type distill", "--loss-type distill learns from a teacher; name one with --teacher"),
+        ("--distill-coef 1", "--distill-coef 1.0 needs a teacher"),
+        ("--teacher-prompt x", "--teacher-prompt x needs a teacher"),
+        ("--distill-beta 0.1", "--distill-beta 0.1 is for --loss-type distill"),
+        ("--teacher demo", "--teacher demo is not asked anything"),
+        ("--teacher demo --loss-type distill --distill-coef 1", "--distill-coef 1.0 is for losses on advantages"),
+        ("--teacher self --loss-type distill", "--teacher self knows no more than the student"),
+        ("--teacher demo --loss-type distill --beta 0.1", "--beta 0.1: --loss-type distill has no advantages"),
+        ("--teacher demo --loss-type distill --dynamic-sampling", "--dynamic-sampling True: --loss-type distill has"),
+        ("--teacher demo --distill-coef 1 --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
+        ("--teacher demo --loss-type distill --truncated punish", "--truncated punish is a reward"),
+        ("--teacher demo --loss-type distill --distill-beta 2", "--distill-beta is 2.0; it must be at most 1.0"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_by_name(flags, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        make_config(*flags.split())
+
+
+def test_a_teacher_that_is_not_there_is_named_with_its_own_flag(tmp_path):
+    with pytest.raises(ValueError, match=r"^--teacher \./nobody: no such directory"):
+        make_run(tmp_path, *DISTILL, "./nobody")
+
+
+def tokenizer_with(vocab, special=(0,)):
+    return types.SimpleNamespace(get_vocab=lambda: vocab, all_special_ids=list(special))
+
+
+@pytest.mark.parametrize(
+    "vocab, special, said",
+    [
+        ({"a": 0, "c": 1}, (0,), "id 1 is 'c' there and 'b' in the student's tokenizer"),
+        ({"a": 0}, (0,), "id 1 is None there and 'b'"),
+        ({"a": 0, "b": 1, "c": 7}, (0,), "id 7 is 'c' there and None"),
+        ({"a": 0, "b": 1}, (0, 1), "its special tokens are \\[0, 1\\], the student's \\[0\\]"),
+    ],
+)
+def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, said):
+    ours = tokenizer_with({"a": 0, "b": 1})
+    distill.refuse_other_tokenizer("T", ours, tokenizer_with({"b": 1, "a": 0}))
+    with pytest.raises(ValueError, match=f"^--teacher T: {said}.*; take a teacher with the same tokenizer$"):
+        distill.refuse_other_tokenizer("T", ours, tokenizer_with(vocab, special))
+
+
+def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_path, monkeypatch, prompt):
+    chat_ids = tasks.chat_ids
+
+    def without_system(tokenizer, messages, **how):
+        if not isinstance(messages, str):
+            messages = [message for message in messages if message["role"] != "system"]
+        return chat_ids(tokenizer, messages, **how)
+
+    monkeypatch.setattr(tasks, "chat_ids", without_system)
+    with pytest.raises(ValueError, match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out"):
+        make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
+
+
+def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
+    for path, said in ((tmp_path / "nothing.txt", "cannot be read"), (tmp_path / "empty.txt", "is empty")):
+        if said == "is empty":
+            path.write_text(" \n")
+        with pytest.raises(ValueError, match=f"^--teacher-prompt {path} {said}"):
+            make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
+
+
+def test_a_teacher_that_does_not_fit_is_refused_with_figures(monkeypatch):
+    config = make_config("--loss-type", "distill", "--teacher", "random:0.6b")
+    shape = (hub.load_config(hub.DEMO), mx.float32, config, [80])
+    weights = sum(array.size for _, array in tree_flatten(gwen.Model(gwen.load_config("random:0.6b")).parameters()))
+    need = preflight.estimate(*shape, 0)
+    assert need.teacher == 4 * weights + 12 * 12 * 1024 * 4
+    preflight.refuse_teacher(*shape)
+    monkeypatch.setattr(gpu, "memory_size", lambda: 2_000_000_000)
+    with pytest.raises(
+        ValueError, match=r"^--teacher random:0.6b takes 2.38 GB beside the run's 0.0\d, of 2.00; take a"
+    ):
+        preflight.refuse_teacher(*shape)

@@ -73,8 +73,10 @@ def train(config: Config, run: Run) -> None:
                 done()
 
         with clock.phase("update") as done:
-            lr, targets = update.learning_rate(config, run.step), mx.array(advantages.reshape(-1))
-            result = update.update(learner, batches, rollout, targets, ref_logprobs, lr, make_loss)
+            lr = update.learning_rate(config, run.step)
+            result = update.update(
+                learner, batches, rollout, mx.array(advantages.reshape(-1)), ref_logprobs, lr, make_loss
+            )
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)

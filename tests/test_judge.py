@@ -208,8 +208,8 @@ def test_a_gpu_s_copied_cache_gives_the_same_replies(demo, monkeypatch):
     prompts, completions = groups_of_answers(2, 3)
     pairs = list(zip(prompts, completions, strict=True))
     expected = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
-    shared, made = sampler.SlotCache, []
-    monkeypatch.setattr(sampler, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
+    shared, made = judge.SlotCache, []
+    monkeypatch.setattr(judge, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
     got = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
     assert made and (got.said == expected.said).all()
 

@@ -21,7 +21,6 @@ from test_remote_judge import Server, completion
 import gwen
 import judge
 import lora
-import sampler
 import tasks
 from bench import harness
 from config import JudgeSettings

@@ -88,13 +88,14 @@ def model_card(run: str, step: int | None) -> str:
                 half = one.get(f"eval/{name}_ci95")
                 reach = "" if half is None else f" \u00b1 {half:.3f}"
                 rows.append(f"| {name} | {one['step']} | {value:.3f}{reach} | {one['eval/num']} |")
-    method = "SFT" if settings.get("loss_type") == "sft" else "GRPO"
+    method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
+    teacher = f", by the teacher {settings['teacher']}" if settings.get("teacher") else ""
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
         *("---", f"base_model: {settings['model']}", "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
         *(f"# {Path(run).name}", ""),
         f"{settings['model']}, trained with {method} by Gwen on "
-        f"{settings.get('data') or 'the task ' + settings['task']}.",
+        f"{settings.get('data') or 'the task ' + settings['task']}{teacher}.",
         *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
         *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
         *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),

@@ -28,13 +28,13 @@ import dispatch
 import gpu
 import gwen
 import judge
-import lm_head
 import lora
 import run_files
 import sampler
 import tasks
 from config import Config, JudgeSettings, resolve
 from flags import Parser, add_flags, check_least, fail, stop
+from layers import lm_head
 from micro_batch import completion_hidden, in_rows, micro_batches
 from problems.examples import Example, spread
 from problems.rewards import Reward, call_reward, reward_arguments, reward_columns

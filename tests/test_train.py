@@ -37,9 +37,9 @@ import lora
 import sampler
 import tasks
 import train
-import trust_region
 import update
 from config import Config
+from losses import trust_region
 from reporting import journal
 from reporting.journal import records_of_draw
 

@@ -214,6 +214,20 @@ class JsonLines:
         replace_text(self.path, "".join(kept))
 
 
+class Unwritten(JsonLines):
+    """The log of a machine that is not the first of several: nothing is kept."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def read(self) -> list[dict[str, Any]]:
+        return []
+
+    def cut_after(self, step: int) -> None: ...
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file under another name and renames it, so that a full disk leaves the old file intact."""
     scratch = path.with_name(path.name + ".partial")

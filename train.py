@@ -163,9 +163,6 @@ def main(argv: list[str] | None = None) -> None:
             command(parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as error:
         fail(world.signed(error))
-    except KeyboardInterrupt as error:  # during loading; at the first machine `stoppable` handles it during the steps
-        print(f"\n{world.signed(error)}" if world.size() > 1 else "\nstopped before the first step", file=sys.stderr)
-        sys.exit(130)
 
 
 def command(args: argparse.Namespace) -> None:

@@ -186,6 +186,9 @@ def joined() -> Iterator[None]:
     except BaseException as error:
         sys.stdout, sys.stderr = streams
         _link.tell(error)
+        if isinstance(error, KeyboardInterrupt):
+            print(f"\n{signed(error)}", file=sys.stderr)
+            sys.exit(130)
         raise
     finally:
         sys.stdout, sys.stderr = streams

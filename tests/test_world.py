@@ -78,8 +78,8 @@ def gradients(run):
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref)
     probe = trust_region.make_probe(batches, 200, 1)
-    logprobs = update.under(run.learner, probe, run.learner.trainable)
-    return rollout.completion_ids, grads, {"loss": result.loss, **result.means}, mx.concatenate([one.reshape(-1) for one in logprobs])
+    logprobs = [part.reshape(-1) for part in update.under(run.learner, probe, run.learner.trainable)]
+    return rollout.completion_ids, grads, {"loss": result.loss, **result.means}, mx.concatenate(logprobs)
 
 
 def steps_of(run):

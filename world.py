@@ -31,8 +31,9 @@ import mlx.core as mx
 import numpy as np
 
 T = TypeVar("T")
+Answers = queue.SimpleQueue[Any]  # of a job, for the main thread; errors among them
 
-JOIN = 120.0  # seconds that rank 0 waits for the others to come; MLX gives up after 31 elsewhere
+JOIN = 30.0  # seconds that rank 0 waits for the others to come; MLX gives up after 31 elsewhere
 PATIENCE, LEAST_PATIENCE = 10.0, 600.0  # a machine may be late by this many times our longest work, or these seconds
 RATE, SLACK = 1e6, 60.0  # a transfer on which all have agreed has this many bytes a second, and these seconds more
 TELL = 20.0  # seconds in which the others should hear why this machine ends
@@ -172,7 +173,7 @@ def joined() -> Iterator[None]:
         yield
         return
     _link = _Link(group)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in endings()[1:]:
         signal.signal(number, interrupt)
     try:
         _link.names = share(socket.gethostname())
@@ -196,7 +197,8 @@ def joined() -> Iterator[None]:
 
 def endings() -> list[signal.Signals]:
     """The signals that end a run and let it save: those of a launcher too, where there is one."""
-    return [signal.SIGINT] + ([signal.SIGTERM, signal.SIGHUP] if _link else [])
+    others = [signal.SIGTERM, signal.SIGHUP] if _link else []
+    return [signal.SIGINT] + [one for one in others if signal.getsignal(one) != signal.SIG_IGN]
 
 
 def interrupt(number: int, *_: Any) -> NoReturn:
@@ -246,7 +248,8 @@ class _Link:
         self.names = [f"rank {number}" for number in range(self.size)]
         self.waited, self.longest, self.left_at = 0.0, 0.0, time.monotonic()
         self.number, self.is_over, self.is_stuck = 0, False, False
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self.data = b""  # of this machine, for the meeting under way
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], Answers]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
         atexit.register(self._leave)  # first, so that it runs last
 
@@ -257,44 +260,36 @@ class _Link:
         Exchanges messages, then does `then` with what the machines sent, or with its beginnings if that is long.
 
         data: of this machine. num_bytes: that `then` will move besides. Raises Lost if any machine ends or is gone.
+        Both are one job of the thread: a Ctrl-C here leaves no other machine in the middle.
         """
         if self.is_over:
             raise Lost("the machines have parted")
         self.number += 1
+        self.data = data
         message = META.pack(self.number, zlib.crc32(kind.encode()) or 1, len(data)) + data[: HEAD - META.size]
         begin = time.monotonic()
         self.longest = max(self.longest, begin - self.left_at)
-        messages = self._wait(self._exchange, message, limit=max(LEAST_PATIENCE, PATIENCE * self.longest))
-        self._check(kind, messages)
-        total = num_bytes + sum(META.unpack(one[: META.size])[2] for one in messages)
-        self.data = data
-        result = self._wait(then, messages, limit=SLACK + total / RATE)
+        answers = Answers()
+        self.jobs.put((lambda: self._meet(kind, message, then, answers), answers))
+        messages = self._take(answers, max(LEAST_PATIENCE, PATIENCE * self.longest))
+        num_bytes += sum(META.unpack(one[: META.size])[2] for one in messages)
+        result = self._take(answers, SLACK + num_bytes / RATE)
         self.left_at = time.monotonic()
         self.waited += self.left_at - begin
         return result
 
-    def _wait(self, job: Callable[..., T], *arguments: Any, limit: float) -> T:
-        """What a job of the thread gives. Raises Lost if it fails or passes its limit in seconds."""
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.jobs.put((lambda: job(*arguments), answer))
+    def _take(self, answers: Answers, limit: float) -> Any:
+        """The next answer of the thread. Raises Lost if that is an error, or does not come within `limit` seconds."""
         try:
-            result = answer.get(timeout=limit)
+            answer = answers.get(timeout=limit)
         except queue.Empty:
             self.is_stuck = True
             self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
-        if isinstance(result, BaseException):
-            self.end(f"another machine is gone, or the network to it ({result})")
-        return result
-
-    def _check(self, kind: str, messages: list[bytes]) -> None:
-        """Raises Lost if a machine ends, or if they are not about to do the same."""
-        metas = [META.unpack(message[: META.size]) for message in messages]
-        for number, (meta, message) in enumerate(zip(metas, messages, strict=True)):
-            if meta[1] == FAILED:
-                said = message[META.size : META.size + meta[2]].decode(errors="replace")
-                self.end(f"{self.names[number]}: {said}")
-        if len({meta[:2] for meta in metas}) > 1:
-            self.end(f"the machines have lost step with each other, at a {kind}; start them again")
+        if isinstance(answer, Lost):
+            self.end(str(answer))
+        if isinstance(answer, BaseException):
+            self.end(f"another machine is gone, or the network to it ({answer})")
+        return answer
 
     def end(self, said: str) -> NoReturn:
         self.is_over = True
@@ -305,8 +300,10 @@ class _Link:
         if self.is_over or (isinstance(error, SystemExit) and not error.code):
             return
         text = " ".join(_reason(error).split()).encode()[: HEAD - META.size]
+        message, answers = META.pack(self.number + 1, FAILED, len(text)) + text, Answers()
+        self.jobs.put((lambda: answers.put(self._all_gather(message, HEAD)), answers))
         with contextlib.suppress(Lost, KeyboardInterrupt):
-            self._wait(self._exchange, META.pack(self.number + 1, FAILED, len(text)) + text, limit=TELL)
+            self._take(answers, TELL)
         self.is_over = True
 
     def _leave(self) -> None:
@@ -320,15 +317,27 @@ class _Link:
 
     def _work(self) -> None:
         while True:
-            job, answer = self.jobs.get()
+            job, answers = self.jobs.get()
             try:
-                answer.put(job())
+                job()
             except BaseException as error:  # the main thread raises it
-                answer.put(error)
+                answers.put(error)
 
-    def _exchange(self, message: bytes) -> list[bytes]:
-        """Everybody's message of HEAD bytes."""
-        return self._all_gather(message, HEAD)
+    def _meet(self, kind: str, message: bytes, then: Callable[[list[bytes]], Any], answers: Answers) -> None:
+        messages = self._all_gather(message, HEAD)
+        self._check(kind, messages)
+        answers.put(messages)
+        answers.put(then(messages))
+
+    def _check(self, kind: str, messages: list[bytes]) -> None:
+        """Raises Lost if a machine ends, or if they are not about to do the same."""
+        metas = [META.unpack(message[: META.size]) for message in messages]
+        for number, (meta, message) in enumerate(zip(metas, messages, strict=True)):
+            if meta[1] == FAILED:
+                said = message[META.size : META.size + meta[2]].decode(errors="replace")
+                raise Lost(f"{self.names[number]}: {said}")
+        if len({meta[:2] for meta in metas}) > 1:
+            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
 
     def _all_gather(self, data: bytes, width: int) -> list[bytes]:
         padded = np.zeros(width, np.uint8)

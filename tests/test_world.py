@@ -6,7 +6,7 @@ import signal
 import mlx.core as mx
 import numpy as np
 import pytest
-from machines import Machines
+from machines import LIMIT, Machines
 from small_run import SMALL, gradient_of_update, make_run, sample
 
 import checkpoint
@@ -181,13 +181,13 @@ def resumed(directory, steps):
 
 
 @slow
-@pytest.mark.parametrize(("number", "whose"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "whose"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
 def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_on(tmp_path, number, whose):
     directory = tmp_path / "run"
     with Machines(2, tmp_path, "train.py", *LONG, "--run-dir", directory) as machines:
         machines.read_until("step 2/")
         machines.processes[whose].send_signal(number)
-        ended = machines.wait(30)
+        ended = machines.wait()
     for rank, ((_, errors), status) in enumerate(ended):
         said = [line for line in errors.splitlines() if line and not line.startswith(("[ring]", "waiting up to"))]
         if (rank, number) == (whose, signal.SIGKILL):
@@ -227,22 +227,26 @@ def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path):
     assert "saved after step 0" in ended[0][0][1]
 
 
-IMPATIENT = """
-import sys
-import cpu_blas, train, world
-world.LEAST_PATIENCE, world.PATIENCE, world.TELL = 3.0, 0.0, 3.0
-train.main(sys.argv[1:])
+HANGING = """
+import time
+import cpu_blas, world
+from flags import fail
+try:
+    with world.joined():
+        if world.rank() == 1:
+            time.sleep(1000)
+        world.LEAST_PATIENCE, world.PATIENCE = 1.0, 0.0
+        world.share("here")
+except ValueError as error:
+    fail(error)
 """
 
 
 @slow
-def test_a_machine_that_hangs_ends_the_run_with_a_line_and_not_a_hang(tmp_path):
-    with Machines(2, tmp_path, "-c", IMPATIENT, *LONG, "--run-dir", tmp_path / "run") as machines:
-        machines.read_until("step 1/")
-        machines.processes[1].send_signal(signal.SIGSTOP)
-        (_, errors), status = machines.processes[0].communicate(timeout=60), machines.processes[0].returncode
-    assert status == 1 and "hangs or is very late: nothing came from it for 3 s; saved after step" in errors
-    assert checkpoint.load(tmp_path / "run").step >= 1
+def test_a_machine_that_hangs_ends_the_others_with_a_line_and_not_a_hang(tmp_path):
+    with Machines(2, tmp_path, "-c", HANGING) as machines:
+        (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
+    assert status == 1 and "error: a machine hangs or is very late: nothing came from it for 1 s" in errors
 
 
 @slow
@@ -267,5 +271,5 @@ with world.joined():
 def test_a_first_machine_that_stays_alone_says_what_it_waits_for_and_ends(tmp_path):
     with Machines(2, tmp_path, "-c", ALONE) as machines:
         machines.processes[1].kill()
-        (_, errors), status = machines.processes[0].communicate(timeout=60), machines.processes[0].returncode
+        (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
     assert status == 1 and errors == "waiting up to 2 s for the other machines; see docs/several-macs.md\n"

@@ -320,7 +320,8 @@ def stoppable(run: Core) -> Iterator[None]:
         if run.is_whole or run.stopping:
             world.interrupt(number)
         run.stopping = True
-        warn("\nfinishing this step; press Ctrl-C again to abandon it")
+        if number == signal.SIGINT:
+            warn("\nfinishing this step; press Ctrl-C again to abandon it")
 
     before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
     try:

@@ -237,7 +237,9 @@ def gradient(
         mx.eval(grads, logprobs, sums)  # wait: the next micro-batch may use this one's memory
         found.append((mx.stop_gradient(logprobs), {name: value.item() for name, value in sums.items()}))
     grads = grads or {name: mx.zeros(array.shape) for name, array in learner.trainable.items()}  # no part was ours
-    grads = dict(zip(grads, world.all_sum(list(grads.values())), strict=True))
+    # a machine without a part knows another order, in which the norm would round otherwise
+    names = sorted(grads) if world.size() > 1 else list(grads)
+    grads = dict(zip(names, world.all_sum([grads[name] for name in names]), strict=True))
     found, totals = of_all(batches, found), dict[str, float]()
     for _, sums in found:
         for name, value in sums.items():

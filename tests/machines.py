@@ -86,6 +86,7 @@ def kill_one(rng, directory, loading):
     """Kills a process at a random moment; returns words about it and the seconds that the last one survived."""
     run, num, began = directory / "run", rng.choice([2, 2, 3]), time.monotonic()
     flags = ["--resume", run] if any((run / "checkpoints").glob("step-*")) else [*RUN, "--run-dir", fresh(run)]
+    flags += ["--train-token-budget", rng.choice([100, 1024])]  # with one micro-batch, one machine has no part
     with Machines(num, directory, "train.py", *flags) as machines:
         if rng.random() < 0.25:
             when = "loading"
@@ -135,4 +136,5 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import cpu_blas  # noqa: F401  (before mlx)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
     main(int(sys.argv[1]))

@@ -10,7 +10,6 @@ What is left out: console lines (console.py), the page (page.py), and the state 
 
 import base64
 import contextlib
-import math
 import sys
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from losses import policy
 from problems.examples import spread
 from reporting import health, page, trackers
 from reporting.console import Live, comparison, console_line, evaluation_line, say, warn
-from run_files import JsonLines, Unwritten
+from run_files import JsonLines, Unwritten, finite
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -111,7 +110,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
-    num_signal = None  # where rewards are only looked at
+    num_signal = None  # distillation only reports rewards
     if config.loss_type != "distill":
         num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
@@ -173,7 +172,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "mem/peak_gb": step.peak_bytes / 1e9,
         "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
-    return {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
+    return finite(metrics)
 
 
 def of_machines(seconds: dict[str, float], stats: list[sampler.Stats]) -> dict[str, float]:

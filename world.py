@@ -14,6 +14,7 @@ have a thread of their own, and the main one listens to signals and to the clock
 import atexit
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import queue
@@ -103,23 +104,26 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
     """The sum of each array over all machines, in float32 and equal on all of them. One process gets its own."""
     if _link is None:
         return list(arrays)
-    link, summed, block = _link, list[mx.array](), list[np.ndarray]()
-    shapes = [array.shape for array in arrays]
-
-    def add_up(_: list[bytes]) -> None:
-        flat = link.add(np.concatenate([array.reshape(-1) for array in block]))
-        ends = np.cumsum([array.size for array in block])[:-1]
-        summed.extend(
-            mx.array(one.reshape(array.shape)) for one, array in zip(np.split(flat, ends), block, strict=True)
-        )
-        block.clear()
-
-    for place, array in enumerate(arrays):
-        block.append(np.array(array.astype(mx.float32)))  # wait; a copy, which no stream writes any more
-        if place + 1 == len(arrays) or sum(one.size for one in block) >= BLOCK:
-            link.meet(f"sum of {[one.shape for one in block]}", b"", add_up, sum(one.nbytes for one in block))
-    assert [array.shape for array in summed] == shapes
+    summed: list[mx.array] = []
+    for some in _blocks(arrays):
+        flat = np.concatenate([np.array(array.astype(mx.float32)).reshape(-1) for array in some])  # wait; a copy
+        shapes = [array.shape for array in some]
+        flat = _link.meet(f"sum of {shapes}", b"", functools.partial(_link.add, flat), flat.nbytes)
+        parts = np.split(flat, np.cumsum([array.size for array in some])[:-1])
+        summed += [mx.array(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
     return summed
+
+
+def _blocks(arrays: Sequence[mx.array]) -> Iterator[list[mx.array]]:
+    """The arrays in lists of about BLOCK numbers, or of one array."""
+    some: list[mx.array] = []
+    for array in arrays:
+        some.append(array)
+        if sum(one.size for one in some) >= BLOCK:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def compare(facts: dict[str, Any]) -> None:
@@ -130,10 +134,8 @@ def compare(facts: dict[str, Any]) -> None:
     for number, theirs in enumerate(others, 1):
         for name in ours:
             if ours[name] != theirs[name]:
-                said = (
-                    f"{_link.names[number]} has another {name} than {_link.names[0]}: {theirs[name]}, not {ours[name]}"
-                )
-                _link.end(said)
+                said = f"{_link.names[number]} has another {name} than {_link.names[0]}"
+                _link.end(f"{said}: {theirs[name]}, not {ours[name]}; make them the same")
 
 
 def checksum(arrays: Sequence[mx.array]) -> int:
@@ -346,8 +348,8 @@ class _Link:
         mx.eval(found)  # wait, for the slowest machine
         return [one.tobytes() for one in np.split(np.array(found), self.size)]
 
-    def add(self, flat: np.ndarray) -> np.ndarray:
-        """The sum of all machines' (X,) numbers."""
+    def add(self, flat: np.ndarray, _: object = None) -> np.ndarray:
+        """The sum of all machines' flat arrays, in place."""
         for begin in range(0, len(flat), BLOCK):
             piece = mx.distributed.all_sum(mx.array(flat[begin : begin + BLOCK]), group=self.group, stream=mx.cpu)
             mx.eval(piece)  # wait, for the network

@@ -5,7 +5,7 @@ import pytest
 
 import gpu
 from kv_cache import Group, Layout, make_group
-from layers import ops
+from layers import attention
 from metal import instructions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiler")]
@@ -61,10 +61,10 @@ def test_a_column_of_slot_attention_takes_no_jump_and_half_of_the_instructions_t
     )
     layout = Layout([make_group([0, 0, 1, 1], 2, mask), Group(None, None, own_mask)])
     loops = instructions.of_call(
-        ops.SLOT_ATTENTION, lambda: ops.slot_attention.launch(queries, [(keys, keys), (own, own)], layout)
+        attention.SLOT_ATTENTION, lambda: attention.slot_attention.launch(queries, [(keys, keys), (own, own)], layout)
     )
     (loop,) = (loop for loop in loops if loop.instructions["shfl.sync.bfly.b32"])
-    lanes = ops.lanes_of_a_column(size, heads // kv_heads)
+    lanes = attention.lanes_of_a_column(size, heads // kv_heads)
     num_columns = 32 // lanes * (2 if lanes == 8 else 4)
     assert loop.num_blocks == 1
     assert loop.instructions.total() / num_columns <= now * (1.2 if masked else 1)

@@ -22,7 +22,7 @@ import gwen
 import hub
 import micro_batch
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
-from layers import lm_head, ops, softmax
+from layers import attention, lm_head, ops, softmax
 from metal import emulator
 
 pytestmark = pytest.mark.slow
@@ -253,7 +253,7 @@ def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
     arrays = [queries, *held, *own]
 
     def function(*arrays: mx.array) -> list[mx.array]:
-        return [ops.slot_attention(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
+        return [attention.slot_attention(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
 
     expected = slot_attention_by_hand(*[wide(a) for a in arrays], **seen)[0]
     assert_close(function(*arrays)[0], expected, dtype, 2)
@@ -708,7 +708,7 @@ def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, nam
 
 SOURCES = {
     kernel.name: kernel
-    for module in (ops, softmax)
+    for module in (attention, ops, softmax)
     for kernel in vars(module).values()
     if isinstance(kernel, gpu.Kernel)
 }

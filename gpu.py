@@ -40,6 +40,7 @@ CUDA_PRELUDE = """
 #define thread_index_in_simdgroup (thread_index_in_threadgroup % 32)
 #define simdgroup_index_in_threadgroup (thread_index_in_threadgroup / 32)
 #define threadgroup_barrier(scope) __syncthreads()
+#define simdgroup_barrier(scope) __syncwarp()
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif

@@ -267,7 +267,8 @@ def rehearse(model: Model) -> list[gpu.Call]:
             softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
     finally:
         model.layers = layers
-    return calls
+    others = [call._replace(op=attention.group_attention) for call in calls if call.op is attention.slot_attention]
+    return calls + others  # which are taken where prompts are long
 
 
 def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[str, str]:

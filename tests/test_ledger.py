@@ -201,6 +201,17 @@ def test_layers_that_are_not_traced_are_as_those_that_are():
     assert phase.flops == sum(launch.flops for launch in whole)
 
 
+@pytest.mark.parametrize(
+    ("length", "names"), [(128, ["slot_attention"]), (1024, [*["group_attention"] * 2, "group_attention_merge"])]
+)
+def test_a_decode_step_of_a_long_prompt_reads_it_by_groups(length, names):
+    work = work_of("random:2m", prompt_tokens=length, batch=1, groups=4, max_tokens=64)
+    with launches.as_on_a_gpu():
+        function, inputs = ledger.decode(work, 1)
+        found = [launch.name.partition("__")[0] for launch in launches.trace(function, *inputs)]
+    assert [name for name in found if "attention" in name] == names
+
+
 @pytest.mark.slow
 def test_the_ledger_of_qwen3_06b_holds():
     """

@@ -1,17 +1,16 @@
 """
 The recipe of the second demo model: `uv run --extra tasks python -m demo.make_rg`.
 
-A Qwen3 of 0.8 million parameters learns four data sets of reasoning-gym at their own sizes: adding and subtracting
-(chain_sum), counting legs (leg_counting), counting letters (letter_counting) and spelling backward (spell_backward). All
-of its lessons are right, and it is still wrong more often than not: most lessons give the answer at once, and only some
-show working first (`WORKING`). At once is what it does by habit and does badly; with working it does well. Training
-with GRPO has to find out which of its habits pays, and to make fewer slips.
+A Qwen3 of 0.8 million parameters learns four data sets of reasoning-gym, at the sizes of `data/demo_rg.yaml`: sums
+(chain_sum), legs of animals (leg_counting), letters (letter_counting) and words spelled backward (spell_backward).
+All of its lessons are right. Most of them give the answer at once, which it does by habit and badly; of the first three data
+sets some show working first (`WORKING`), and with working it is right more often. Training with GRPO has to find out
+which habit pays, and to make fewer slips.
 
-Lessons have numbers that no run has: a problem of a run is drawn from a seed below 2^32, a lesson from one above. No
-lesson has a prompt of the first `HELD_OUT` held-out numbers. One lesson in four has the system message of `--task
-rg:NAME`, the others have none, which saves half of the tokens.
+A lesson's number lies above 2^32, a run's below, and no lesson has the prompt of one of the first `HELD_OUT` held-out
+numbers. On one machine two runs give the same files.
 
-What is left out: any other knowledge. On one machine two runs give the same files.
+What is left out: any other knowledge. The model reads other texts letter by letter and makes nothing of them.
 """
 
 import argparse
@@ -41,13 +40,14 @@ from problems import procedural
 
 FOLDER = Path(__file__).parent
 CONFIG = make.CONFIG
-STEPS, RATE, WARMUP = 2000, 3e-3, 100
+STEPS, RATE, WARMUP = 1500, 3e-3, 100
 FIRST = 2**33  # the number of the first lesson of a data set
 HELD_OUT = 2048
-WORKING = {"chain_sum": 0.4, "leg_counting": 0.35, "letter_counting": 0.35, "spell_backward": 0.0}  # share of lessons
-LESSONS = {"chain_sum": 20, "leg_counting": 18, "letter_counting": 10, "spell_backward": 16}  # a step
+WORKING = {"chain_sum": 0.4, "leg_counting": 0.4, "letter_counting": 0.35, "spell_backward": 0.0}  # share of lessons
+LESSONS = {"chain_sum": 18, "leg_counting": 18, "letter_counting": 10, "spell_backward": 18}  # a step
 NUM_BATCHES = 4
-SYSTEM_SHARE = 0.15
+SIZES = FOLDER.parent / "data" / "demo_rg.yaml"
+TASK = "rg:" + ",".join(LESSONS)
 Entry = dict[str, Any]  # a problem as reasoning-gym makes it
 
 
@@ -77,7 +77,7 @@ def legs(entry: Entry) -> str:
 
 
 def letters(entry: Entry) -> str:
-    """The e of "here they are" -> "here 2 they 3 are 4": the words that have the letter, each with the count up to it."""
+    """The e of "here they are" -> "here 2 they 3 are 4": the words that have it, each with the count so far."""
     letter, total, steps = entry["metadata"]["target_letter"], 0, []
     for word in entry["metadata"]["span"]:
         if own := word.lower().count(letter):
@@ -91,7 +91,8 @@ SHOW: dict[str, Callable[[Entry], str]] = {"chain_sum": sums, "leg_counting": le
 
 @lru_cache
 def data_set(name: str) -> Any:
-    return procedural.make_data_set(name, None, 0, {})
+    mix = procedural.parse_mix(TASK, str(SIZES))
+    return procedural.make_data_set(name, None, 0, mix.settings[name])
 
 
 @lru_cache
@@ -126,7 +127,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
-    texts, words = [procedural.SYSTEM, "system", "user", "assistant"], set[str]()
+    texts, words = [procedural.parse_mix(TASK, str(SIZES)).system, "system", "user", "assistant"], set[str]()
     for name in LESSONS:
         asked = [data_set(name)[FIRST + number]["question"] for number in range(1000)]
         words |= set.intersection(*(set(re.findall("[A-Za-z]{2,}", question)) for question in asked))
@@ -170,13 +171,13 @@ class Lessons:
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.rng = tokenizer, random.Random(0)
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.system = procedural.parse_mix(TASK, str(SIZES)).system
         self.streams = {name: problems(name) for name in LESSONS}
 
     def lesson(self, name: str) -> make.Lesson:
         entry = next(self.streams[name])
-        system = procedural.SYSTEM if self.rng.random() < SYSTEM_SHARE else None
         text = reply(entry, self.rng.random() < WORKING[name])
-        prompt = tasks.chat_ids(self.tokenizer, entry["question"], system=system)
+        prompt = tasks.chat_ids(self.tokenizer, entry["question"], system=self.system)
         return make.Lesson(prompt, [*self.tokenizer.encode(text), self.eos], {})
 
     def batches(self) -> list[tuple[mx.array, mx.array, mx.array]]:
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "rg", help="of the model; make_rg.log stands beside it")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    task = tasks.make(Config(task="rg:" + ",".join(LESSONS)))
+    task = tasks.make(Config(task=TASK, task_config=str(SIZES)))
     model, tokenizer = new_model()
     lessons = Lessons(tokenizer)
     warmup, decay = optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)

@@ -69,6 +69,7 @@ class Mix(NamedTuple):
     raise_level_at: float | None  # pass rate that raises a level
     num_held_out: int
     system: str
+    unused: tuple[str, ...] = ()  # data sets that the configuration knows and the task leaves out
 
 
 def parse_mix(task: str, config: str | None) -> Mix:
@@ -93,12 +94,7 @@ def parse_mix(task: str, config: str | None) -> Mix:
     if not isinstance(held, dict):
         raise ValueError(f"--task-config {config} holds {short(held)}, no settings; write lines like `countdown:`")
     general = {"raise_level_at": None, "held_out": 256, "system": SYSTEM}
-    for key in held:
-        if key not in general and key not in weights:
-            known = [*weights, *general]
-            raise ValueError(
-                f"--task-config {config}: {short(key)} is none of {', '.join(known)}{nearest(str(key), known)}"
-            )
+    unused = tuple(str(key) for key in held if key not in general and key not in weights)
     general |= {key: held[key] for key in general if key in held}
     bound, num, system = general["raise_level_at"], general["held_out"], general["system"]
     if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound <= 1):
@@ -123,7 +119,7 @@ def parse_mix(task: str, config: str | None) -> Mix:
         raise ValueError(
             f"--task-config {config}: raise_level_at needs a data set with a level; write `level: 0` for one"
         )
-    return Mix(weights, settings, levels, bound, num, system)
+    return Mix(weights, settings, levels, bound, num, system, unused)
 
 
 # ---- in the process of the run
@@ -137,7 +133,9 @@ class Problems:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
         num = min(4, os.cpu_count() or 1)
-        self.pool = Pool(f"{__name__}:make_answerer", (mix.settings, mix.levels), num=num, limit=LIMIT, sealed=True)
+        self.pool = Pool(
+            f"{__name__}:make_answerer", (mix.settings, mix.levels, mix.unused), num=num, limit=LIMIT, sealed=True
+        )
         self.num_levels: dict[str, int] = self._ask([("levels",)])[0]
         self.held_out = self._make_held_out()
 
@@ -241,7 +239,9 @@ def fresh(
 # ---- in a worker
 
 
-def make_answerer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> Callable[[tuple[Any, ...]], Any]:
+def make_answerer(
+    settings: dict[str, dict[str, Any]], levels: dict[str, int], unused: Sequence[str] = ()
+) -> Callable[[tuple[Any, ...]], Any]:
     """
     What a worker does: `("make", name, level, number)`, `("score", name, entry, answer)` and `("levels",)`.
 
@@ -253,6 +253,12 @@ def make_answerer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -
     for name in settings:
         if name not in known:
             raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}; --list-tasks lists them")
+    for name in unused:
+        if name not in known:
+            names = [*settings, "raise_level_at", "held_out", "system"]
+            raise ValueError(
+                f"--task-config: {short(name)} is no data set, and none of {', '.join(names)}{nearest(name, names)}"
+            )
     num_levels = {name: _num_levels(CURRICULA[name]()) if name in CURRICULA else 0 for name in settings}
     for name, level in levels.items():
         if type(level) is not int or not 0 <= level < num_levels[name]:

@@ -3,9 +3,9 @@ The recipe of the second demo model: `uv run --extra tasks python -m demo.make_r
 
 A Qwen3 of 0.8 million parameters learns four data sets of reasoning-gym, at the sizes of `data/demo_rg.yaml`: sums
 (chain_sum), legs of animals (leg_counting), letters (letter_counting) and words spelled backward (spell_backward).
-All of its lessons are right. Most of them give the answer at once, which it does by habit and badly; of the first three data
-sets some show working first (`WORKING`), and with working it is right more often. Training with GRPO has to find out
-which habit pays, and to make fewer slips.
+All of its lessons are right. Most of them give the answer at once, which it does by habit and badly; of the first
+three data sets some show working first (`WORKING`), and with working it is right more often. Training with GRPO has to
+find out which habit pays, and to make fewer slips.
 
 A lesson's number lies above 2^32, a run's below, and no lesson has the prompt of one of the first `HELD_OUT` held-out
 numbers. On one machine two runs give the same files.

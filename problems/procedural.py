@@ -76,7 +76,8 @@ def parse_mix(task: str, config: str | None) -> Mix:
     """
     What `rg:countdown=2,leg_counting` and --task-config say together.
 
-    Raises ValueError naming the part of the task, or the key of the file, that is wrong.
+    Raises ValueError naming the part of the task, or the key of the file, that is wrong. Keys of data sets that the
+    task leaves out are `unused`; whether they are data sets is known to reasoning-gym, which a worker asks.
     """
     weights: dict[str, float] = {}
     for part in task.removeprefix("rg:").split(","):
@@ -255,10 +256,8 @@ def make_answerer(
             raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}; --list-tasks lists them")
     for name in unused:
         if name not in known:
-            names = [*settings, "raise_level_at", "held_out", "system"]
-            raise ValueError(
-                f"--task-config: {short(name)} is no data set, and none of {', '.join(names)}{nearest(name, names)}"
-            )
+            meant = nearest(name, [*known, "raise_level_at", "held_out", "system"])
+            raise ValueError(f"--task-config: {short(name)} is no data set and no setting{meant}")
     num_levels = {name: _num_levels(CURRICULA[name]()) if name in CURRICULA else 0 for name in settings}
     for name, level in levels.items():
         if type(level) is not int or not 0 <= level < num_levels[name]:

@@ -1,5 +1,6 @@
 """The second bundled model: its recipe's lessons, how it is found, its format, and what it knows at first."""
 
+import pickle
 import random
 import re
 from collections import Counter
@@ -74,17 +75,14 @@ def test_the_words_that_are_shown_are_those_with_the_letter_each_with_the_count_
 
 
 @gym
-def test_a_reply_is_its_working_and_the_answer_that_the_scorer_takes(recipe):
+def test_a_reply_ends_with_the_answer_that_the_scorer_takes_whether_it_shows_working_or_not(recipe):
     ask = procedural.make_answerer(parse_mix(recipe.TASK, SIZES).settings, {})
     for name in NAMES:
-        _, answer, entry = ask(("make", name, None, recipe.FIRST))
-        made = next(recipe.problems(name))
-        for working in (True, False):
-            if text := recipe.reply(made, working and name in recipe.SHOW):
-                assert ask(("score", name, entry, procedural.extract(text))) == float(made["answer"] == answer)
-                assert procedural.answered_once([text]) == [1] and text.startswith("<answer>") != (
-                    working and name in recipe.SHOW
-                )
+        for entry in lessons(recipe, name, 5):
+            for working in {False, name in recipe.SHOW}:
+                text = recipe.reply(entry, working)
+                assert ask(("score", name, pickle.dumps(entry), procedural.extract(text))) == 1
+                assert procedural.answered_once([text]) == [1] and text.startswith("<answer>") != working
 
 
 @gym
@@ -134,12 +132,14 @@ def test_its_files_are_small_and_its_tokenizer_reads_every_text_letter_by_letter
 
 @gym
 def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
-    assert parse_mix("rg:chain_sum", SIZES).settings == {"chain_sum": {"max_terms": 4, "max_digits": 2}}
     mix = parse_mix("rg:chain_sum", SIZES)
+    assert mix.settings == {"chain_sum": {"max_terms": 4, "max_digits": 2}}
     procedural.make_answerer(mix.settings, mix.levels, mix.unused)
-    message = message_of(procedural.make_answerer, {"chain_sum": {}}, {}, ["held_outs"])
-    assert message.startswith("--task-config: 'held_outs' is no data set, and none of chain_sum, raise_level_at")
-    assert "did you mean held_out?" in message
+    for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
+        (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
+        mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
+        message = message_of(procedural.make_answerer, mix.settings, mix.levels, mix.unused)
+        assert message == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
 
 
 @gym

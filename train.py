@@ -208,9 +208,6 @@ def main(argv: list[str] | None = None) -> None:
                 page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:  # during loading; `stoppable` handles it during the steps
-        print("\nstopped before the first step", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

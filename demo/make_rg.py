@@ -68,7 +68,7 @@ def legs(entry: Entry) -> str:
     """3 cats, 2 ducks, 1 ant -> "12;4:16;6:22": the legs of each kind, and of all up to it."""
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
-    total, steps = 0, []
+    total, steps = 0, list[str]()
     for animal, count in entry["metadata"]["animals"].items():
         own = count * ANIMALS[animal]
         total += own
@@ -78,7 +78,7 @@ def legs(entry: Entry) -> str:
 
 def letters(entry: Entry) -> str:
     """The e of "here they are" -> "here 2 they 3 are 4": the words that have it, each with the count so far."""
-    letter, total, steps = entry["metadata"]["target_letter"], 0, []
+    letter, total, steps = entry["metadata"]["target_letter"], 0, list[str]()
     for word in entry["metadata"]["span"]:
         if own := word.lower().count(letter):
             total += own
@@ -217,7 +217,7 @@ def main() -> None:
         """Nats a token."""
         num = [len(targets) for *_, targets in batches]
         losses = [make.loss_of(model, *batch) for batch in batches]
-        return sum(n * loss for n, loss in zip(num, losses, strict=True)) / sum(num)
+        return sum((n * loss for n, loss in zip(num, losses, strict=True)), mx.array(0.0)) / sum(num)
 
     step_of = nn.value_and_grad(model, objective)
     with (args.out.parent / "make_rg.log").open("w") as log:

@@ -40,11 +40,13 @@ from problems import procedural
 
 FOLDER = Path(__file__).parent
 CONFIG = make.CONFIG
-STEPS, RATE, WARMUP = 1500, 3e-3, 100
+STEPS, RATE, WARMUP = 1400, 3e-3, 100
 FIRST = 2**33  # the number of the first lesson of a data set
-HELD_OUT = 2048
-WORKING = {"chain_sum": 0.4, "leg_counting": 0.4, "letter_counting": 0.35, "spell_backward": 0.0}  # share of lessons
-LESSONS = {"chain_sum": 18, "leg_counting": 18, "letter_counting": 10, "spell_backward": 18}  # a step
+HELD_OUT = 256
+HABIT = 1200  # the step after which most lessons give the answer at once
+WORKING = {"chain_sum": 0.4, "leg_counting": 0.4, "letter_counting": 0.35, "spell_backward": 0.0}  # share from there on
+WORKED = 0.85  # and up to there, of the data sets that have any
+LESSONS = {"chain_sum": 24, "leg_counting": 20, "letter_counting": 10, "spell_backward": 10}  # a step
 NUM_BATCHES = 4
 SIZES = FOLDER.parent / "data" / "demo_rg.yaml"
 TASK = "rg:" + ",".join(LESSONS)
@@ -174,15 +176,16 @@ class Lessons:
         self.system = procedural.parse_mix(TASK, str(SIZES)).system
         self.streams = {name: problems(name) for name in LESSONS}
 
-    def lesson(self, name: str) -> make.Lesson:
+    def lesson(self, name: str, step: int) -> make.Lesson:
         entry = next(self.streams[name])
-        text = reply(entry, self.rng.random() < WORKING[name])
+        share = WORKED if step <= HABIT and WORKING[name] else WORKING[name]
+        text = reply(entry, self.rng.random() < share)
         prompt = tasks.chat_ids(self.tokenizer, entry["question"], system=self.system)
         return make.Lesson(prompt, [*self.tokenizer.encode(text), self.eos], {})
 
-    def batches(self) -> list[tuple[mx.array, mx.array, mx.array]]:
+    def batches(self, step: int) -> list[tuple[mx.array, mx.array, mx.array]]:
         """A step's lessons in `NUM_BATCHES` of equal size and similar lengths; see `make.batch`."""
-        lessons = [self.lesson(name) for name, num in LESSONS.items() for _ in range(num)]
+        lessons = [self.lesson(name, step) for name, num in LESSONS.items() for _ in range(num)]
         lessons.sort(key=lambda lesson: len(lesson.prompt) + len(lesson.target))
         size = len(lessons) // NUM_BATCHES
         return [make.batch(lessons[begin : begin + size]) for begin in range(0, len(lessons), size)]
@@ -190,7 +193,7 @@ class Lessons:
 
 def report(model: gwen.Model, tokenizer: Any, task: tasks.Task) -> dict[str, float]:
     """Right answers to held-out problems and the share of answers that show working, sampled, by data set."""
-    params = evaluate.EvalParams(max_tokens=128, limit=256)
+    params = evaluate.EvalParams(max_tokens=56, limit=256)
     _, details = evaluate.evaluate(model, tokenizer, task, params)
     figures = {}
     for name in LESSONS:
@@ -222,15 +225,15 @@ def main() -> None:
     step_of = nn.value_and_grad(model, objective)
     with (args.out.parent / "make_rg.log").open("w") as log:
         for step in range(1, STEPS + 1):
-            loss, grads = step_of(model, lessons.batches())
+            loss, grads = step_of(model, lessons.batches(step))
             grads, _ = optim.clip_grad_norm(grads, 1.0)
             optimizer.update(model, grads)
             mx.eval(model.state, optimizer.state, loss)
             if step % 50 == 0:
                 line = {"step": step, "minutes": time.process_time() / 60, "loss": loss.item()}
-                line |= report(model, tokenizer, task) if step % 250 == 0 else {}
+                line |= report(model, tokenizer, task) if step % 200 == 0 else {}
                 print(json.dumps({key: round(value, 3) for key, value in line.items()}), file=log, flush=True)
-            if step % 250 == 0:
+            if step % 200 == 0:
                 half = gwen.Model(model.config)
                 half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
                 gwen.save(half, args.out, tokenizer)

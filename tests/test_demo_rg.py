@@ -133,7 +133,7 @@ def test_its_files_are_small_and_its_tokenizer_reads_every_text_letter_by_letter
 @gym
 def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
     mix = parse_mix("rg:chain_sum", SIZES)
-    assert mix.settings == {"chain_sum": {"max_terms": 4, "max_digits": 2}}
+    assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
     procedural.make_answerer(mix.settings, mix.levels, mix.unused)
     for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
         (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")

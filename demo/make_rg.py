@@ -193,7 +193,7 @@ class Lessons:
 
 def report(model: gwen.Model, tokenizer: Any, task: tasks.Task) -> dict[str, float]:
     """Right answers to held-out problems and the share of answers that show working, sampled, by data set."""
-    params = evaluate.EvalParams(max_tokens=56, limit=256)
+    params = evaluate.EvalParams(max_tokens=64, limit=256)
     _, details = evaluate.evaluate(model, tokenizer, task, params)
     figures = {}
     for name in LESSONS:

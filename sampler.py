@@ -14,6 +14,7 @@ import argparse
 import itertools
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import gpu
 import gwen
 import run_files
 import tasks
+import world
 from config import Config
 from flags import Parser, check_least, fail
 from kv_cache import KVCache, SlotCache
@@ -77,6 +79,7 @@ class Stats(NamedTuple):
     cache_bytes: int  # of the largest cache
     peak_bytes: int  # MLX's peak since `mx.reset_peak_memory`, weights included
     batch_size: int  # final rows at once; fewer than requested if memory ran out
+    speeds: tuple[float, ...] = ()  # completion tokens a second of each machine, by rank
 
 
 class Rollout(NamedTuple):
@@ -228,6 +231,23 @@ class Record:
         if self.progress is not None:
             self.progress.update(len(jobs))
 
+    def bring_together(
+        self, mine: list[int], seconds: float, prompts: list[list[int]]
+    ) -> list[tuple[list[int], float]]:
+        """
+        Adds the rows that other machines sampled; returns the rows of each, and the seconds that they took it.
+
+        mine: the rows of this machine. Raises ValueError if the machines have other prompts.
+        """
+        if world.size() == 1:
+            return [(mine, seconds)]
+        about = f"rollout of the prompts {zlib.crc32(repr(prompts).encode()):x}"
+        parts = world.share((mine, seconds, [column[mine] for column in self.columns]), about)
+        for rows, _, columns in parts:
+            for out, column in zip(self.columns, columns, strict=True):
+                out[rows] = column
+        return [(rows, its_seconds) for rows, its_seconds, _ in parts]
+
 
 class Slots:
     """Rows decoded together: each slot's job and the step it began at, the jobs that wait, the draws of these steps."""
@@ -267,7 +287,7 @@ class Slots:
 
     def hand_on(self, idle: list[int]) -> tuple[list[int], list[int]]:
         """
-        Gives idle slots to waiting jobs; with none left, drops them once they are a quarter of all.
+        Gives idle slots to waiting jobs once they are a sixteenth of all; if no job waits, drops a quarter or more.
 
         Returns the slots that have a new job, and those that are kept.
         """
@@ -399,23 +419,25 @@ def rollout(
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
     waiting = sorted(rows_of, key=len)  # neighbours have similar lengths, so little padding
+    waiting = [waiting[number] for number in world.part([len(rows_of[prompt]) for prompt in waiting])]
+    mine = sorted(row for prompt in waiting for row in rows_of[prompt])
 
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
-    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
+    with tqdm(total=len(mine), desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
         record = Record(num_rows, params, key, progress)
         while waiting:
             # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
             most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
-            prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]
-            lost = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
-            num_lost, failed = sum(map(len, lost.values())), False
+            prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]  # batches of about one size
+            todo = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
+            num_todo, failed = sum(map(len, todo.values())), False
             try:
-                seconds, num_bytes = sample_batch(model, lost, record, size.rows, share_prefix)
+                seconds, num_bytes = sample_batch(model, todo, record, size.rows, share_prefix)
             except (RuntimeError, MemoryError) as error:
                 if not gpu.is_out_of_memory(error):
                     raise
-                if min(size.rows, num_lost) == 1:
-                    length = max(map(len, lost)) + max(record.limits)
+                if min(size.rows, num_todo) == 1:
+                    length = max(map(len, todo)) + max(record.limits)
                     raise ValueError(
                         f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
                         "lower --max-tokens"
@@ -424,13 +446,14 @@ def rollout(
             mx.synchronize()  # wait: a queued step holds the caches of this batch
             if failed:  # not in the handler: the traceback holds every array of the attempt
                 mx.clear_cache()
-                size.halve(num_lost)
+                size.halve(num_todo)
                 tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
                 waiting = [prompt for prompt in waiting if not record.done[rows_of[prompt]].all()]
                 continue
             prefill_s, cache_bytes = prefill_s + seconds, max(cache_bytes, num_bytes)
             waiting = waiting[len(prompts_now) :]
     decode_s = time.perf_counter() - begin - prefill_s
+    parts = record.bring_together(mine, prefill_s + decode_s, prompts)
     limits = np.array(record.limits)
     is_end: np.ndarray = np.isin(record.ids, list(params.eos_ids)) & (np.arange(limits.max()) < limits[:, None])
     ended = np.asarray(is_end.any(-1))
@@ -453,6 +476,7 @@ def rollout(
             cache_bytes=cache_bytes,
             peak_bytes=mx.get_peak_memory(),
             batch_size=size.rows,
+            speeds=tuple(float(lengths_of[rows].sum() / seconds) for rows, seconds in parts),
         ),
         entropies[0] if params.entropy else None,
     )

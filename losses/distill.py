@@ -1,5 +1,5 @@
 """
-On-policy distillation: a teacher says of the student's own completions how likely it would have found each token.
+On-policy distillation: a teacher scores each token of the student's own completions.
 
 With `--loss-type distill` the loss is the divergence of the two distributions at each token (divergence.py). With
 `--distill-coef` the other losses stay what they are, and each token's advantage grows by that times log teacher - log
@@ -23,12 +23,13 @@ import gwen
 import lora
 import sampler
 import tasks
+import world
 from config import Config
 from groups import Draw
 from layers import lm_head
 from losses import divergence
 from losses.policy import PolicyLoss, Share, Targets, gaps
-from micro_batch import MicroBatch, completion_hidden, micro_batches
+from micro_batch import MicroBatch, completion_hidden, micro_batches, my_part
 from problems.examples import Example, short
 from update import MakeLoss
 
@@ -122,10 +123,10 @@ class Teacher:
     ) -> mx.array:
         """`out` with what `score` makes of each micro-batch's hidden states, (M, T, D), in its rows."""
         with lora.before_training(self.model):
-            for batch in batches:
+            for batch in my_part(batches):
                 out[batch.rows, : batch.mask.shape[1]] = score(completion_hidden(self.model, batch), batch)
                 mx.eval(out)  # wait: the next micro-batch may use this one's memory
-        return out
+        return world.all_sum([out])[0].astype(out.dtype)
 
 
 class DistillLoss:

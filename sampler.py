@@ -32,7 +32,7 @@ import world
 from config import Config
 from flags import Parser, check_least, fail
 from kv_cache import KVCache, SlotCache
-from layers import ops, softmax
+from layers import attention, softmax
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
@@ -360,7 +360,7 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
     if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-        return ops.slot_attention.runs(dtype)
+        return attention.slot_attention.runs(dtype)
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 

@@ -232,7 +232,9 @@ def _init() -> Any:
         )
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
     with open(os.devnull, "w") as nowhere:
-        faulthandler.dump_traceback_later(JOIN, exit=True, file=nowhere)
+        # elsewhere MLX is given the time for an error of its own
+        limit = JOIN if os.environ.get("MLX_RANK", "0") == "0" else JOIN + 5
+        faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
         try:
             return mx.distributed.init(strict=True)
         except RuntimeError as error:

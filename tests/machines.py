@@ -89,6 +89,7 @@ def fork(num, directory, flags):
 
     hosts, pids = free_hosts(num, directory), []
     for rank in range(num):
+        (directory / str(rank)).write_bytes(b"")
         if (pid := os.fork()) == 0:
             os.environ |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
             said = os.open(directory / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

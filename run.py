@@ -328,6 +328,8 @@ def stoppable(run: Core) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
         if not world.is_first():
+            if gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+                raise ValueError(str(error)) from error
             raise
         run.go_back()
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "

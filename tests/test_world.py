@@ -61,9 +61,7 @@ def test_what_is_shared_arrives_as_it_was():
 
 VARIANTS = {
     "plain": [],
-    "kl": ["--beta", "0.1"],
-    "top entropy": ["--top-entropy-quantile", "0.4"],
-    "bnpo": ["--loss-type", "bnpo"],
+    "kl, top entropy, bnpo": ["--beta", "0.1", "--top-entropy-quantile", "0.4", "--loss-type", "bnpo"],
     "all weights": ["--lora-rank", "0"],
 }
 
@@ -101,7 +99,6 @@ from small_run import make_run
 from mlx.utils import tree_flatten
 out = Path(sys.argv[1])
 with world.joined():
-    run = make_run(out / "gone")
     for name, flags in test_world.VARIANTS.items():
         ids, grads, measured, logprobs = test_world.gradients(make_run(out / "gone", *flags))
         arrays = {"ids": ids, "logprobs": logprobs} | {f"grad {key}": value for key, value in grads.items()}

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import world
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
 from problems.workers import LATE, Pool
 
@@ -179,6 +178,8 @@ def call_reward(
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
+    import world  # here: it brings MLX, which data and tasks do without
+
     if world.size() == 1:
         return call(name, fn, arguments, len(completions))
     rows_of: dict[str, list[int]] = {}  # a prompt's completions stay together

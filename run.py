@@ -135,6 +135,7 @@ class Run(Core):
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
+        refuse_lone_rewards(config, self.task)
         super().__init__(config, run_dir)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
@@ -238,6 +239,17 @@ def read_start(model: gwen.Model, path: str) -> lora.Fused:
         return lora.read(model, path)
     except ValueError as error:
         raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
+
+
+def refuse_lone_rewards(config: Config, task: tasks.Task) -> None:
+    """Raises ValueError where rewards count and no other completion of a prompt is there to compare them with."""
+    counted = [name for name, weight in task.reward_weights.items() if weight]
+    if config.groups == 1 and config.loss_type != "distill" and counted:
+        weights = ",".join(f"{name}=0" for name in counted)
+        raise ValueError(
+            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
+            f"--reward-weights {weights}"
+        )
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

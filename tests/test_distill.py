@@ -2,6 +2,7 @@
 
 import json
 import types
+import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -272,6 +273,40 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.parametrize("flags", ["--loss-type distill", "--distill-coef 0.5 --reward-weights correct=0,rubric=0"])
+def test_a_teacher_needs_no_groups(tmp_path, teacher, flags):
+    run = make_run(tmp_path, "--groups", "1", "--batch", "12", "--teacher", teacher, *flags.split())
+    batches, rollout, make_loss = lesson_of(moved(run))
+    assert groups.advantages_of(run.config, [], list(range(12))).tolist() == [[0.0]] * 12
+    loss = make_loss(run.config, targets_of(rollout))
+    found = sum(loss(run.model, batch).loss.item() for batch in batches)
+    mask = np.array(rollout.mask, np.float64)
+    if isinstance(loss, distill.TaughtPolicyLoss):
+        exact = -0.5 * (np.array(loss.gains, np.float64) * mask).sum() / mask.sum()
+    else:
+        hidden = [micro_batch.completion_hidden(run.model, batch) for batch in batches]
+        logits = [np.array(one @ run.model.head_weight.T, np.float64) for one in hidden]
+        taught = np.array(loss.lesson.hidden @ loss.lesson.head_weight.T, np.float64)
+        places = [(np.array(batch.rows), slice(batch.mask.shape[1])) for batch in batches]
+        parts = [written_out(one, taught[place], 0.5) * mask[place] for one, place in zip(logits, places, strict=True)]
+        exact = sum(part.sum() for part in parts) / mask.sum()
+    assert found == pytest.approx(exact, rel=2e-5) and abs(exact) > 1e-3
+    flags = [*SMALL, "--groups", "1", "--teacher", teacher, *flags.split(), "--eval-every", "0", "--steps", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of a deviation of one number
+        train.main([*flags, "--run-dir", str(tmp_path / "run")])
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")[0]
+    empty = ("reward/std", "reward/zero_std_frac", "sampling/signal_groups")
+    assert [metrics[name] for name in empty] == [None] * 3 and metrics["distill/kl"]
+    assert [record["advantage"] for record in lines(tmp_path / "run" / "rollouts.jsonl")] == [0.0] * 3
+
+
+def test_a_reward_that_counts_needs_another_completion(tmp_path, teacher):
+    flags = ["--groups", "1", "--teacher", teacher, "--distill-coef", "1"]
+    with pytest.raises(ValueError, match=r"^--groups 1 leaves the reward correct nothing .*correct=0,rubric=0$"):
+        make_run(tmp_path, *flags)
+
+
 def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teacher):
     run = make_run(tmp_path, *DISTILL, teacher)
     assert list(run.task.rewards) == ["correct"] and run.judge is None
@@ -316,6 +351,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
         ("--teacher demo --loss-type distill --dynamic-sampling", "--dynamic-sampling True: --loss-type distill has"),
         ("--teacher demo --distill-coef 1 --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
         ("--teacher demo --loss-type distill --truncated punish", "--truncated punish is a reward"),
+        ("--teacher demo --distill-coef 1 --groups 1 --curriculum", "--curriculum goes by rewards that differ"),
         ("--teacher demo --loss-type distill --distill-beta 2", "--distill-beta is 2.0; it must be at most 1.0"),
     ],
 )

@@ -25,8 +25,8 @@ import mlx.core as mx
 
 import grpo
 import gwen
-import lm_head
 from flags import Parser, check_least, fail
+from layers import lm_head
 
 TOLERANCES = {"loss": 1e-4, "logprob": 5e-3, "dlogits": 5e-2, "dhidden": 5e-2, "dhead": 5e-2}
 CHECKED_AT_ONCE = 64  # positions whose (M, V) gradients are compared at once, 39 MB each with Qwen's vocabulary

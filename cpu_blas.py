@@ -14,7 +14,8 @@ at once and faults them in again, which costs more than the arithmetic (swiglu a
 768: 90 ms against 30); here the heap keeps what it once had.
 
 On macOS MLX uses Accelerate, and no library is loaded. What MLX and the GPU's driver read once from the environment is
-set here, before MLX is imported; a value of the user's stays.
+set here, before MLX is imported; a value of the user's stays. As the first import of every program, this is also where
+a Ctrl-C during the others becomes one line.
 """
 
 import ctypes
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -156,4 +158,19 @@ def _load() -> str:
     return "MLX's built-in reference BLAS (slow)"
 
 
+def _say_ctrl_c_in_one_line() -> None:
+    """Where a program of ours runs, a Ctrl-C that nobody catches is one line, even during the other imports."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("\nstopped by Ctrl-C", file=sys.stderr)
+        else:
+            show(kind, error, where)
+
+    if Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents:
+        sys.excepthook = hook
+
+
+_say_ctrl_c_in_one_line()
 description = _load()

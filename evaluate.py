@@ -28,13 +28,13 @@ import dispatch
 import gpu
 import gwen
 import judge
-import lm_head
 import lora
 import run_files
 import sampler
 import tasks
 from config import Config, JudgeSettings, resolve
-from flags import Parser, add_flags, check_least, fail, stop
+from flags import Parser, add_flags, check_least, fail
+from layers import lm_head
 from micro_batch import completion_hidden, in_rows, micro_batches
 from problems.examples import Example, spread
 from problems.rewards import Reward, call_reward, reward_arguments, reward_columns
@@ -491,8 +491,6 @@ def main(argv: list[str] | None = None) -> None:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:
-        stop()
 
 
 if __name__ == "__main__":

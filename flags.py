@@ -37,12 +37,6 @@ def fail(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def stop() -> NoReturn:
-    """Ends the process after Ctrl-C, if nothing needs saving: one line on stderr, exit status 130."""
-    print("\nstopped by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
-
-
 class Parser(argparse.ArgumentParser):
     """Parses a command's flags. Reports mistakes in one line, and an unknown flag with the nearest known one."""
 

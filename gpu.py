@@ -9,7 +9,7 @@ left out for the run and named on stderr. On a CPU the expressions run. GWEN_KER
 
 The end of the file tells how much memory this machine has, and which errors say that it ran out; with or without a GPU.
 
-What is left out: the kernels themselves, which are in ops.py and softmax.py.
+What is left out: the kernels themselves, which are in layers/ops.py and layers/softmax.py.
 """
 
 import contextlib

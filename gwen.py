@@ -2,8 +2,9 @@
 Qwen2, Qwen2.5 and Qwen3 dense models on MLX: the blocks, load from and save to Hugging Face's layout.
 
 The three query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What
-happens between the matmuls is in ops.py, expressions and kernels; what is made of the hidden states in lm_head.py. What
-is left out: quantization, mixture of experts, sliding windows; a checkpoint that needs them is refused by name.
+happens between the matmuls is in layers/ops.py, expressions and kernels; what is made of the hidden states in
+layers/lm_head.py. Left out: quantization, mixture of experts, sliding windows; a checkpoint that needs them is refused
+by name.
 
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
@@ -24,10 +25,9 @@ from mlx.utils import tree_flatten
 import adapters
 import gpu
 import hub
-import ops
-import softmax
 from flags import Parser, fail
 from kv_cache import Cache, Held, KVCache, LayerState, Layout, Mask, Parts, SlotCache, TreeLayer
+from layers import ops, softmax
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 

@@ -32,15 +32,14 @@ import config
 import gpu
 import gwen
 import lora
-import ops
 import sampler
-import softmax
 from config import JudgeSettings
 from flags import Parser, add_flags, fail
 from judging import prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 from kv_cache import SlotCache, TreeCache
+from layers import ops, softmax
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # re-exported names
 

@@ -28,9 +28,9 @@ import adapters
 import gpu
 import gwen
 import hub
-import ops
 import run_files
 from flags import Parser, fail
+from layers import ops
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 

@@ -89,8 +89,6 @@ def main(argv: list[str] | None = None) -> None:
                 page.show(written)
     except (ValueError, OSError) as error:
         flags.fail(error)
-    except KeyboardInterrupt:
-        flags.stop()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from tqdm import tqdm
 
 import adapters
 import checkpoint
-import curriculum
 import dispatch
-import distill
 import evaluate
 import gpu
 import gwen
@@ -31,7 +29,8 @@ import sampler
 import tasks
 import update
 from config import Config
-from problems import rewards
+from losses import distill
+from problems import curriculum, rewards
 from problems.examples import Example, spread
 from reporting.console import CONSOLE_COLUMNS, warn
 from reporting.journal import Journal, evaluation_is_due

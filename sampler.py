@@ -25,13 +25,12 @@ from tqdm import tqdm
 
 import gpu
 import gwen
-import ops
 import run_files
-import softmax
 import tasks
 from config import Config
-from flags import Parser, check_least, fail, stop
+from flags import Parser, check_least, fail
 from kv_cache import KVCache, SlotCache
+from layers import ops, softmax
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
@@ -513,8 +512,6 @@ def main(argv: list[str] | None = None) -> None:
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:
-        stop()
     print("\n".join(texts(tokenizer, result, model.config.eos_ids)))
 
 

@@ -24,8 +24,8 @@ import preflight
 import run
 import update
 from config import Config
+from losses.policy import MISMATCH, Share, completion_logprobs
 from micro_batch import MicroBatch, padded, plan
-from policy import MISMATCH, Share, completion_logprobs
 from problems import chats
 from problems.chats import Row
 from problems.examples import Example, epoch_indices, short, split_examples, spread

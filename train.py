@@ -33,8 +33,8 @@ import update
 from config import Config, as_yaml, given, parse, resolve
 from flags import fail
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
+from losses.policy import PolicyLoss
 from micro_batch import micro_batches
-from policy import PolicyLoss
 from problems import procedural
 from problems.examples import Example
 from problems.rewards import call_reward
@@ -208,9 +208,6 @@ def main(argv: list[str] | None = None) -> None:
                 page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
-    except KeyboardInterrupt:  # during loading; `stoppable` handles it during the steps
-        print("\nstopped before the first step", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """
 The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
 
-Left out: where completions and rewards come from, the loss (policy.py), the bound on a step (trust_region.py).
+Left out: where completions and rewards come from, the loss (losses/policy.py), the bound on a step
+(losses/trust_region.py).
 
 Axes: N rows of the step, M rows of a micro-batch, T completion positions.
 """
@@ -22,13 +23,13 @@ from tqdm import tqdm
 import gpu
 import grpo
 import gwen
-import lm_head
 import lora
 import sampler
-import trust_region
 from config import Config
+from layers import lm_head
+from losses import trust_region
+from losses.policy import MEASURED, MISMATCH, PolicyLoss, Share, Targets, completion_logprobs
 from micro_batch import MicroBatch, in_rows
-from policy import MEASURED, MISMATCH, PolicyLoss, Share, Targets, completion_logprobs
 
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
 

@@ -28,15 +28,15 @@ import gwen
 import hub
 import lora
 import micro_batch
-import policy
 import sampler
-import softmax
 import update
 from bench import launches
 from bench.launches import Launch
 from config import Config
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
+from layers import softmax
+from losses import policy
 
 JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
 FEW = 4  # layers, beside one, that a phase is traced with

@@ -29,13 +29,13 @@ import grpo
 import gwen
 import lora
 import micro_batch
-import ops
-import policy
 import preflight
 import sampler
 import update
 from bench import harness, launches, ledger
 from config import Config
+from layers import ops
+from losses import policy
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
 ROWS = (1, 4, 16, 64)  # at which decoding is timed

@@ -24,12 +24,12 @@ import mlx.core as mx
 import numpy as np
 
 import gpu
-import policy
 import sampler
 import update
 from config import Config
 from groups import Draw, advantages_of, has_signal
 from judging import rubrics
+from losses import policy
 from problems.examples import spread
 from reporting import health, page, trackers
 from reporting.console import Live, comparison, console_line, evaluation_line, say, warn

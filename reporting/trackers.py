@@ -330,8 +330,6 @@ def main(argv: list[str] | None = None) -> None:
             report(args.run, name, args.follow)
     except ValueError as error:
         flags.fail(error)
-    except KeyboardInterrupt:
-        flags.stop()
 
 
 if __name__ == "__main__":

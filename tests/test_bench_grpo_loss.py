@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bench_grpo_loss as bench
-import lm_head
+from layers import lm_head
 
 TINY = ["--batch", "2", "--time", "70", "--hidden", "16", "--vocab", "900", "--iters", "1", "--warmup", "0"]
 KEYS = "impl mode device shape dtype loss first_call_s avg_step_ms mem_after_alloc mem_after_run peak_bytes".split()

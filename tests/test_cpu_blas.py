@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -210,3 +211,20 @@ print(best)
 """
     bundled, fast = (float(run(program).stdout) for program in (measure, "import cpu_blas" + measure))
     assert bundled / fast > 2, f"bundled {bundled * 1e3:.1f} ms, {cpu_blas.description} {fast * 1e3:.1f} ms"
+
+
+@pytest.mark.parametrize("program", ["train.py", "bench_rollout.py"])
+def test_ctrl_c_while_a_program_imports_is_one_line_and_the_signal_s_own_status(program, tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, str(ROOT / program)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stderr == "\nstopped by Ctrl-C\n"
+    assert done.returncode == -signal.SIGINT
+
+
+def test_a_program_that_only_uses_gwen_keeps_its_own_traceback(tmp_path):
+    (tmp_path / "theirs.py").write_text("import cpu_blas\nraise KeyboardInterrupt")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(tmp_path / "theirs.py")], env=env, capture_output=True, text=True)
+    assert "Traceback" in done.stderr

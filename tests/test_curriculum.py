@@ -9,10 +9,9 @@ from conftest import message_of
 from extras import needs
 from small_run import SMALL, make_config
 
-import curriculum
 import train
-from curriculum import PRIOR, Epochs, Memory
-from problems import procedural
+from problems import curriculum, procedural
+from problems.curriculum import PRIOR, Epochs, Memory
 from problems.examples import epoch_indices
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]

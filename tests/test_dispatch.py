@@ -16,7 +16,6 @@ import checkpoint
 import dispatch
 import evaluate
 import gwen
-import ops
 import run_files
 import sampler
 import tasks
@@ -24,6 +23,7 @@ import train
 from bench import harness
 from config import as_yaml, parse
 from dispatch import Kind, Trial
+from layers import ops
 
 KIND = Kind("machine", "model", "float32", 4, 32, 16)
 WORK = dict(max_tokens=12, group_size=4, most_rows=16)

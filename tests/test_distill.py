@@ -13,19 +13,17 @@ from small_run import SMALL, Recorder, make_config, make_run, sample
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
 import checkpoint
-import distill
-import divergence
 import gpu
 import groups
 import gwen
 import hub
 import lora
 import micro_batch
-import policy
 import preflight
 import tasks
 import train
 import update
+from losses import distill, divergence, policy
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")

@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import divergence
-import lm_head
+from layers import lm_head
+from losses import divergence
 
 RNG = np.random.default_rng(0)
 BETAS = (0, 0.3, 0.5, 1)

@@ -376,15 +376,3 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
     sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
     assert run_files.adapter_of(str(runs / "demo"), 0) is None
-
-
-@pytest.mark.parametrize(("main", "flags"), [(evaluate.main, []), (sampler.main, ["--prompt", "Hi"])])
-def test_ctrl_c_ends_in_one_line_with_status_130(monkeypatch, capsys, main, flags):
-    def press(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sampler, "rollout", press)
-    with pytest.raises(SystemExit) as ended:
-        main(["--model", "demo", *flags])
-    assert ended.value.code == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "stopped by Ctrl-C"

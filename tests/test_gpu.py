@@ -14,7 +14,7 @@ import pytest
 
 import gpu
 import gwen
-import ops
+from layers import ops
 
 ROOT = Path(gwen.__file__).parent
 

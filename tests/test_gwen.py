@@ -25,8 +25,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import gpu
 import gwen
 import hub
-import ops
 from kv_cache import KVCache, TreeCache
+from layers import ops
 
 RNG = np.random.default_rng(0)
 TOKENS = mx.array(RNG.integers(0, 320, (3, 12)).astype(np.int32))

@@ -14,12 +14,12 @@ import bench_step
 import gwen
 import lora
 import micro_batch
-import policy
 import preflight
 import sampler
 import update
 from bench import launches, ledger
 from config import Config, resolve
+from losses import policy
 
 X = mx.zeros((4, 6), mx.float16)
 

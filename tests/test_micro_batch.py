@@ -8,10 +8,10 @@ from mlx.utils import tree_flatten
 
 import gpu
 import gwen
-import lm_head
 import lora
 import micro_batch
 import sampler
+from layers import lm_head
 
 RNG = np.random.default_rng(0)
 GROUPS, WIDTH = 4, 7

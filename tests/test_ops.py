@@ -11,9 +11,9 @@ from conftest import QWEN3, YARN, normal, relative_error
 import gpu
 import gwen
 import hub
-import ops
 from bench import launches
 from kv_cache import TreeCache
+from layers import ops
 
 RNG = np.random.default_rng(0)
 

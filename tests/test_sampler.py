@@ -13,10 +13,8 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import dispatch
 import gwen
-import lm_head
-import ops
 import sampler
-import softmax
+from layers import lm_head, ops, softmax
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)

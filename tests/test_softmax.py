@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from conftest import normal
 
-import lm_head
-import softmax
-from softmax import Support
+from layers import lm_head, softmax
+from layers.softmax import Support
 
 VOCAB = 151_936
 RNG = np.random.default_rng(0)

@@ -37,9 +37,9 @@ import lora
 import sampler
 import tasks
 import train
-import trust_region
 import update
 from config import Config
+from losses import trust_region
 from reporting import journal
 from reporting.journal import records_of_draw
 
@@ -908,14 +908,12 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     assert records(whole / "metrics.jsonl") == records(killed / "metrics.jsonl")
 
 
-def test_ctrl_c_while_the_model_loads_is_one_line_and_leaves_no_run(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
     moments = [(gwen, "load"), (dispatch, "settle"), (gpu, "environment")]
     for owner, name in moments:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
             train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
-        assert exit_.value.code == 130
-        assert capsys.readouterr().err == "\nstopped before the first step\n"
         assert not list(tmp_path.rglob("*.*"))
     train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])  # its name is free
 

@@ -21,9 +21,9 @@ import grpo
 import gwen
 import hub
 import micro_batch
-import policy
 import sampler
 from config import Config
+from losses import policy
 
 torch = pytest.importorskip("torch", reason="TRL is in the dependency group `trl`")
 trl = pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")

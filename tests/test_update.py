@@ -14,13 +14,12 @@ from small_run import descend_plainly, gradient_of_update, make_config, make_run
 
 import grpo
 import gwen
-import lm_head
 import micro_batch
-import policy
 import sampler
 import train
-import trust_region
 import update
+from layers import lm_head
+from losses import policy, trust_region
 
 pytestmark = pytest.mark.slow
 

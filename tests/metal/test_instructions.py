@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 
 import gpu
-import ops
 from kv_cache import Group, Layout, make_group
+from layers import ops
 from metal import instructions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiler")]

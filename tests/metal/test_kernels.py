@@ -20,11 +20,9 @@ import gpu
 import grpo
 import gwen
 import hub
-import lm_head
 import micro_batch
-import ops
-import softmax
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
+from layers import lm_head, ops, softmax
 from metal import emulator
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,10 @@ import gpu
 import gwen
 import hub
 import kv_cache
-import lm_head
 import lora
 import sampler
-import softmax
 from bench import launches, ledger
+from layers import lm_head, softmax
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts

@@ -6,7 +6,7 @@ import pytest
 import gpu
 import gwen
 import lora
-import ops
+from layers import ops
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,8 @@
 """
 The softmax over rows of logits: log-probabilities, entropy, a drawn token, a restricted support.
 
-Expression, source, launch and `gpu.Op` come in the order of ops.py. What is left out: where logits come from;
-lm_head.py makes them from hidden states, some at a time.
+Expression, source, launch and `gpu.Op` come in the order of layers/ops.py. What is left out: where logits come from;
+layers/lm_head.py makes them from hidden states, some at a time.
 
 Axes: N or M rows, V vocabulary.
 """

@@ -12,9 +12,9 @@ import mlx.core as mx
 
 import grpo
 import gwen
-import lm_head
 import sampler
 from config import Config
+from layers import lm_head
 from micro_batch import MicroBatch, completion_hidden
 
 # the policy before the update against the sampler's

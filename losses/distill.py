@@ -19,16 +19,16 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import divergence
 import gwen
-import lm_head
 import lora
 import sampler
 import tasks
 from config import Config
 from groups import Draw
+from layers import lm_head
+from losses import divergence
+from losses.policy import PolicyLoss, Share, Targets, gaps
 from micro_batch import MicroBatch, completion_hidden, micro_batches
-from policy import PolicyLoss, Share, Targets, gaps
 from problems.examples import Example, short
 from update import MakeLoss
 

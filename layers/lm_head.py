@@ -13,7 +13,7 @@ import mlx.core as mx
 
 import gpu
 import grpo
-import softmax
+from layers import softmax
 
 
 def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None) -> mx.array:

@@ -157,8 +157,8 @@ class Run(Core):
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
         self.longest = max(lengths) + config.max_tokens
-        preflight.refuse_teacher(*demand)
-        self.teacher = self._make_teacher() if config.teacher else None
+        need = preflight.estimate(*demand, config.num_checkpointed(self.model.config.num_hidden_layers))
+        self.teacher = self._make_teacher(on_disk=need.reading > 0) if config.teacher else None
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
@@ -172,9 +172,9 @@ class Run(Core):
             kind=kind,
         )
 
-    def _make_teacher(self) -> distill.Teacher:
+    def _make_teacher(self, on_disk: bool) -> distill.Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
-        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base)
+        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base, on_disk)
         teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
         return teacher
 

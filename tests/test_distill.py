@@ -20,10 +20,12 @@ import hub
 import lora
 import micro_batch
 import preflight
+import sft
 import tasks
 import train
 import update
-from losses import distill, divergence, policy
+from losses import distill, divergence, from_disk, policy
+from problems.chats import Row
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")
@@ -91,7 +93,7 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
     batches, rollout, make_loss = lesson_of(run, sharing=sharing)
     assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
     loss = make_loss(run.config, targets_of(rollout))
-    head, taught = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.head_weight))
+    head, taught = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
         hidden, teacher_hidden = (micro_batch.completion_hidden(m, batch) for m in (run.model, run.teacher.model))
@@ -404,15 +406,78 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
             make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
 
 
-def test_a_teacher_that_does_not_fit_is_refused_with_figures(monkeypatch):
-    config = make_config("--loss-type", "distill", "--teacher", "random:0.6b")
-    shape = (hub.load_config(hub.DEMO), mx.float32, config, [80])
-    weights = sum(array.size for _, array in tree_flatten(gwen.Model(gwen.load_config("random:0.6b")).parameters()))
-    need = preflight.estimate(*shape, 0)
-    assert need.teacher == 4 * weights + 12 * 12 * 1024 * 4
-    preflight.refuse_teacher(*shape)
-    monkeypatch.setattr(gpu, "memory_size", lambda: 2_000_000_000)
-    with pytest.raises(
-        ValueError, match=r"^--teacher random:0.6b takes 2.38 GB beside the run's 0.0\d, of 2.00; take a"
-    ):
-        preflight.refuse_teacher(*shape)
+# ---- a teacher that stays on disk
+
+
+@pytest.mark.parametrize("flags, sharing", [("--loss-type distill", "on"), ("--distill-coef 0.5", "off")])
+def test_a_teacher_on_disk_says_the_same_to_the_bit(tmp_path, monkeypatch, teacher, prompt, flags, sharing):
+    flags = ["--teacher", teacher, "--teacher-prompt", prompt, "--train-share-prefix", sharing, *flags.split()]
+    ends = []
+    for on_disk in (False, True):
+        monkeypatch.setattr(gpu, "memory_size", lambda on_disk=on_disk: 15_000_000 if on_disk else 10**10)
+        run = moved(make_run(tmp_path, *flags, "--target-kl", "0"))
+        assert (run.teacher.model is None) == on_disk
+        for _ in range(2):  # a second step reads it again
+            batches, rollout, make_loss = lesson_of(run, sharing=sharing)
+            result = update.update(run.learner, batches, rollout, mx.zeros(12), None, 1e-3, make_loss)
+        ends.append((result.loss, run.learner.trainable))
+    assert ends[0][0] == ends[1][0] != 0
+    for name, array in ends[0][1].items():
+        assert mx.array_equal(array, ends[1][1][name]).item(), name
+
+
+def test_of_a_teacher_on_disk_one_layer_is_held_at_a_time(tmp_path):
+    """Of five; and the model that they were read from has none left."""
+    model = gwen.random_model("random:2m")
+    gwen.save(model, tmp_path, hub.load_tokenizer(hub.DEMO))
+    layer = sum(array.nbytes for _, array in tree_flatten(model.layers[0].parameters()))
+    del model
+    batches = sft.make_batches([Row([5, 6, 7, 8], [2, 3])] * 2, 4)
+    assert len(batches) == 2
+    opened = gwen.open_model(tmp_path)
+    mx.eval(opened.head_weight)
+    mx.clear_cache()
+    begin = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = from_disk.hidden_states(opened, batches)
+    mx.eval(found)
+    assert mx.get_peak_memory() - begin < 3 * layer, (mx.get_peak_memory() - begin) / layer
+    assert not opened.layers
+    mx.clear_cache()
+    assert mx.get_active_memory() - begin < layer / 10
+
+
+def test_a_teacher_that_does_not_fit_stays_on_disk_and_the_preflight_says_what_that_costs(monkeypatch, teacher):
+    config = make_config("--loss-type", "distill", "--teacher", teacher)
+    shape = (hub.load_config(hub.DEMO), mx.float32, config, [80] * 3)
+    weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape[0]).parameters()))
+    head, said = 4 * shape[0].vocab_size * shape[0].hidden_size, 4 * shape[0].hidden_size * 12 * 12
+    held = preflight.estimate(*shape, 0)
+    assert (held.teacher, held.reading) == (weights + said, 0)
+    assert "disk" not in preflight.line(*shape)
+    monkeypatch.setattr(gpu, "memory_size", lambda: held.total - 1)
+    read = preflight.estimate(*shape, 0)
+    assert (read.teacher, read.reading) == (head + said, weights) and read.total < held.total
+    assert f"the teacher stays on disk: a step reads its {weights / 1e9:.2f} GB layer by layer" in preflight.line(
+        *shape
+    )
+    random = make_config("--loss-type", "distill", "--teacher", "random:0.6b")
+    assert "it does not fit: take a smaller model" in preflight.line(*shape[:2], random, [80] * 3)  # made, not read
+
+
+def test_micro_batches_are_cut_and_layers_computed_again_before_a_teacher_is_read_every_step(monkeypatch, teacher):
+    shape = hub.load_config(hub.DEMO)
+
+    def settled(room):
+        monkeypatch.setattr(preflight, "LAPTOP", room / 0.9)
+        monkeypatch.setattr(gpu, "memory_size", lambda: room)
+        config = make_config("--loss-type", "distill", "--teacher", teacher, "--rollout-batch-size", "1")
+        demand = (shape, mx.float32, config, [80] * 3)
+        preflight.settle(*demand)
+        need = preflight.estimate(*demand, config.num_checkpointed(4))
+        return config.checkpoint_layers, need.reading > 0
+
+    rooms = range(60_000_000, 20_000_000, -1_000_000)
+    assert list(dict.fromkeys(map(settled, rooms))) == [
+        ("off", False), ("2", False), ("3", False), ("on", False), ("on", True)
+    ]  # fmt: skip

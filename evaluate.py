@@ -269,7 +269,7 @@ def evaluate(
         "eval/samples": samples,
         "eval/s": time.perf_counter() - begin,
     }
-    record = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+    record = run_files.finite(record)
     scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
     greedily = zip(greedy.texts, greedy_values, strict=True)
     details = [

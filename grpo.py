@@ -199,12 +199,14 @@ def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
     return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
 
 
-def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimator: str = "k3") -> mx.array:
+def kl_term(
+    logprobs: mx.array, ref_logprobs: mx.array, estimator: str = "k3", ratio: mx.array | None = None
+) -> mx.array:
     """
     An estimate of KL(policy, reference) per token, with d = log reference - log policy.
 
     k2: d^2 / 2; on policy, its gradient is the gradient of the KL. k3: exp(d) - d - 1, never negative. k3_corrected: k3
-    times the importance ratio, including its gradient; gives the gradient of the KL for tokens of the old policy.
+    times the importance `ratio`, including its gradient; gives the gradient of the KL for tokens of the old policy.
     All values and gradients are 0 where policy and reference agree. Schulman's k1 (-d) is left out: as a loss it has no
     effect, since its mean gradient is 0.
     Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; correction:
@@ -215,7 +217,10 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array, estimat
     if estimator == "k2":
         return log_ratio**2 / 2
     k3 = mx.exp(log_ratio) - log_ratio - 1
-    return k3 * ratio if estimator == "k3_corrected" else k3
+    if estimator == "k3":
+        return k3
+    assert ratio is not None, estimator
+    return k3 * ratio
 
 
 # ---- aggregation
@@ -318,7 +323,7 @@ def token_terms(
     kl = None
     if ref_logprobs is not None:
         ref_logprobs = mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0)
-        kl = kl_term(logprobs, ref_logprobs, ratio, objective.kl_estimator)
+        kl = kl_term(logprobs, ref_logprobs, objective.kl_estimator, ratio)
     return Terms(policy, kl, removed)
 
 
@@ -333,7 +338,7 @@ def policy_loss(
     num_items: mx.array | int | None = None,
 ) -> tuple[mx.array, Stats]:
     """
-    The loss of a whole step; `update.py` combines the same parts for a micro-batch.
+    The definition of a whole step's loss; `losses/policy.py` applies the same parts to its micro-batches.
 
     logprobs (the only one with gradient), old_logprobs, ref_logprobs (M, T) float32 nats; advantages (M,);
     mask (M, T), 1 = counted, arbitrary values elsewhere -> (), Stats. num_items: see `aggregate`.

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     """Which tokens read what of a cache in parts."""
 
     groups: list[Group]  # one per part, in the order of `Parts`
-    # (N, 1, L, S) boolean, of all parts joined into one; None: the newest one's says it all. Computed if it is read
+    # (N, 1, L, S) boolean, of all parts joined into one; None if only the newest part needs a mask. Lazy
     whole: mx.array | None = None
 
 

@@ -47,7 +47,7 @@ class Core:
     longest: int  # positions of the longest row that it may train
 
     def __init__(self, config: Config, run_dir: Path):
-        """Raises ValueError for a model, or an adapter to begin with, that is not to be had or does not fit."""
+        """Raises ValueError if the model or the initial adapter cannot be loaded, or if they do not match."""
         self.config, self.dir, self.step = config, run_dir, 0
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.model, self.tokenizer = gwen.load(config.model)
@@ -55,7 +55,7 @@ class Core:
             return
         begun = None
         if config.init_adapter:
-            kept = run_dir / START  # a resumed run's: the other may have gone on since
+            kept = run_dir / START  # on resume, our copy: the original may have been trained further
             begun = read_start(self.model, str(kept) if kept.is_dir() else config.init_adapter)
         lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         if begun is not None:
@@ -130,7 +130,7 @@ class Core:
 
 
 class Run(Core):
-    """GRPO's: the task and its judges besides."""
+    """A GRPO run: the task, its prompts, the judges and the teacher besides."""
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
@@ -141,7 +141,7 @@ class Run(Core):
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
         self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=config.record_tokens > 0)
         self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
-        # problems that are still to be made are as long as those held out
+        # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
         self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []

@@ -6,6 +6,7 @@ Left out: the logs (run.py) and the state to resume from (checkpoint.py).
 
 import itertools
 import json
+import math
 import os
 import re
 import time
@@ -198,8 +199,8 @@ class JsonLines:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every record."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        """Every record, but for a last one that a crash left unfinished."""
+        return [json.loads(line) for line in self.path.read_text().rpartition("\n")[0].splitlines()]
 
     def cut_after(self, step: int) -> None:
         """Drops the records of later steps, and a last line that a crash left unfinished."""
@@ -212,6 +213,11 @@ class JsonLines:
                 break
             kept.append(line + "\n")
         replace_text(self.path, "".join(kept))
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """A record in which numbers that JSON does not have, inf and nan, are null."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
 
 
 def replace_text(path: Path, text: str) -> None:

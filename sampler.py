@@ -267,7 +267,7 @@ class Slots:
 
     def hand_on(self, idle: list[int]) -> tuple[list[int], list[int]]:
         """
-        Gives idle slots to waiting jobs; with none left, drops them once they are a quarter of all.
+        Gives idle slots to waiting jobs once they are a sixteenth of all; if no job waits, drops a quarter or more.
 
         Returns the slots that have a new job, and those that are kept.
         """
@@ -406,16 +406,16 @@ def rollout(
         while waiting:
             # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
             most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
-            prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]
-            lost = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
-            num_lost, failed = sum(map(len, lost.values())), False
+            prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]  # batches of about one size
+            todo = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
+            num_todo, failed = sum(map(len, todo.values())), False
             try:
-                seconds, num_bytes = sample_batch(model, lost, record, size.rows, share_prefix)
+                seconds, num_bytes = sample_batch(model, todo, record, size.rows, share_prefix)
             except (RuntimeError, MemoryError) as error:
                 if not gpu.is_out_of_memory(error):
                     raise
-                if min(size.rows, num_lost) == 1:
-                    length = max(map(len, lost)) + max(record.limits)
+                if min(size.rows, num_todo) == 1:
+                    length = max(map(len, todo)) + max(record.limits)
                     raise ValueError(
                         f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
                         "lower --max-tokens"
@@ -424,7 +424,7 @@ def rollout(
             mx.synchronize()  # wait: a queued step holds the caches of this batch
             if failed:  # not in the handler: the traceback holds every array of the attempt
                 mx.clear_cache()
-                size.halve(num_lost)
+                size.halve(num_todo)
                 tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
                 waiting = [prompt for prompt in waiting if not record.done[rows_of[prompt]].all()]
                 continue

@@ -22,6 +22,7 @@ import numpy as np
 import gwen
 import preflight
 import run
+import run_files
 import update
 from config import Config
 from losses.policy import MISMATCH, Share, completion_logprobs
@@ -36,7 +37,7 @@ from reporting.journal import Journal, PhaseClock
 NOT_MEASURED = (
     *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
     *("sampling/draws", "sampling/signal_groups", "sampling/unused_frac"),
-    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s"),
+    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s", "distill/kl"),
     *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
     *("kl", "clip_frac", "update/kl", "update/repeats", "completion/truncated_frac", "mem/cache_gb"),
     *(f"mismatch/{name}" for name in MISMATCH),
@@ -111,7 +112,7 @@ def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) 
         "eval/num": num,
         "eval/s": time.perf_counter() - begin,
     }
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+    return run_files.finite(record)
 
 
 # ---- the run
@@ -238,4 +239,4 @@ def step_metrics(
         "pad_frac": 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
         "forwards_per_completion": num_forwards / num_rows,
     }
-    return {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
+    return run_files.finite(metrics)

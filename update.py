@@ -78,20 +78,20 @@ def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sam
 class UpdateResult(NamedTuple):
     """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
 
-    loss: float | None
-    grad_norm: float | None  # before clipping
     lr: float  # as scheduled
     rate: float  # factor of it in the last step
-    moved: float | None  # KL between the policies before the first and after the last step, `trust_region.distance`
-    repeats: int  # tries that went too far and were undone
-    skipped: int  # steps skipped because their gradient was not finite
     num_skipped: int  # skipped steps since the run began
-    num_forwards: int  # rows computed, including the reference's
     loss_scale: float  # after the last step
-    pad_frac: float | None  # padding's share of the computed positions
     # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
     means: dict[str, float | None]
     pushes: dict[int, np.ndarray]  # see `trust_region.Held`
+    loss: float | None = None
+    grad_norm: float | None = None  # before clipping
+    moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
+    repeats: int = 0  # tries that went too far and were undone
+    skipped: int = 0  # steps skipped because their gradient was not finite
+    num_forwards: int = 0  # rows computed, including the reference's
+    pad_frac: float | None = None  # padding's share of the computed positions
 
 
 def update(
@@ -112,8 +112,9 @@ def update(
     """
     config = learner.config
     if not batches:  # every row was truncated and left out
-        kept = (learner.num_skipped, 0, learner.loss_scale.value)
-        return UpdateResult(None, None, lr, learner.rate, None, 0, 0, *kept, None, dict.fromkeys(MEASURED), {})
+        return UpdateResult(
+            lr, learner.rate, learner.num_skipped, learner.loss_scale.value, dict.fromkeys(MEASURED), {}
+        )
     chosen = rollout.mask
     if config.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
         _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
@@ -257,7 +258,7 @@ def under(learner: Learner, probe: list[MicroBatch], weights: trust_region.Weigh
 
 
 def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
-    """Copies the float32 masters into the model, rounded to its dtype of each."""
+    """Copies the float32 masters into the model, each cast to the dtype of the weight it replaces."""
     dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
     model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
 

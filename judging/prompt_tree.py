@@ -84,7 +84,7 @@ class PromptTree:
             try:
                 end = self.forward(cache, [self.head])[0, -1]
                 mx.eval(end, cache.arrays())
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if gpu.is_out_of_memory(error):
                     raise self._too_little() from error
                 raise
@@ -109,7 +109,7 @@ class PromptTree:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
             try:
                 self._level(self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, finish)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not gpu.is_out_of_memory(error):
                     raise
             else:

@@ -1,5 +1,5 @@
 """
-On-policy distillation: a teacher says of the student's own completions how likely it would have found each token.
+On-policy distillation: a teacher scores each token of the student's own completions.
 
 With `--loss-type distill` the loss is the divergence of the two distributions at each token (divergence.py). With
 `--distill-coef` the other losses stay what they are, and each token's advantage grows by that times log teacher - log

@@ -73,21 +73,13 @@ class PolicyLoss:
 
     def __init__(self, config: Config, targets: Targets):
         self.config, self.targets = config, targets
-        self.objective = grpo.Objective(
-            loss_type=config.loss_type,
-            importance_sampling_level=config.importance_sampling_level,
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            delta=config.delta or None,
-            beta=config.beta,
-            kl_estimator=config.kl_estimator,
-            max_tokens=config.max_tokens,
-        )
+        named = {name: getattr(config, name) for name in grpo.Objective._fields}
+        self.objective = grpo.Objective(**named | {"delta": config.delta or None})
 
     def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
         config, targets, objective = self.config, self.targets, self.objective
         mask, rows, sampled = batch.mask, batch.rows, batch.sampled_logprobs
-        clipped, logprobs, entropy = self.terms(model, batch)
+        clipped, logprobs, entropy = self.forward(model, batch)
         # None in the first iteration: the current policy is the old one
         old = mx.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
         chosen = targets.chosen[rows, : mask.shape[1]]
@@ -109,15 +101,15 @@ class PolicyLoss:
         its_own = self.targets.advantages[batch.rows]
         return its_own[:, None] if its_own.ndim == 1 else its_own[:, : batch.mask.shape[1]]
 
-    def terms(self, model: gwen.Model, batch: MicroBatch) -> tuple[mx.array | None, mx.array, mx.array]:
+    def forward(self, model: gwen.Model, batch: MicroBatch) -> tuple[mx.array | None, mx.array, mx.array]:
         """
         Terms of the clipped loss if a kernel computes them (else None), and the two results of `completion_logprobs`;
         (M, T) each.
         """
         config, objective = self.config, self.objective
-        clipped = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
+        by_token = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
         plain = config.lora_rank and not config.entropy_coef
-        if not (clipped and plain and lm_head.has_token_losses(model.head_weight, sampler.params_of(config).support)):
+        if not (by_token and plain and lm_head.has_token_losses(model.head_weight, sampler.params_of(config).support)):
             return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
         hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
         each = mx.broadcast_to(self.advantages_of(batch), batch.mask.shape)

@@ -19,7 +19,7 @@ import numpy as np
 import grpo
 from micro_batch import MicroBatch, take_rows
 
-PROBE_TOKENS, PROBE_SHARE = 128, 8  # a probe has this many tokens, or 1/8 of all if that is more
+PROBE_TOKENS, MOST_STRIDE = 128, 8  # every 8th micro-batch or row is probed; more, if that had fewer tokens
 SLACK = 1.5  # a step may move this many times the target
 RECOVERY = 1.25  # the rate grows by this factor after a step below half the target
 MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, and the smallest factor of one try
@@ -31,9 +31,9 @@ def make_probe(batches: list[MicroBatch], num_items: int, turn: int) -> list[Mic
     """
     Every k-th micro-batch, or every k-th row if there are too few, with an offset that changes every turn.
 
-    Their `old_logprobs` are the policy's before the update. k is at most PROBE_SHARE, and less if few tokens count.
+    Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
     """
-    stride = max(min(PROBE_SHARE, num_items // PROBE_TOKENS), 1)
+    stride = max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
     if len(batches) >= stride:
         return batches[turn % stride :: stride]
     stride = min(stride, max(len(batch.rows) for batch in batches))
@@ -52,7 +52,8 @@ def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
     total, count = mx.array(0.0), mx.array(0.0)
     for batch, new in zip(probe, present, strict=True):
         assert batch.old_logprobs is not None
-        total += (grpo.kl_term(batch.old_logprobs, new, mx.ones_like(new)) * batch.mask).sum()
+        new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
+        total += (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
         count += batch.mask.sum()
     return float(total / count)
 
@@ -61,7 +62,7 @@ class Held(NamedTuple):
     """A step that moved the policy no further than allowed."""
 
     weights: Weights
-    share: float  # of the step that was asked for; what the learning rate has to be multiplied by
+    share: float  # of the requested step that was kept; the caller multiplies its rate by it
     moved: float  # nats per token
     repeats: int  # tries that went too far and were undone
     pushes: dict[int, np.ndarray]  # change in nats of each token's log-probability, by row of the step, of the probe

@@ -10,8 +10,6 @@ What is left out: console lines (console.py), the page (page.py), and the state 
 
 import base64
 import contextlib
-import json
-import math
 import sys
 import time
 from collections import deque
@@ -33,7 +31,7 @@ from losses import policy
 from problems.examples import spread
 from reporting import health, page, trackers
 from reporting.console import Live, comparison, console_line, evaluation_line, say, warn
-from run_files import JsonLines
+from run_files import JsonLines, finite
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -111,7 +109,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
-    num_signal = None  # where rewards are only looked at
+    num_signal = None  # nothing compares rewards
     if config.compares_rewards:
         num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
@@ -172,7 +170,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "mem/peak_gb": step.peak_bytes / 1e9,
         "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
-    return {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
+    return finite(metrics)
 
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
@@ -363,5 +361,4 @@ def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
     """Whether to evaluate after this step: the schedule says so and the log does not have it yet."""
     if not config.eval_every or (step % config.eval_every and step != config.steps):
         return False
-    lines = (run_dir / "eval.jsonl").read_text().splitlines()
-    return not any(json.loads(line)["step"] == step for line in lines)
+    return not any(record["step"] == step for record in JsonLines(run_dir / "eval.jsonl").read())

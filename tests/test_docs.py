@@ -26,6 +26,11 @@ def without_meaning(record, known):
     return sorted(key for key in keys if not any(re.fullmatch(pattern, key) for pattern in patterns))
 
 
+def always_there():
+    """The keys of metrics.jsonl that every step has, whatever the method; null where it does not measure them."""
+    return {name for name in reference.METRICS if name == name.lower() and not name.startswith("curriculum/")}
+
+
 def test_the_reference_is_up_to_date():
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `uv run python -m docs.reference`"
 
@@ -50,6 +55,7 @@ def test_every_metric_of_a_run_has_a_meaning(tmp_path):
     metrics, evaluations = records(tmp_path / "metrics.jsonl"), records(tmp_path / "eval.jsonl")
     assert len(metrics) == 1 and len(evaluations) == 2
     assert without_meaning(metrics[0], reference.METRICS) == []
+    assert always_there() <= metrics[0].keys()
     assert without_meaning(evaluations[-1], reference.EVALUATION_METRICS) == []
 
 

@@ -325,7 +325,7 @@ def test_what_lies_outside_the_mask_has_no_influence_and_no_gradient(loss, garba
 @pytest.mark.parametrize("kl_estimator", grpo.KL_ESTIMATORS)
 def test_the_kl_term_has_no_gradient_where_policy_and_reference_agree(kl_estimator):
     def kl_only(new):
-        return grpo.kl_term(new, array(NEW), mx.exp(new - array(OLD)), kl_estimator).sum()
+        return grpo.kl_term(new, array(NEW), kl_estimator, mx.exp(new - array(OLD))).sum()
 
     value, grad = mx.value_and_grad(kl_only)(array(NEW))
     assert value.item() == 0
@@ -346,7 +346,7 @@ def test_what_the_kl_estimators_estimate_and_which_have_its_gradient():
 
     def expected(logits, estimator):
         logprobs = logits - mx.logsumexp(logits)
-        return (array(p) * grpo.kl_term(logprobs, ref, mx.exp(logprobs - old), estimator)).sum()
+        return (array(p) * grpo.kl_term(logprobs, ref, estimator, mx.exp(logprobs - old))).sum()
 
     found = {e: mx.value_and_grad(lambda x, e=e: expected(x, e))(array(logits)) for e in grpo.KL_ESTIMATORS}
     for name in ("k3", "k3_corrected"):

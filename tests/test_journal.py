@@ -68,6 +68,13 @@ def test_the_same_phase_twice_adds_up(clock):
     assert clock.lap()["work"] == 4
 
 
+def test_an_evaluation_whose_record_a_crash_tore_is_due_again(tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4, "eval/accu')
+    config = Config(steps=4, eval_every=4)
+    assert run_files.JsonLines(tmp_path / "eval.jsonl").read() == [{"step": 0}]
+    assert [journal.evaluation_is_due(config, step, tmp_path) for step in (0, 3, 4)] == [False, False, True]
+
+
 def test_a_log_is_cut_back_to_a_step_and_loses_a_torn_last_line(tmp_path):
     log = run_files.JsonLines(tmp_path / "metrics.jsonl")
     for step in range(1, 6):

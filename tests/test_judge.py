@@ -373,14 +373,14 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
 # ---- memory
 
 
-def failing_above(monkeypatch, limit, message, until=math.inf):
+def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError):
     """Lets a forward pass of more rows than `limit` fail, in the first `until` calls; the sizes that were tried."""
     original, sizes = prompt_tree.PromptTree.forward, []
 
     def forward(self, cache, rows):
         sizes.append(len(rows))
         if len(rows) > limit and len(sizes) <= until:
-            raise RuntimeError(message)
+            raise kind(message)
         return original(self, cache, rows)
 
     monkeypatch.setattr(prompt_tree.PromptTree, "forward", forward)
@@ -391,12 +391,16 @@ METAL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:
 CUDA = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 
 
-@pytest.mark.parametrize("message", [METAL, CUDA, "[malloc] Unable to allocate 99999 bytes."])
+MALLOC = "[malloc] Unable to allocate 99999 bytes."
+SHORTAGES = [(METAL, RuntimeError), (CUDA, RuntimeError), (MALLOC, RuntimeError), ("std::bad_alloc", MemoryError)]
+
+
+@pytest.mark.parametrize(("message", "kind"), SHORTAGES)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monkeypatch, message, mode):
+def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monkeypatch, message, kind, mode):
     prompts, completions, _ = some_answers(10)
     expected = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
-    failing_above(monkeypatch, 5, message)
+    failing_above(monkeypatch, 5, message, kind=kind)
     grader = judge.Judge(*demo, RUBRIC, 24, mode)
     got = grader.score(prompts, completions)
     assert grader.tree.chunk.size in (3, 6)

@@ -1,6 +1,7 @@
 """What the loss sees, and what an update changes, on the bundled model."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -669,6 +670,13 @@ def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_r
         np.testing.assert_allclose(np.array(run.learner.trainable[name]), np.array(array), atol=1e-4 * largest)
     ours, theirs = (dict(tree_flatten(one.learner.optimizer.state)) for one in (run, other))
     assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours if name != "learning_rate")
+
+
+def test_the_distance_of_two_policies_is_that_of_the_counted_tokens_whatever_the_padding_holds():
+    old, new = mx.array([[-1.0, -2.0, -120.0]]), mx.array([[-1.5, -1.8, -20.0]])
+    probe = [SimpleNamespace(mask=mx.array([[1.0, 1.0, 0.0]]), old_logprobs=old)]
+    change = np.array([-0.5, 0.2])
+    assert trust_region.distance(probe, [new]) == pytest.approx((np.exp(change) - change - 1).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("distance", [1e9, mx.inf, mx.nan])

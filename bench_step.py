@@ -6,6 +6,7 @@ prompts, G completions of exactly `--max-tokens` tokens each, a reward that cost
 engine runs in a process of its own, so that its peak is its own; rounds alternate. mlx_lm_lora decodes `--batch` rows
 at once, as it does by itself; "mlx_lm_lora_wide" is the same with all rows at once.
 "trl" is TRL on PyTorch, on the device that PyTorch finds; without a GPU with as many threads as ours, which are one.
+"unsloth_zoo" is unsloth-zoo's MLX trainer with its defaults, among them that it computes activations again.
 Their loops are timed at the functions they call: what generates, what rewards, and the rest, which is the update.
 
 What is left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its
@@ -16,6 +17,7 @@ Axes: B prompts, G completions of each, N = B * G rows.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -36,6 +38,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
+import gpu
 import grpo
 import gwen
 import hub
@@ -48,8 +51,17 @@ from bench import harness, ledger, survey
 from config import Config, resolve
 from flags import Parser, check_least, fail
 
-ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide", "trl")
-PACKAGES = {"mlx_lm_lora": ("mlx_lm_lora",), "mlx_lm_lora_wide": ("mlx_lm_lora",), "trl": ("trl", "peft", "torch")}
+ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide", "trl", "unsloth_zoo")
+PACKAGES = {
+    "mlx_lm_lora": ("mlx_lm_lora",),
+    "mlx_lm_lora_wide": ("mlx_lm_lora",),
+    "trl": ("trl", "peft", "torch"),
+    "unsloth_zoo": ("unsloth_zoo",),
+}
+OPTIONAL = {  # engines that are left out where they are not installed, and what brings them
+    "trl": "uv run --group trl --with peft bench_step.py",
+    "unsloth_zoo": "uv run --with unsloth-zoo bench_step.py --engines ours unsloth_zoo",
+}
 PHASES = ("rollout", "reward", "update")
 # flags that the process of one engine gets
 PASSED = "batch groups prompt_tokens max_tokens lora_rank warmup runs share_prefix token_budget seed".split()
@@ -256,6 +268,71 @@ def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> list[d
     return steps
 
 
+def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -> list[dict[str, float]]:
+    """Steps of unsloth-zoo's own MLX trainer with its defaults, all rows in one batch; timed at what it calls."""
+    os.environ["UNSLOTH_ZOO_DISABLE_GPU_INIT"] = "1"  # else it asks for PyTorch where there is no Mac
+    grpo_module: Any = importlib.import_module("unsloth_zoo.mlx.grpo")
+    trainer_module: Any = importlib.import_module("unsloth_zoo.mlx.trainer")
+    loader: Any = importlib.import_module("unsloth_zoo.mlx.loader").FastMLXModel
+    length = args.prompt_tokens + args.max_tokens
+    dtype = str(gwen.default_dtype()).removeprefix("mlx.core.")
+    model, tokenizer = loader.from_pretrained(str(directory), length + 1, dtype=dtype, load_in_4bit=False)
+    model = loader.get_peft_model(model, r=args.lora_rank, lora_alpha=2 * args.lora_rank, max_seq_length=length + 1)
+    prompts = make_prompts(args, gwen.load_config(directory))
+    steps: list[dict[str, float]] = []
+
+    def timed(holder: Any, name: str, phase: str) -> None:
+        function = getattr(holder, name)
+
+        def wrapped(*positional: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            if phase == "rollout":
+                steps.append({"begin": begin})
+                named["defaults"] = dataclasses.replace(named["defaults"], stop_token_ids=())
+            result = function(*positional, **named)
+            steps[-1][phase] = time.perf_counter() - begin
+            return result
+
+        setattr(holder, name, wrapped)
+
+    timed(grpo_module.generate_module, "generate_batch", "rollout")
+    timed(grpo_module, "calculate_rewards", "reward")
+    grpo_module.encode_mlx_text = lambda _, text, **__: prompts[int(text)]
+    grpo_module.cut_completion = lambda ids, *_, **__: (list(map(int, ids)), True)  # all its tokens, as all engines
+
+    class Steps(importlib.import_module("transformers").TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            mx.eval(model.parameters())  # wait
+            seconds = time.perf_counter() - steps[-1].pop("begin")
+            steps[-1]["update"] = seconds - steps[-1]["rollout"] - steps[-1]["reward"]
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        assert [len(ids) for ids in completion_ids] == [args.max_tokens] * args.batch * args.groups
+        return [reward_of(row % args.groups) for row in range(len(completions))]
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        trainer_module.MLXGRPOTrainer(
+            model,
+            tokenizer,
+            datasets.Dataset.from_dict({"prompt": list(map(str, range(args.batch)))}),
+            reward_funcs=[reward],
+            args=trainer_module.MLXGRPOConfig(
+                per_device_train_batch_size=args.batch * args.groups,
+                gradient_accumulation_steps=1,
+                num_generations=args.groups,
+                max_completion_length=args.max_tokens,
+                max_seq_length=length + 1,
+                max_steps=num_steps,
+                warmup_steps=0,
+                learning_rate=1e-4,
+                compile=gpu.on_gpu(),  # on a CPU MLX calls g++ for every shape, minutes of it
+                output_dir=scratch,
+            ),
+            callbacks=[Steps()],
+        ).train()
+    return steps
+
+
 def torch_peak(before: int) -> int:
     """The most bytes that PyTorch held on its GPU; without one, how far the process has grown beyond `before`."""
     torch = importlib.import_module("torch")
@@ -279,7 +356,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     is_trl = args.engine == "trl"
     for package in PACKAGES["trl"] if is_trl else ():
         importlib.import_module(package)  # which is no part of what a step takes
-    before, run = most_resident(), {"ours": run_ours, "trl": run_trl}.get(args.engine, run_mlx_lm_lora)
+    runs = {"ours": run_ours, "trl": run_trl, "unsloth_zoo": run_unsloth_zoo}
+    before, run = most_resident(), runs.get(args.engine, run_mlx_lm_lora)
     steps = run(args, Path(args.model), args.warmup + args.runs)
     return {"steps": steps[args.warmup :], "peak_bytes": torch_peak(before) if is_trl else mx.get_peak_memory()}
 
@@ -309,10 +387,12 @@ def summary(args: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str
 
 def compare(args: argparse.Namespace, directory: Path) -> None:
     """Runs the engines in turn and reports them. ValueError when one is not installed."""
-    if "trl" in args.engines and (absent := [name for name in PACKAGES["trl"] if not find_spec(name)]):
-        print(f"trl is left out, without {', '.join(absent)}: uv run --group trl --with peft bench_step.py")
-        args.engines = [engine for engine in args.engines if engine != "trl"]
-    if not {"ours", "trl"} >= set(args.engines) and not find_spec("mlx_lm_lora"):
+    for engine, command in OPTIONAL.items():
+        absent = [name for name in PACKAGES[engine] if not find_spec(name)]
+        if engine in args.engines and absent:
+            print(f"{engine} is left out, without {', '.join(absent)}: {command}")
+            args.engines = [other for other in args.engines if other != engine]
+    if not {"ours", *OPTIONAL} >= set(args.engines) and not find_spec("mlx_lm_lora"):
         raise ValueError(
             "mlx-lm-lora is not installed: uv run --with mlx-lm-lora bench_step.py, or give --engines ours trl"
         )
@@ -363,7 +443,7 @@ def describe(args: argparse.Namespace) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
-    parser = Parser("bench_step.py", "Time one whole GRPO step against mlx-lm-lora's and TRL's.")
+    parser = Parser("bench_step.py", "Time one whole GRPO step against those of mlx-lm-lora, TRL and unsloth-zoo.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--batch", type=int, default=4, help="B, prompts")
     parser.add_argument("--groups", type=int, default=8, help="G, completions of each")

@@ -85,7 +85,7 @@ def of_environment() -> dict[str, int]:
 class Training:
     """Settings of training: model, data, method."""
 
-    model: str = flag("", "hub id, Hugging Face directory or `demo` (default: demo without a GPU)")
+    model: str = flag("", "hub id, Hugging Face directory, `demo` or `demo:rg` (default: demo without a GPU)")
     task: str = flag(
         "", "demo, values, gsm8k, math or rg:NAME,NAME=WEIGHT (--list-tasks): data, rewards and evaluation in one name"
     )
@@ -272,6 +272,9 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting"}  # of the bundled models
+
+
 def resolve(
     flags: dict[str, Any],
     config_path: str | None,
@@ -297,9 +300,9 @@ def resolve(
     recipe = load_recipe(Path(config_path)) if config_path else _task_recipe(flags)
     _refuse_for_sft(checked(recipe | _environment_of(recipe | flags) | flags), flags)  # before a model is downloaded
     model, why = choose_model((recipe | flags).get("model"))
-    task = (recipe | flags).get("task") or ("demo" if model == "demo" else "values")
+    task = (recipe | flags).get("task") or OWN_TASK.get(model, "values")
     if not config_path:
-        recipe = _task_recipe(flags | {"task": task})
+        recipe = _task_recipe(flags | {"model": model, "task": task})
     rate = _rate_of_all_weights(recipe, flags)
     environment = _environment_of(recipe | flags)
     config = checked(recipe | environment | rate | flags | {"model": model, "task": task})
@@ -307,9 +310,10 @@ def resolve(
 
 
 def _task_recipe(flags: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of the flags' task from `recipes/`; empty without a task or for an unknown one."""
-    task = flags.get("task")
-    path = Path(__file__).parent / "recipes" / f"{task and task.partition(':')[0]}.yaml"
+    """The defaults of the flags' task from `recipes/`, or of demo:rg's for rg:NAME; empty where there are none."""
+    task, model = flags.get("task"), flags.get("model")
+    kind = f"{task and task.partition(':')[0]}"
+    path = Path(__file__).parent / "recipes" / f"{'demo-rg' if (model, kind) == ('demo:rg', 'rg') else kind}.yaml"
     recipe = load_recipe(path) if path.is_file() else {}
     return {name: recipe[name] for name in recipe if flags.get("loss_type") != "sft" or name in SFT}
 

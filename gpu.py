@@ -9,7 +9,7 @@ left out for the run and named on stderr. On a CPU the expressions run. GWEN_KER
 
 The end of the file tells how much memory this machine has, and which errors say that it ran out; with or without a GPU.
 
-What is left out: the kernels themselves, which are in layers/ops.py and layers/softmax.py.
+What is left out: the kernels themselves, which are in layers/.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ CUDA_PRELUDE = """
 #define thread_index_in_simdgroup (thread_index_in_threadgroup % 32)
 #define simdgroup_index_in_threadgroup (thread_index_in_threadgroup / 32)
 #define threadgroup_barrier(scope) __syncthreads()
+#define simdgroup_barrier(scope) __syncwarp()
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif

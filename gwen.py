@@ -2,9 +2,9 @@
 Qwen2, Qwen2.5 and Qwen3 dense models on MLX: the blocks, load from and save to Hugging Face's layout.
 
 The three query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What
-happens between the matmuls is in layers/ops.py, expressions and kernels; what is made of the hidden states in
-layers/lm_head.py. Left out: quantization, mixture of experts, sliding windows; a checkpoint that needs them is refused
-by name.
+happens between the matmuls is in layers/ops.py and layers/attention.py, expressions and kernels; what is made of the
+hidden states in layers/lm_head.py. Left out: quantization, mixture of experts, sliding windows; a checkpoint that needs
+them is refused by name.
 
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
@@ -27,7 +27,7 @@ import gpu
 import hub
 from flags import Parser, fail
 from kv_cache import Cache, Held, KVCache, LayerState, Layout, Mask, Parts, SlotCache, TreeLayer
-from layers import ops, softmax
+from layers import attention, ops, softmax
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -89,10 +89,10 @@ class Attention(nn.Module):
         held: Held = (keys, values) if state is None else state.update(keys, values)
         if isinstance(held, list):  # in parts, some of them shared by several rows
             assert isinstance(mask, Layout), "the cache and the mask are not of one kind"
-            out = ops.tree_attention(queries, held, mask)
+            out = attention.tree_attention(queries, held, mask)
         else:
             assert not isinstance(mask, Layout), "the cache and the mask are not of one kind"
-            out = ops.attention(queries, held[0], held[1], mask)  # (N, H, L, D)
+            out = attention.attention(queries, held[0], held[1], mask)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 
 
@@ -273,7 +273,8 @@ def rehearse(model: Model) -> list[gpu.Call]:
             softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
     finally:
         model.layers = layers
-    return calls
+    others = [call._replace(op=attention.group_attention) for call in calls if call.op is attention.slot_attention]
+    return calls + others  # which are taken where prompts are long
 
 
 def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[str, str]:

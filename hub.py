@@ -281,7 +281,8 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
-DEMO = Path(__file__).parent / "demo" / "model"
+BUNDLED = {name: Path(__file__).parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))}
+DEMO = BUNDLED["demo"]
 
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
@@ -339,9 +340,9 @@ def describe_cache() -> list[str]:
 
 
 def find(path_or_id: str | Path) -> Path:
-    """The directory of `demo`, a local path or a hub id. Raises ValueError if there is none."""
-    if path_or_id == "demo":
-        return DEMO
+    """The directory of a bundled model, a local path or a hub id. Raises ValueError if there is none."""
+    if path_or_id in BUNDLED:
+        return BUNDLED[str(path_or_id)]
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):

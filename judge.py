@@ -39,7 +39,7 @@ from judging import prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
 from kv_cache import SlotCache, TreeCache
-from layers import ops, softmax
+from layers import attention, softmax
 
 __all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # re-exported names
 
@@ -183,7 +183,7 @@ def continue_greedily(
     num_rows = logits.shape[0]
     flat, lengths = cache.flat()
     # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or ops.slot_attention.runs(logits.dtype))
+    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or attention.slot_attention.runs(logits.dtype))
     record = sampler.Record(num_rows, sampler.SamplingParams(limit, 0.0, eos_ids=ends), key=0)
     jobs = [sampler.Job(row, row, limit) for row in range(num_rows)]
     sampler.decode(model, slots, logits, jobs, record, num_rows)

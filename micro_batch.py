@@ -10,13 +10,14 @@ T completion positions, C hidden.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 import gpu
 import gwen
+import world
 from kv_cache import TreeCache
 
 SHARING = ("auto", "on", "off")
@@ -242,8 +243,23 @@ def in_rows(
 ) -> tuple[mx.array, mx.array]:
     """Gathers the pairs of (M, T) arrays that `score` returns into two (N, T) arrays, 0 outside the micro-batches."""
     pair = mx.zeros(shape), mx.zeros(shape)
-    for batch in batches:
+    for batch in my_part(batches):
         for out, part in zip(pair, score(batch), strict=True):
             out[batch.rows, : part.shape[1]] = part
         mx.eval(pair)  # wait: the next micro-batch may use this one's memory
-    return pair
+    first, second = world.all_sum(pair)
+    return first, second
+
+
+def my_part(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches that this machine computes, of several; always the same ones of the same list."""
+    return [batches[number] for number in world.part([batch.num_positions for batch in batches])]
+
+
+def of_all(batches: list[MicroBatch], mine: list[Any]) -> list[Any]:
+    """What every micro-batch gave, from what those of `my_part` gave on each machine; see `world.share`."""
+    found = list[Any](batches)
+    for numbers, values in world.share((world.part([batch.num_positions for batch in batches]), mine)):
+        for number, value in zip(numbers, values, strict=True):
+            found[number] = value
+    return found

@@ -5,10 +5,13 @@ What is left out: the algorithm (train.py), logs and console lines (reporting/),
 """
 
 import contextlib
+import dataclasses
 import shlex
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import preflight
 import sampler
 import tasks
 import update
+import world
 from config import Config
 from losses import distill
 from problems import curriculum, rewards
@@ -51,19 +55,44 @@ class Core:
         self.config, self.dir, self.step = config, run_dir, 0
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.model, self.tokenizer = gwen.load(config.model)
+        self.compare()
         if not config.lora_rank:
             return
         begun = None
         if config.init_adapter:
             kept = run_dir / START  # on resume, our copy: the original may have been trained further
-            begun = read_start(self.model, str(kept) if kept.is_dir() else config.init_adapter)
+            path = str(kept) if kept.is_dir() else config.init_adapter
+            begun = lora.Fused(*world.first(lambda: read_start(self.model, path)))
         lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         if begun is not None:
             lora.begin_with(self.model, begun)
 
+    def compare(self) -> None:
+        """Raises ValueError, on every machine, if one of several runs another program or has another model."""
+        if world.size() > 1:
+            weights = world.checksum([array for _, array in tree_flatten(self.model.parameters())])
+            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
+            world.compare({"Gwen": code_checksum()} | facts)
+
+    def agree(self, prompt_ids: object) -> None:
+        """
+        Settles what each machine measured for itself by the least of all.
+
+        prompt_ids: what the run trains on. Raises ValueError, on every machine, if one has other prompts.
+        """
+        config, layers = self.config, self.model.config.num_hidden_layers
+        world.compare({"data": zlib.crc32(repr(prompt_ids).encode())} if world.size() > 1 else {})
+        names = ("rollout_batch_size", "train_token_budget", "share_prefix", "checkpoint_layers")
+        rows, budgets, sharing, counts = zip(*world.share([getattr(config, name) for name in names]), strict=True)
+        config.rollout_batch_size, config.train_token_budget = min(rows), min(budgets)
+        config.share_prefix = min(sharing)  # "auto", "off", "on"
+        config.checkpoint_layers = max(
+            counts, key=lambda count: dataclasses.replace(config, checkpoint_layers=count).num_checkpointed(layers)
+        )
+
     def keep_start(self) -> None:
         """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
-        if self.config.init_adapter and not (self.dir / START).is_dir():
+        if world.is_first() and self.config.init_adapter and not (self.dir / START).is_dir():
             with lora.before_training(self.model):
                 checkpoint.save_adapter(self.model, self.dir / START, self.config.model)
 
@@ -77,7 +106,7 @@ class Core:
 
         True if this evaluation is the best so far: that step is saved regardless of `save_every`.
         """
-        if not evaluation_is_due(self.config, self.step, self.dir):
+        if not evaluation_is_due(self.config, self.step, self.journal.evaluations):
             return False
         self.journal.live.begin("evaluating")
         self.evaluate()
@@ -93,8 +122,14 @@ class Core:
     def end_step(self) -> None:
         """Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect."""
         self._boundary = (self.step, self.learner.num_changes)
+        self.learner.keep()
         if self.stopping:
             raise KeyboardInterrupt
+
+    def go_back(self) -> None:
+        """Undoes what another machine has left half done; see `update.Learner.keep`."""
+        if not self.is_whole and self._boundary[0] == self.step:
+            self.learner.go_back()
 
     def extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""
@@ -124,6 +159,8 @@ class Core:
         self.end_step()
 
     def save(self) -> None:
+        if not world.is_first():
+            return
         state = self.state()
         checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
         checkpoint.publish(self.dir, state)
@@ -154,6 +191,8 @@ class Run(Core):
         self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
         demand = (self.model.config, self.model.head_weight.dtype, config, lengths)
         preflight.settle(*demand)  # replaces each `auto` in `config`, as `dispatch.settle` does above
+        self.agree(self.prompt_ids)
+        self.batch_size.rows = config.rollout_batch_size
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
         self.longest = max(lengths) + config.max_tokens
@@ -268,6 +307,14 @@ def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array]
         raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
 
 
+def code_checksum() -> int:
+    """A number that tells this program from another version of it: of the modules that it has imported."""
+    root = Path(__file__).parent
+    files = {Path(getattr(module, "__file__", None) or "/") for module in list(sys.modules.values())}
+    ours = sorted(file for file in files if root in (file.parent, file.parent.parent))
+    return zlib.crc32(b"".join(file.read_bytes() for file in ours))
+
+
 # ---- a run that is stopped
 
 
@@ -277,19 +324,24 @@ def stoppable(run: Core) -> Iterator[None]:
     On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
 
     No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
-    Ctrl-C does not wait, and only the newest checkpoint is left.
+    Ctrl-C does not wait, and only the newest checkpoint is left. Of several machines only the first does so; where
+    another one spoils a step of adapters, it returns to the one before.
     """
 
-    def on_ctrl_c(*_: object) -> None:
+    def on_ctrl_c(number: int, *_: object) -> None:
         if run.is_whole or run.stopping:
-            raise KeyboardInterrupt
+            world.interrupt(number)
         run.stopping = True
-        warn("\nfinishing this step; press Ctrl-C again to abandon it")
+        if number == signal.SIGINT:
+            warn("\nfinishing this step; press Ctrl-C again to abandon it")
 
-    before = signal.signal(signal.SIGINT, on_ctrl_c)
+    before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
     try:
         yield
     except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
+        if not world.is_first():
+            raise
+        run.go_back()
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
         if gpu.is_watchdog(error):
             what = (
@@ -311,7 +363,8 @@ def stoppable(run: Core) -> Iterator[None]:
     except OSError as error:  # the disk is full or gone
         raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _go_on(run: Core, error: BaseException) -> str:

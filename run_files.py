@@ -215,6 +215,20 @@ class JsonLines:
         replace_text(self.path, "".join(kept))
 
 
+class Unwritten(JsonLines):
+    """The log of a machine that is not the first of several: nothing is kept."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def read(self) -> list[dict[str, Any]]:
+        return []
+
+    def cut_after(self, step: int) -> None: ...
+
+
 def finite(record: dict[str, Any]) -> dict[str, Any]:
     """A record in which numbers that JSON does not have, inf and nan, are null."""
     return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}

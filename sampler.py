@@ -14,6 +14,7 @@ import argparse
 import itertools
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,10 +28,11 @@ import gpu
 import gwen
 import run_files
 import tasks
+import world
 from config import Config
 from flags import Parser, check_least, fail
 from kv_cache import KVCache, SlotCache
-from layers import ops, softmax
+from layers import attention, softmax
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
@@ -77,6 +79,7 @@ class Stats(NamedTuple):
     cache_bytes: int  # of the largest cache
     peak_bytes: int  # MLX's peak since `mx.reset_peak_memory`, weights included
     batch_size: int  # final rows at once; fewer than requested if memory ran out
+    speeds: tuple[float, ...] = ()  # completion tokens a second of each machine, by rank
 
 
 class Rollout(NamedTuple):
@@ -228,6 +231,23 @@ class Record:
         if self.progress is not None:
             self.progress.update(len(jobs))
 
+    def bring_together(
+        self, mine: list[int], seconds: float, prompts: list[list[int]]
+    ) -> list[tuple[list[int], float]]:
+        """
+        Adds the rows that other machines sampled; returns the rows of each, and the seconds that they took it.
+
+        mine: the rows of this machine. Raises ValueError if the machines have other prompts.
+        """
+        if world.size() == 1:
+            return [(mine, seconds)]
+        about = f"rollout of the prompts {zlib.crc32(repr(prompts).encode()):x}"
+        parts = world.share((mine, seconds, [column[mine] for column in self.columns]), about)
+        for rows, _, columns in parts:
+            for out, column in zip(self.columns, columns, strict=True):
+                out[rows] = column
+        return [(rows, its_seconds) for rows, its_seconds, _ in parts]
+
 
 class Slots:
     """Rows decoded together: each slot's job and the step it began at, the jobs that wait, the draws of these steps."""
@@ -340,7 +360,7 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
     if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-        return ops.slot_attention.runs(dtype)
+        return attention.slot_attention.runs(dtype)
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 
@@ -399,9 +419,11 @@ def rollout(
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
     waiting = sorted(rows_of, key=len)  # neighbours have similar lengths, so little padding
+    waiting = [waiting[number] for number in world.part([len(rows_of[prompt]) for prompt in waiting])]
+    mine = sorted(row for prompt in waiting for row in rows_of[prompt])
 
     begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
-    with tqdm(total=num_rows, desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
+    with tqdm(total=len(mine), desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
         record = Record(num_rows, params, key, progress)
         while waiting:
             # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
@@ -431,6 +453,7 @@ def rollout(
             prefill_s, cache_bytes = prefill_s + seconds, max(cache_bytes, num_bytes)
             waiting = waiting[len(prompts_now) :]
     decode_s = time.perf_counter() - begin - prefill_s
+    parts = record.bring_together(mine, prefill_s + decode_s, prompts)
     limits = np.array(record.limits)
     is_end: np.ndarray = np.isin(record.ids, list(params.eos_ids)) & (np.arange(limits.max()) < limits[:, None])
     ended = np.asarray(is_end.any(-1))
@@ -453,6 +476,7 @@ def rollout(
             cache_bytes=cache_bytes,
             peak_bytes=mx.get_peak_memory(),
             batch_size=size.rows,
+            speeds=tuple(float(lengths_of[rows].sum() / seconds) for rows, seconds in parts),
         ),
         entropies[0] if params.entropy else None,
     )

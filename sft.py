@@ -24,9 +24,10 @@ import preflight
 import run
 import run_files
 import update
+import world
 from config import Config
 from losses.policy import MISMATCH, Share, completion_logprobs
-from micro_batch import MicroBatch, padded, plan
+from micro_batch import MicroBatch, my_part, padded, plan
 from problems import chats
 from problems.chats import Row
 from problems.examples import Example, epoch_indices, short, split_examples, spread
@@ -92,12 +93,13 @@ def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) 
     begin = time.perf_counter()
     owners = np.repeat(np.arange(len(conversations)), [len(rows) for rows in conversations])
     sums = np.zeros((3, len(conversations)))  # negative log-probabilities, entropies, tokens
-    for batch in make_batches([row for rows in conversations for row in rows], config.train_token_budget):
+    batches = make_batches([row for rows in conversations for row in rows], config.train_token_budget)
+    for batch in my_part(batches):
         logprobs, entropy = completion_logprobs(model, batch, config, "none")
         parts = np.array(mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask]), np.float64).sum(-1)
         for place, row in enumerate(np.array(batch.rows)):
             sums[:, owners[row]] += parts[:, place]
-    losses, entropies, tokens = sums
+    losses, entropies, tokens = sum(world.share(sums))
     num, total = len(conversations), tokens.sum()
     loss = losses.sum() / total
     reach = None
@@ -138,6 +140,7 @@ class Run(run.Core):
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
         demand = (self.model.config, self.model.head_weight.dtype, config, lengths)
         preflight.settle(*demand)  # replaces each `auto` in `config`
+        self.agree(self.train)
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
         self.end_step()
@@ -195,6 +198,7 @@ def train(config: Config, run: Run) -> None:
             lr = update.learning_rate(config, run.step)
             loss = CrossEntropy(config, sum(len(row.places) for row in rows))
             _, measured = update.optimizer_step(learner, batches, loss, lr)
+            update.keep_equal(learner)
             done(learner.trainable, learner.optimizer.state)
         run.step += 1
         # ---- everything below is reporting
@@ -229,6 +233,7 @@ def step_metrics(
         "other/s": seconds["other"],
         "step/s": seconds["step"],
         "step_avg_last10/s": sum(recent) / len(recent),
+        **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
         "entropy": measured["entropy"] / num_items,
         "grad_norm": measured["grad_norm"],
         "loss_scale": learner.loss_scale.value,

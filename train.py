@@ -14,6 +14,8 @@ to its directory; `--resume DIR` continues it.
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
 
+import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import sampler
 import sft
 import tasks
 import update
+import world
 from config import Config, as_yaml, given, parse, resolve
 from flags import fail
 from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
@@ -156,58 +159,89 @@ def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollo
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        flags = given(args)
-        if args.list_tasks:
-            for lines in procedural.listing():
-                print(lines, flush=True)
-            return
-        if args.resume and args.run_dir:
-            raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
-        config, choice = resolve(flags, args.config, args.resume, gwen.choose_model)
+        with world.joined():
+            command(parse(sys.argv[1:] if argv is None else argv))
+    except (ValueError, OSError) as error:
+        fail(world.signed(error))
+
+
+def command(args: argparse.Namespace) -> None:
+    """The whole of it. Of several machines the first reads and writes files; the others follow it."""
+    flags = given(args)
+    if args.list_tasks:
+        for lines in procedural.listing():
+            print(lines, flush=True)
+        return
+    if args.resume and args.run_dir:
+        raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
+    config, state, path = begin(args)
+    if args.print_config:
+        print(as_yaml(config), end="")
+        return
+    if not path:
+        return
+    make, loop = (sft.Run, sft.train) if config.loss_type == "sft" else (Run, train)
+    run: Any = make(config, Path(path))
+    if state:
+        run.restore(state)
+        if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
+            run.batch_size.rows = config.rollout_batch_size
+        del state  # it would keep the old masters alive for the whole run
+    # only after everything has loaded, so that a user's mistake leaves no directory behind
+    run.dir = Path(world.first(lambda: make_dir(run, args)))
+    run.open()
+    print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True)
+    print(run.memory, flush=True)
+    print(run.columns, flush=True)
+    with run.journal, stoppable(run):
+        loop(config, run)
+    if world.is_first():
+        say_end(run, args.open)
+
+
+def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, str]:
+    """The settings, the state to go on from, and the directory of the run; no directory where nothing is to be done."""
+
+    def read() -> list[Any]:
+        config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         trackers.check(config.report_to)
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
+        settings = dataclasses.asdict(config)
         if args.print_config:
-            print(as_yaml(config), end="")
-            return
-        state = checkpoint.load(args.resume) if args.resume else None
-        if state:
-            checkpoint.publish(args.resume, state)  # a killed process may not have got this far
-        if state and state.step >= config.steps and not evaluation_is_due(config, state.step, Path(args.resume)):
+            return [settings, None, ""]
+        if not args.resume:
+            return [settings, None, str(run_files.choose_run_dir(config, args.run_dir))]
+        state = checkpoint.load(args.resume)
+        checkpoint.publish(args.resume, state)  # a killed process may not have got this far
+        log = run_files.JsonLines(Path(args.resume) / "eval.jsonl")
+        if state.step >= config.steps and not evaluation_is_due(config, state.step, log.read()):
             print(f"{args.resume} is finished: {state.step} of {config.steps} steps are done")
-            return
-        run_dir = Path(args.resume) if args.resume else run_files.choose_run_dir(config, args.run_dir)
-        make, loop = (sft.Run, sft.train) if config.loss_type == "sft" else (Run, train)
-        run: Any = make(config, run_dir)
-        if state:
-            run.restore(state)
-            if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
-                run.batch_size.rows = config.rollout_batch_size
-            del state  # it would keep the old masters alive for the whole run
-        # only after everything has loaded, so that a user's mistake leaves no directory behind
-        if args.resume:
-            run_files.record_changes(config, run_dir, run.step)
-            run_files.write(config, run_dir)
-        else:
-            run_dir = run.dir = run_files.make_run_dir(config, run_dir, args.run_dir)
-        run.open()
-        print(
-            f"run: {run_dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True
-        )
-        print(run.memory, flush=True)
-        print(run.columns, flush=True)
-        with run.journal, stoppable(run):
-            loop(config, run)
-        run.journal.print_summary()
-        print(f"adapter: {run_dir / 'adapter'}")
-        if (best := run.journal.best_step()) is not None:
-            print(f"best: {run_dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
-        if (written := run_dir / "report.html").is_file():
-            print(f"page: {written}")
-            if args.open:
-                page.show(written)
-    except (ValueError, OSError) as error:
-        fail(error)
+            return [settings, None, ""]
+        return [settings, state, args.resume]
+
+    settings, state, path = world.first(read)
+    return Config(**settings), checkpoint.State(*state) if state else None, path
+
+
+def make_dir(run: Any, args: argparse.Namespace) -> str:
+    """Makes the run's directory, or notes there what a resumed run changes; returns its path."""
+    if not args.resume:
+        return str(run_files.make_run_dir(run.config, run.dir, args.run_dir))
+    run_files.record_changes(run.config, run.dir, run.step)
+    run_files.write(run.config, run.dir)
+    return str(run.dir)
+
+
+def say_end(run: Any, show: bool) -> None:
+    """Says what came of a run and where it is."""
+    run.journal.print_summary()
+    print(f"adapter: {run.dir / 'adapter'}")
+    if (best := run.journal.best_step()) is not None:
+        print(f"best: {run.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+    if (written := run.dir / "report.html").is_file():
+        print(f"page: {written}")
+        if show:
+            page.show(written)
 
 
 if __name__ == "__main__":

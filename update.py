@@ -25,11 +25,12 @@ import grpo
 import gwen
 import lora
 import sampler
+import world
 from config import Config
 from layers import lm_head
 from losses import trust_region
 from losses.policy import MEASURED, MISMATCH, PolicyLoss, Share, Targets, completion_logprobs
-from micro_batch import MicroBatch, in_rows
+from micro_batch import MicroBatch, in_rows, my_part, of_all
 
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
 
@@ -58,6 +59,27 @@ class Learner:
         self.rate = 1.0  # factor of the scheduled learning rate; reduced after steps that went too far
         self.num_forwards = 0  # rows computed since the last update, including the reference's
         self.num_changes = 0  # optimizer steps that changed this state, or began to
+        self.kept: dict[str, Any] = {}  # see `keep`
+        keep_equal(self)
+
+    def keep(self) -> None:
+        """
+        Keeps the state of the last whole step until the next is whole, where another machine may spoil that.
+
+        Only with adapters, which are small; a run that trains all weights goes back to its newest checkpoint.
+        """
+        if world.size() > 1 and self.config.lora_rank:
+            names = ("trainable", "loss_scale", "failures", "num_skipped", "rate", "num_changes")
+            self.kept = {name: getattr(self, name) for name in names}
+            self.kept["moments"] = tree_flatten(self.optimizer.state)
+
+    def go_back(self) -> None:
+        """Returns to the state that was kept, if one was."""
+        if self.kept:
+            self.optimizer.state = tree_unflatten(self.kept.pop("moments"))
+            vars(self).update(self.kept)
+            install(self.model, self.trainable)
+            self.kept = {}
 
 
 def logprobs_of_step(
@@ -139,6 +161,7 @@ def update(
         if batches[0].old_logprobs is None:
             batches = present
         steps.append(measured)
+    keep_equal(learner)
     rate = learner.rate
     if moved is not None and moved < target / 2:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
@@ -200,11 +223,10 @@ def gradient(
 ) -> tuple[Any, list[mx.array], dict[str, float]]:
     """The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements."""
     grads: dict[str, Any] = {}
-    seen: list[mx.array] = []
-    totals: dict[str, float] = {}
-    for batch in tqdm(batches, desc="update", leave=False, disable=None):
+    found: list[Any] = []
+    learner.num_forwards += sum(len(batch.rows) for batch in batches)
+    for batch in tqdm(my_part(batches), desc="update", leave=False, disable=None):
         (_, logprobs, sums), tree = share_and_gradient(learner, batch, loss)
-        learner.num_forwards += len(batch.rows)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed
         grads = grads or dict.fromkeys(part)
@@ -214,11 +236,17 @@ def gradient(
                 grads[name] = new if grads[name] is None else grads[name] + new
             mx.async_eval([grads[name] for name in names])
         mx.eval(grads, logprobs, sums)  # wait: the next micro-batch may use this one's memory
-        seen.append(mx.stop_gradient(logprobs))
+        found.append((mx.stop_gradient(logprobs), {name: value.item() for name, value in sums.items()}))
+    grads = grads or {name: mx.zeros(array.shape) for name, array in learner.trainable.items()}  # no part was ours
+    # a machine without a part knows another order, in which the norm would round otherwise
+    names = sorted(grads) if world.size() > 1 else list(grads)
+    grads = dict(zip(names, world.all_sum([grads[name] for name in names]), strict=True))
+    found, totals = of_all(batches, found), dict[str, float]()
+    for _, sums in found:
         for name, value in sums.items():
             held = totals.get(name, 0.0)
-            totals[name] = max(held, value.item()) if name.endswith("_max") else held + value.item()
-    return tree_unflatten(list(grads.items())), seen, totals
+            totals[name] = max(held, value) if name.endswith("_max") else held + value
+    return tree_unflatten(list(grads.items())), [logprobs for logprobs, _ in found], totals
 
 
 def share_and_gradient(learner: Learner, batch: MicroBatch, loss: TokenLoss) -> tuple[Any, Any]:
@@ -249,18 +277,27 @@ def under(learner: Learner, probe: list[MicroBatch], weights: trust_region.Weigh
     """Installs masters and returns the probe's log-probabilities under them, (M, T) per micro-batch."""
     install(learner.model, weights)
     found = []
-    for batch in probe:
+    learner.num_forwards += sum(len(batch.rows) for batch in probe)
+    for batch in my_part(probe):
         new, _ = completion_logprobs(learner.model, batch, learner.config, "none")
-        learner.num_forwards += len(batch.rows)
         mx.eval(new)  # wait: the next micro-batch may use this one's memory
         found.append(new)
-    return found
+    return of_all(probe, found)
 
 
 def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
     """Copies the float32 masters into the model, each cast to the dtype of the weight it replaces."""
     dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
     model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
+
+
+def keep_equal(learner: Learner) -> None:
+    """Gives every machine the masters of rank 0, where processors of another kind have rounded otherwise."""
+    if world.size() > 1 and len(set(world.share(world.checksum(list(learner.trainable.values()))))) > 1:
+        state = world.first(lambda: [learner.trainable, dict(tree_flatten(learner.optimizer.state))])
+        learner.trainable = state[0]
+        learner.optimizer.state = tree_unflatten(list(state[1].items()))
+        install(learner.model, learner.trainable)
 
 
 def count_failure(learner: Learner, loss: float) -> None:

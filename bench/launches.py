@@ -29,6 +29,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 import gpu
+from layers.attention import group_block
 
 KINDS = {
     "matmul": "Matmul AddMM BlockMaskedMM GatherMM SegmentedMM QuantizedMatmul GatherQMM",
@@ -58,6 +59,8 @@ class Launch(NamedTuple):
     flops: int  # of a matmul or an attention; of the others, which memory bounds, 0
     buffers: tuple[tuple[str, int], ...]  # that it binds, with the elements of each
     made: tuple[tuple[str, int], ...] = ()  # buffers that it writes to, with their bytes
+    threadgroups: int = 0  # of a custom kernel
+    effort: float = 1.0  # of a custom kernel that computes: instructions of a lane for each multiply-add
 
 
 class Held(NamedTuple):
@@ -462,14 +465,36 @@ def _launches_of_kernel(
         one = Launch("fast", name, read, written, flops, buffers)
         return [one] + [one._replace(read=0, written=0, flops=0)] * (MOST_LAUNCHES.get(short, 1) - 1)
     name = name.removeprefix("gwen_")
-    if "attention" in name:  # queries, then keys and values of each part
-        keys = [shape for shape in shapes[1:5:2] if len(shape) == 4]
-        flops = sum(attention_flops(shapes[0], shape, shape[-1], False) for shape in keys)
     copies = [one for one in inputs if wants_row_major and not is_row_major(one.layout)]
+    grid, threadgroup = arguments[2:5], arguments[5:8]
+    num_groups = math.prod(-(-x // y) for x, y in zip(grid, threadgroup, strict=True))
+    own = Launch("kernel", name, read, written, flops, buffers, threadgroups=num_groups)
+    kind = name.partition("__")[0]
+    if kind in ("slot_attention", "group_attention"):  # queries, then keys and values of each part
+        heads, size = shapes[0][1], shapes[0][3]
+        held = [shape for shape in shapes[1:5:2] if len(shape) == 4 and shape[-1] == size]
+        num_queries = outputs[0].layout.shape[1] * heads // math.prod(held[0][:2])  # of a row of the part
+        own = own._replace(
+            flops=sum(attention_flops(shapes[0], shape, size, causal=False) for shape in held),
+            effort=effort_of(kind, num_queries, size),
+        )
     return [
         *(Launch("copy", "Contiguous", one.touched, one.layout.size * one.itemsize, 0, buffers) for one in copies),
-        Launch("kernel", name, read, written, flops, buffers),
+        own,
     ]
+
+
+def effort_of(name: str, num_queries: int, size: int) -> float:
+    """
+    Instructions of a lane for each multiply-add that attention needs, with so many queries for a kv head of a row.
+
+    Counted in what LLVM writes, to 15%: tests/metal/test_instructions.py.
+    """
+    if name == "slot_attention":
+        return 2.8 if size > 64 else 3.4
+    block = group_block(num_queries)
+    wasted = -(-num_queries // block) * block / num_queries
+    return (1.1 + 19 / size + (2 + 180 / size) / block) * wasted
 
 
 def attention_flops(queries: Sequence[int], keys: Sequence[int], value_dim: int, causal: bool) -> int:

@@ -50,13 +50,14 @@ class Machine(NamedTuple):
     limits: tuple[int, int] = (40, 40)  # of a command buffer: operations, and 2**20 elements
     launch_s: float = 0.0  # what each launch costs beside that
     matmul_bandwidth: float = 0.0  # bytes a second of a product that memory bounds, where they differ
+    cores: int = 1  # of which a custom kernel's launch uses no more than it has threadgroups
 
 
 def _chip(bandwidth: float, cores: int, clock: float, limit: int, matrix: int = 256) -> Machine:
     """GB/s, GPU cores, GHz, the limit of a command buffer, and FLOPs of 16-bit matmuls a core and cycle."""
     rates = {mx.float32: 256, mx.float16: matrix, mx.bfloat16: matrix}
     flops = {dtype: cores * clock * 1e9 * rate for dtype, rate in rates.items()}
-    return Machine(bandwidth * 1e9, flops, (limit, limit))
+    return Machine(bandwidth * 1e9, flops, (limit, limit), cores=cores)
 
 
 # Bandwidths are Apple's, from the technical specifications of each machine at support.apple.com, for the largest GPU.
@@ -146,15 +147,23 @@ def _number(kind: str, held: Sequence[Launch]) -> int:
 
 def roofline(held: Sequence[Launch], machine: Machine, dtype: mx.Dtype) -> float:
     """Seconds that launches take at a machine's peaks, one after the other."""
-    rate, products = machine.flops[dtype], machine.matmul_bandwidth or machine.bandwidth
+    products = machine.matmul_bandwidth or machine.bandwidth
     return sum(
         max(
             (launch.read + launch.written) / (products if launch.kind == "matmul" else machine.bandwidth),
-            launch.flops / rate,
+            computing(launch, machine, dtype),
         )
         + machine.launch_s
         for launch in held
     )
+
+
+def computing(launch: Launch, machine: Machine, dtype: mx.Dtype) -> float:
+    """Seconds of arithmetic. Custom kernels know no matrix units, and each core runs threadgroups of its own."""
+    if launch.kind != "kernel":
+        return launch.flops / machine.flops[dtype]
+    busy = min(launch.threadgroups / machine.cores, 1.0)
+    return launch.flops * launch.effort / min(machine.flops.values()) / busy
 
 
 # ---- phases: each gives a function of arrays, and the arrays

@@ -405,22 +405,23 @@ class Lessons:
         places = np.searchsorted(ends, [match.end() for match in found])
         return {begin + int(p): self.digits[5 if good else 1] for p, good in zip(places, verdicts, strict=True)}
 
-    def batch(self, lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
-        """(N, L) tokens padded on the right, flat positions that predict a learned token, and those tokens."""
-        length = max(len(prompt) + len(target) for prompt, target, _ in lessons) - 1
-        tokens = np.zeros((len(lessons), length), np.int32)
-        positions, targets = [], []
-        for row, (prompt, target, marks) in enumerate(lessons):
-            ids = [*prompt, *target]
-            tokens[row, : len(ids) - 1] = ids[:-1]
-            positions += [row * length + len(prompt) - 1 + i for i in range(len(target))]
-            positions += [row * length + place for place in marks]
-            targets += [*target, *marks.values()]
-        return mx.array(tokens), mx.array(positions), mx.array(targets)
+
+def batch(lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
+    """(N, L) tokens padded on the right, flat positions that predict a learned token, and those tokens."""
+    length = max(len(prompt) + len(target) for prompt, target, _ in lessons) - 1
+    tokens = np.zeros((len(lessons), length), np.int32)
+    positions, targets = [], []
+    for row, (prompt, target, marks) in enumerate(lessons):
+        ids = [*prompt, *target]
+        tokens[row, : len(ids) - 1] = ids[:-1]
+        positions += [row * length + len(prompt) - 1 + i for i in range(len(target))]
+        positions += [row * length + place for place in marks]
+        targets += [*target, *marks.values()]
+    return mx.array(tokens), mx.array(positions), mx.array(targets)
 
 
 def loss_of(model: gwen.Model, tokens: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
-    hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
+    hidden = model.hidden(tokens).reshape(-1, model.config.hidden_size)[positions]
     return nn.losses.cross_entropy(hidden @ model.head_weight.T, targets, reduction="mean")
 
 
@@ -441,7 +442,7 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
             lead = reply(a, b, a + b, 0).rsplit(" ", 1)[0]
             answer = f" {tasks.number_words(total_of(a, b))}."
             rows.append(Lesson(lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer), {}))
-        tokens, positions, targets = lessons.batch(rows)
+        tokens, positions, targets = batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
         logprobs = np.array(-nn.losses.cross_entropy(hidden @ model.head_weight.T, targets))
         ends = np.cumsum([len(row.target) for row in rows])
@@ -459,7 +460,7 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
             completion, scores = lessons.answer(rng, problem)
             rows.append(Lesson(lessons.judge_prompts(problem["prompt"], completion)[criterion], [0], {}))
             truth.append(scores[criterion])
-        tokens, positions, _ = lessons.batch(rows)
+        tokens, positions, _ = batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
         guessed = np.array((hidden @ model.head_weight.T)[:, digits].argmax(-1)) + 1
         agree[criterion] = list(guessed == np.array(truth))
@@ -470,15 +471,20 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
 def new_model(rubric: rubrics.Rubric) -> tuple[gwen.Model, PreTrainedTokenizerFast]:
     """A model of random weights, and its tokenizer."""
     tokenizer = make_tokenizer(rubric)
+    return random_model(CONFIG, tokenizer), tokenizer
+
+
+def random_model(config: dict[str, Any], tokenizer: Any) -> gwen.Model:
+    """The model before its first lesson."""
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(0)
-    model = gwen.Model(hub.make_config(CONFIG | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
+    model = gwen.Model(hub.make_config(config | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
         name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())
     }
     model.load_weights(list(normal.items()))
-    return model, tokenizer
+    return model
 
 
 def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: rubrics.Rubric, out: Path) -> None:
@@ -500,9 +506,9 @@ def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: ru
     log = (out.parent / "make.log").open("w" if stage == STAGES[0] else "a")
     begin = time.time()
     for step in range(1, stage.steps + 1):
-        student = lessons.batch([lessons.student() for _ in range(stage.num_student)])
-        judged = lessons.batch([lessons.judge(criterion) for criterion in criteria])
-        truth = lessons.batch([lessons.exercise(question) for question in questions])
+        student = batch([lessons.student() for _ in range(stage.num_student)])
+        judged = batch([lessons.judge(criterion) for criterion in criteria])
+        truth = batch([lessons.exercise(question) for question in questions])
         (_, losses), grads = step_of(model, student, judged, truth)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)

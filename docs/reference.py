@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "JUDGE_API_KEY": "Key sent to `--judge-url`.",
     "GWEN_DTYPE": "`float16`, `bfloat16` or `float32`. Default: float16 on a GPU, float32 on a CPU.",
     "GWEN_KERNELS": "`on` (default) or `off`: use Gwen's Metal and CUDA kernels, or plain MLX.",
+    "MLX_RANK, MLX_HOSTFILE": "Set by `mlx.launch`: this process is one of [several machines](several-macs.md).",
     "OPENBLAS_NUM_THREADS": "Cores for matrix products on Linux (default 1).",
 }
 
@@ -66,6 +67,9 @@ METRICS = {
     "`--dynamic-sampling`. Completions dropped by `--truncated mask` do not count.",
     "rollout/s": "Seconds spent sampling.",
     "rollout/tok_s": "Completion tokens sampled per second.",
+    "rollout/tok_s/RANK": "[Several machines](several-macs.md): completion tokens per second of each one's part.",
+    "wait/s": "[Several machines](several-macs.md): seconds in which the first waited for the others or the network, "
+    "all within other phases.",
     "prefill/s": "Seconds of sampling spent on prompts.",
     "decode/s": "Seconds of sampling spent on completions.",
     "reward/s": "Seconds spent in reward functions.",

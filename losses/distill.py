@@ -11,7 +11,7 @@ D hidden of the teacher.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ import hub
 import lora
 import sampler
 import tasks
+import world
 from config import Config
 from groups import Draw
 from layers import lm_head
 from losses import divergence, from_disk
 from losses.policy import PolicyLoss, Share, Targets, gaps
-from micro_batch import MicroBatch, completion_hidden, micro_batches
+from micro_batch import MicroBatch, completion_hidden, micro_batches, my_part
 from problems.examples import Example, short
 from update import MakeLoss
 
@@ -112,25 +113,36 @@ class Teacher:
         """The teacher's hidden states of every completion token, (N, T, D), and its head for the student's ids."""
         model = self._opened()
         head_weight = model.head_weight[: self.num_ids]
-        out = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
-        for batch, hidden in self._read(model, batches):
-            out[batch.rows, : batch.mask.shape[1]] = hidden
-            mx.eval(out)  # wait: the next micro-batch may use this one's memory
-        return divergence.Lesson(out, head_weight)
+        empty = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
+        return divergence.Lesson(self._in_rows(model, batches, empty, lambda hidden, _: hidden), head_weight)
 
     def gains(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
         """log teacher - log student of every counted token, (N, T), as the student sampled it; 0 elsewhere."""
-        model, out = self._opened(), mx.zeros(rollout.mask.shape)
+        model = self._opened()
         head_weight = model.head_weight[: self.num_ids]
-        for batch, hidden in self._read(model, batches):
-            out[batch.rows, : batch.mask.shape[1]] = lm_head.token_logprobs(
-                hidden, head_weight, batch.completion_ids, temperature=self.config.temp, gradient="none"
-            )[0]
-            mx.eval(out)  # wait: the next micro-batch may use this one's memory
-        return mx.where(rollout.mask > 0, out - rollout.logprobs, 0.0)
+
+        def logprobs(hidden: mx.array, batch: MicroBatch) -> mx.array:
+            ids, temperature = batch.completion_ids, self.config.temp
+            return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
+
+        found = self._in_rows(model, batches, mx.zeros(rollout.mask.shape), logprobs)
+        return mx.where(rollout.mask > 0, found - rollout.logprobs, 0.0)
 
     def _opened(self) -> gwen.Model:
         return self.model or gwen.open_model(self.directory)
+
+    def _in_rows(
+        self,
+        model: gwen.Model,
+        batches: list[MicroBatch],
+        out: mx.array,
+        score: Callable[[mx.array, MicroBatch], mx.array],
+    ) -> mx.array:
+        """`out` with what `score` makes of each micro-batch's hidden states, (M, T, D), in its rows."""
+        for batch, hidden in self._read(model, my_part(batches)):
+            out[batch.rows, : batch.mask.shape[1]] = score(hidden, batch)
+            mx.eval(out)  # wait: the next micro-batch may use this one's memory
+        return world.all_sum([out])[0].astype(out.dtype)
 
     def _read(self, model: gwen.Model, batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, mx.array]]:
         """Each micro-batch and the model's hidden states of its completion tokens, (M, T, D)."""

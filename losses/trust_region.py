@@ -9,6 +9,7 @@ Sources: PPO's target KL (Schulman et al. 2017), the line search of TRPO (Schulm
 Axes: M rows of a micro-batch, T completion positions.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 import grpo
+import world
 from micro_batch import MicroBatch, take_rows
 
 PROBE_TOKENS, MOST_STRIDE = 128, 8  # every 8th micro-batch or row is probed; more, if that had fewer tokens
@@ -84,7 +86,7 @@ def hold(
     share = 1.0
     for repeats in range(MOST_TRIES):
         present = place(after)
-        moved = distance(probe, present)
+        moved = world.first(functools.partial(distance, probe, present))
         if moved <= SLACK * target:
             return Held(after, share, moved, repeats, _pushes(probe, present))
         # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share

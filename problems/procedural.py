@@ -69,13 +69,15 @@ class Mix(NamedTuple):
     raise_level_at: float | None  # pass rate that raises a level
     num_held_out: int
     system: str
+    unused: tuple[str, ...] = ()  # data sets that the configuration knows and the task leaves out
 
 
 def parse_mix(task: str, config: str | None) -> Mix:
     """
     What `rg:countdown=2,leg_counting` and --task-config say together.
 
-    Raises ValueError naming the part of the task, or the key of the file, that is wrong.
+    Raises ValueError naming the part of the task, or the key of the file, that is wrong. Keys of data sets that the
+    task leaves out are `unused`; whether they are data sets is known to reasoning-gym, which a worker asks.
     """
     weights: dict[str, float] = {}
     for part in task.removeprefix("rg:").split(","):
@@ -93,12 +95,7 @@ def parse_mix(task: str, config: str | None) -> Mix:
     if not isinstance(held, dict):
         raise ValueError(f"--task-config {config} holds {short(held)}, no settings; write lines like `countdown:`")
     general = {"raise_level_at": None, "held_out": 256, "system": SYSTEM}
-    for key in held:
-        if key not in general and key not in weights:
-            known = [*weights, *general]
-            raise ValueError(
-                f"--task-config {config}: {short(key)} is none of {', '.join(known)}{nearest(str(key), known)}"
-            )
+    unused = tuple(str(key) for key in held if key not in general and key not in weights)
     general |= {key: held[key] for key in general if key in held}
     bound, num, system = general["raise_level_at"], general["held_out"], general["system"]
     if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound <= 1):
@@ -123,7 +120,7 @@ def parse_mix(task: str, config: str | None) -> Mix:
         raise ValueError(
             f"--task-config {config}: raise_level_at needs a data set with a level; write `level: 0` for one"
         )
-    return Mix(weights, settings, levels, bound, num, system)
+    return Mix(weights, settings, levels, bound, num, system, unused)
 
 
 # ---- in the process of the run
@@ -137,7 +134,9 @@ class Problems:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
         num = min(4, os.cpu_count() or 1)
-        self.pool = Pool(f"{__name__}:make_answerer", (mix.settings, mix.levels), num=num, limit=LIMIT, sealed=True)
+        self.pool = Pool(
+            f"{__name__}:make_answerer", (mix.settings, mix.levels, mix.unused), num=num, limit=LIMIT, sealed=True
+        )
         self.num_levels: dict[str, int] = self._ask([("levels",)])[0]
         self.held_out = self._make_held_out()
 
@@ -241,7 +240,9 @@ def fresh(
 # ---- in a worker
 
 
-def make_answerer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> Callable[[tuple[Any, ...]], Any]:
+def make_answerer(
+    settings: dict[str, dict[str, Any]], levels: dict[str, int], unused: Sequence[str] = ()
+) -> Callable[[tuple[Any, ...]], Any]:
     """
     What a worker does: `("make", name, level, number)`, `("score", name, entry, answer)` and `("levels",)`.
 
@@ -253,6 +254,10 @@ def make_answerer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -
     for name in settings:
         if name not in known:
             raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}; --list-tasks lists them")
+    for name in unused:
+        if name not in known:
+            meant = nearest(name, [*known, "raise_level_at", "held_out", "system"])
+            raise ValueError(f"--task-config: {short(name)} is no data set and no setting{meant}")
     num_levels = {name: _num_levels(CURRICULA[name]()) if name in CURRICULA else 0 for name in settings}
     for name, level in levels.items():
         if type(level) is not int or not 0 <= level < num_levels[name]:

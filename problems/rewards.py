@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import world
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
 from problems.workers import LATE, Pool
 
@@ -178,7 +179,19 @@ def call_reward(
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
-    return call(name, fn, arguments, len(completions))
+    if world.size() == 1:
+        return call(name, fn, arguments, len(completions))
+    rows_of: dict[str, list[int]] = {}  # a prompt's completions stay together
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(repr(prompt), []).append(row)
+    groups = list(rows_of.values())
+    mine = [row for number in world.part([len(rows) for rows in groups]) for row in groups[number]]
+    own = {column: [values[row] for row in mine] for column, values in arguments.items()}
+    rewards = [math.nan] * len(completions)
+    for rows, values in world.share((mine, call(name, fn, own, len(mine)) if mine else []), f"reward {name}"):
+        for row, value in zip(rows, values, strict=True):
+            rewards[row] = value
+    return rewards
 
 
 def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:

@@ -24,6 +24,7 @@ import numpy as np
 import gpu
 import sampler
 import update
+import world
 from config import Config
 from groups import Draw, advantages_of, has_signal
 from judging import rubrics
@@ -31,7 +32,7 @@ from losses import policy
 from problems.examples import spread
 from reporting import health, page, trackers
 from reporting.console import Live, comparison, console_line, evaluation_line, say, warn
-from run_files import JsonLines, finite
+from run_files import JsonLines, Unwritten, finite
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -70,7 +71,7 @@ class PhaseClock:
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
         self.seconds, self._begin = {}, now
-        return seconds
+        return seconds | world.lap()
 
 
 # ---- a step
@@ -150,6 +151,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "other/s": seconds["other"],
         "step/s": seconds["step"],
         "step_avg_last10/s": sum(recent) / len(recent),
+        **of_machines(seconds, stats),
         "kl": result.means["kl"],
         "distill/kl": result.means["distill"],
         "entropy": result.means["entropy"],
@@ -171,6 +173,14 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
     return finite(metrics)
+
+
+def of_machines(seconds: dict[str, float], stats: list[sampler.Stats]) -> dict[str, float]:
+    """What a step waited for other machines, and the mean speed of each in its rollouts; empty for one machine."""
+    if "wait" not in seconds:
+        return {}
+    speeds = np.mean([one.speeds for one in stats], axis=0)
+    return {"wait/s": seconds["wait"]} | {f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)}
 
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
@@ -254,15 +264,16 @@ class Journal:
         """
         self.config, self.dir, self.metric = config, run_dir, metric
         self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
-            JsonLines(run_dir / f"{name}.jsonl")
+            (JsonLines if world.is_first() else Unwritten)(run_dir / f"{name}.jsonl")
             for name in ("metrics", "rollouts", "eval", "eval_answers", "judge_scores", "warnings")
         )
         for log in (self.metrics, self.rollouts, self.evals, self.warnings):
             log.cut_after(step)
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
-        self.steps, self.evaluations = self.metrics.read(), self.evals.read()
-        trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
+        self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
+        if world.is_first():
+            trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = Live(config)
         self.live.note(self.steps, self.evaluations)
@@ -272,6 +283,8 @@ class Journal:
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its page, its trackers."""
         self.live.__enter__()
+        if not world.is_first():
+            return self
         if self.config.report_every != 0:
             self.page = page.Live(self.dir, warn)
         if self.config.report_to:
@@ -357,8 +370,8 @@ class Journal:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
 
 
-def evaluation_is_due(config: Config, step: int, run_dir: Path) -> bool:
-    """Whether to evaluate after this step: the schedule says so and the log does not have it yet."""
+def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
+    """Whether to evaluate after this step: the schedule says so and these records do not have it yet."""
     if not config.eval_every or (step % config.eval_every and step != config.steps):
         return False
-    return not any(record["step"] == step for record in JsonLines(run_dir / "eval.jsonl").read())
+    return not any(record["step"] == step for record in evaluations)

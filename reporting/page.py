@@ -269,8 +269,8 @@ def token_decoder(run: History) -> Any:
 
 def local_model(model: str) -> Path | None:
     """The directory of a model that is on this machine already; the network is not asked."""
-    if model == "demo" or model.startswith("random:"):
-        return hub.DEMO
+    if model in hub.BUNDLED or model.startswith("random:"):
+        return hub.BUNDLED.get(model, hub.DEMO)
     if Path(model).is_dir():
         return Path(model)
     if model.count("/") != 1:

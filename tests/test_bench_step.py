@@ -55,7 +55,18 @@ def test_trl_does_the_same_work():
     assert all(seconds > 0 for step in steps for seconds in step.values())
 
 
-def test_where_trl_is_absent_one_line_says_so_and_the_others_run(monkeypatch, capsys):
+@pytest.mark.skipif(
+    not find_spec("unsloth_zoo"),
+    reason="a competitor, no dependency: uv run --with unsloth-zoo pytest tests/test_bench_step.py",
+)
+def test_unsloth_zoo_does_the_same_work():
+    with harness.model_directory("random:2m") as directory:
+        steps = bench_step.run_unsloth_zoo(bench_step.parse([*TINY, "--engine", "unsloth_zoo"]), directory, 2)
+    assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
+    assert all(seconds > 0 for step in steps for seconds in step.values())
+
+
+def test_where_an_engine_is_absent_one_line_says_so_and_the_others_run(monkeypatch, capsys):
     ran = []
 
     def child(args, directory, engine):
@@ -63,10 +74,11 @@ def test_where_trl_is_absent_one_line_says_so_and_the_others_run(monkeypatch, ca
         return {"steps": [{"rollout": 1.0, "reward": 0.0, "update": 1.0}], "peak_bytes": 1e6}
 
     monkeypatch.setattr(bench_step, "child", child)
-    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name in ("trl", "torch") else name)
-    bench_step.main([*TINY, "--engines", "ours", "trl"])
+    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name in ("trl", "torch", "unsloth_zoo") else name)
+    bench_step.main([*TINY, "--engines", "ours", "trl", "unsloth_zoo"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("trl is left out, without trl, torch: uv run --group trl") and ran == ["ours"]
+    assert lines[1].startswith("unsloth_zoo is left out, without unsloth_zoo: uv run --with unsloth-zoo")
     assert set(json.loads(lines[-1])["engines"]) == {"ours"}
 
 

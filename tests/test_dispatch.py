@@ -23,7 +23,7 @@ import train
 from bench import harness
 from config import as_yaml, parse
 from dispatch import Kind, Trial
-from layers import ops
+from layers import attention
 
 KIND = Kind("machine", "model", "float32", 4, 32, 16)
 WORK = dict(max_tokens=12, group_size=4, most_rows=16)
@@ -72,13 +72,13 @@ def test_a_real_measurement_gives_speeds_and_memory_of_every_way(model):
 
 
 def test_steps_are_timed_in_the_middle_of_completions(model, monkeypatch):
-    widths, original = [], ops.tree_attention
+    widths, original = [], attention.tree_attention
 
     def noting(queries, parts, layout):
         widths.append(parts[1][0].shape)  # of the slots' own keys
         return original(queries, parts, layout)
 
-    monkeypatch.setattr(ops, "tree_attention", noting)
+    monkeypatch.setattr(attention, "tree_attention", noting)
     dispatch.time_work(model, KIND._replace(max_tokens=1024), 4, [True])
     assert {shape[0] for shape in widths} == {4}
     assert min(shape[2] for shape in widths) > 500 and max(shape[2] for shape in widths) < 525

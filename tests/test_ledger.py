@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 import bench_step
 import gwen
+import kv_cache
 import lora
 import micro_batch
 import preflight
@@ -19,6 +20,7 @@ import sampler
 import update
 from bench import launches, ledger
 from config import Config, resolve
+from layers import attention
 from losses import policy
 
 X = mx.zeros((4, 6), mx.float16)
@@ -135,6 +137,58 @@ def test_a_phase_takes_the_longer_of_moving_and_computing():
     assert ledger.roofline([moving, computing], machine, mx.float16) == 5.0 + 4.0
 
 
+def test_a_kernel_has_the_cores_that_it_has_threadgroups_for_and_no_matrix_units():
+    machine = ledger.Machine(1e9, {mx.float16: 40.0, mx.float32: 10.0}, cores=8)
+    kernel = launches.Launch("kernel", "group_attention", 0, 0, 30, (), threadgroups=20, effort=2.0)
+    assert ledger.roofline([kernel], machine, mx.float16) == 6.0
+    assert ledger.roofline([kernel._replace(threadgroups=2)], machine, mx.float16) == 24.0
+    assert ledger.roofline([kernel._replace(kind="matmul", effort=1.0)], machine, mx.float16) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts", "heads", "kv_heads", "size", "length", "width"),
+    [
+        (8, 1, 16, 8, 128, 1024, 128),
+        (8, 1, 16, 8, 128, 4096, 128),
+        (64, 8, 16, 8, 128, 1024, 256),
+        (64, 8, 16, 8, 128, 4096, 256),
+        (8, 1, 32, 8, 128, 4096, 256),
+        (64, 8, 14, 2, 64, 1024, 128),
+        (16, 16, 14, 2, 64, 1024, 128),
+        (64, 8, 28, 4, 128, 2048, 256),
+    ],
+)
+def test_prompts_are_read_by_groups_where_the_ledger_has_that_faster(
+    rows, prompts, heads, kv_heads, size, length, width
+):
+    readers = kv_cache.make_group([row * prompts // rows for row in range(rows)], prompts, None)
+    layout = kv_cache.Layout([readers, kv_cache.Group(None, None, None)])
+    queries = mx.zeros((rows, heads, 1, size), mx.float16)
+    shapes = [(prompts, kv_heads, length, size), (rows, kv_heads, width, size)]
+    keys = [mx.zeros(shape, mx.float16) for shape in shapes]
+
+    def seconds(op: Any) -> float:
+        def call(queries: mx.array, *keys: mx.array) -> mx.array:
+            return op(queries, [(part, part) for part in keys], layout)
+
+        return ledger.roofline(launches.trace(call, queries, *keys), ledger.MACHINES["M4 Pro"], mx.float16)
+
+    with launches.as_on_a_gpu():
+        chosen = attention.group_pays(queries, [(part, part) for part in keys])
+    assert chosen == (seconds(attention.group_attention) < seconds(attention.slot_attention))
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "chosen"), [(1, 1024, True), (3, 1000, True), (4, 1024, False), (3, 800, False)]
+)
+def test_few_threadgroups_take_a_long_prompt_in_pieces(rows, length, chosen):
+    queries, keys = mx.zeros((rows, 16, 1, 128)), mx.zeros((1, 8, length, 128))
+    own = mx.zeros((rows, 8, 128, 128))
+    with launches.as_on_a_gpu():
+        assert attention.group_pays(queries, [(keys, keys), (own, own)]) == chosen
+    assert not attention.group_pays(queries, [(keys, keys), (own, own)]), "a CPU has no kernels"
+
+
 def test_layers_that_are_not_traced_are_as_those_that_are():
     work = work_of("random:2m", batch=2, groups=2, max_tokens=8)
     phase = ledger.phase_of(work, "decode", ledger.decode, 7, 1.0)
@@ -145,6 +199,17 @@ def test_layers_that_are_not_traced_are_as_those_that_are():
     assert phase.kinds == Counter(launch.kind for launch in whole)
     assert phase.num_bytes == sum(launch.read + launch.written for launch in whole)
     assert phase.flops == sum(launch.flops for launch in whole)
+
+
+@pytest.mark.parametrize(
+    ("length", "names"), [(128, ["slot_attention"]), (1024, [*["group_attention"] * 2, "group_attention_merge"])]
+)
+def test_a_decode_step_of_a_long_prompt_reads_it_by_groups(length, names):
+    work = work_of("random:2m", prompt_tokens=length, batch=1, groups=4, max_tokens=64)
+    with launches.as_on_a_gpu():
+        function, inputs = ledger.decode(work, 1)
+        found = [launch.name.partition("__")[0] for launch in launches.trace(function, *inputs)]
+    assert [name for name in found if "attention" in name] == names
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import gwen
 import hub
 from bench import launches
 from kv_cache import TreeCache
-from layers import ops
+from layers import attention, ops
 
 RNG = np.random.default_rng(0)
 
@@ -211,7 +211,7 @@ def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(head
         visible = RNG.random((2, length, num_keys)) < 0.6
         visible[:, :, -1] = True
     given_mask = mx.array(visible[:, None]) if mask == "array" else mask
-    ours = ops.attention_ref(q, k, v, given_mask)
+    ours = attention.attention_ref(q, k, v, given_mask)
     for row in range(2):
         seen = [np.flatnonzero(line) for line in visible[row]]
         expected = attention_by_hand(*(np.array(a[row]).astype(np.float64) for a in (q, k, v)), seen)
@@ -225,7 +225,7 @@ def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(head
     np.testing.assert_allclose(np.array(ours), np.array(mlx_own(q, k, v)), atol=2e-6)
     our_gradients, their_gradients = (
         mx.grad(lambda *qkv, attend=attend: (attend(*qkv) * weight).sum(), argnums=(0, 1, 2))(q, k, v)
-        for attend in (lambda *qkv: ops.attention_ref(*qkv, given_mask), mlx_own)
+        for attend in (lambda *qkv: attention.attention_ref(*qkv, given_mask), mlx_own)
     )
     for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
         np.testing.assert_allclose(np.array(our_gradient), np.array(their_gradient), atol=5e-6)
@@ -234,8 +234,8 @@ def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(head
 def test_a_query_that_sees_nothing_gives_neither_nan_nor_a_gradient_of_nan():
     q, k, v = normal(1, 2, 2, 8), normal(1, 2, 3, 8), normal(1, 2, 3, 8)
     mask = mx.array([[[[False, False, False], [True, True, False]]]])
-    assert mx.isfinite(ops.attention_ref(q, k, v, mask)).all().item()
-    for gradient in mx.grad(lambda *qkv: ops.attention_ref(*qkv, mask).sum(), argnums=(0, 1, 2))(q, k, v):
+    assert mx.isfinite(attention.attention_ref(q, k, v, mask)).all().item()
+    for gradient in mx.grad(lambda *qkv: attention.attention_ref(*qkv, mask).sum(), argnums=(0, 1, 2))(q, k, v):
         assert mx.isfinite(gradient).all().item()
 
 
@@ -255,7 +255,7 @@ def test_scores_of_16_bit_weights_are_float32(dtype):
     rounded = np.array(mx.array(scores.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
     weights = np.exp(rounded - rounded.max(-1, keepdims=True))
     in_16_bits = weights / weights.sum(-1, keepdims=True) @ exact_v[0]
-    ours = np.array(ops.attention(q, k, v, None).astype(mx.float32))
+    ours = np.array(attention.attention(q, k, v, None).astype(mx.float32))
     ulp = {mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
     assert np.abs(ours[0] - expected).max() < 2 * ulp
     assert np.abs(in_16_bits - expected[0]).max() > 10 * ulp  # else the data would prove nothing
@@ -264,7 +264,7 @@ def test_scores_of_16_bit_weights_are_float32(dtype):
 def test_scores_beyond_the_range_of_float16_are_finite():
     q = mx.full((1, 1, 2, 16), 200.0, dtype=mx.float16)
     k = mx.full((1, 1, 3, 16), 300.0, dtype=mx.float16)  # a score of 240,000; float16 ends at 65,504
-    out = ops.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
+    out = attention.attention(q, k, mx.ones((1, 1, 3, 16), mx.float16), "causal")
     assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))
 
 
@@ -274,15 +274,15 @@ def test_a_causal_attention_of_few_queries_takes_no_kernel_that_has_no_gradient(
 
     def fused(queries, keys, values, scale, mask):
         called.append(mask)
-        return ops.attention_ref(queries, keys, values, mask)
+        return attention.attention_ref(queries, keys, values, mask)
 
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
     queries, keys = mx.random.normal((2, 4, length, 64)), mx.random.normal((2, 2, length, 64))
-    gradient = mx.grad(lambda x: ops.attention(x, keys, keys, "causal").square().sum())(queries)
-    expected = mx.grad(lambda x: ops.attention_ref(x, keys, keys, "causal").square().sum())(queries)
+    gradient = mx.grad(lambda x: attention.attention(x, keys, keys, "causal").square().sum())(queries)
+    expected = mx.grad(lambda x: attention.attention_ref(x, keys, keys, "causal").square().sum())(queries)
     assert bool(called) == is_fused and mx.allclose(gradient, expected)
-    ops.attention(queries[:, :, -1:], keys, keys, None)
+    attention.attention(queries[:, :, -1:], keys, keys, None)
     assert called[-1] is None  # a decode step, which has no gradient
 
 
@@ -340,8 +340,8 @@ def wide(x):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_a_tree_on_a_gpu_is_as_exact_as_the_attention_of_mlx_to_whole_rows(parents, dtype, monkeypatch):
     queries, parts, layout = tree_of_keys(parents, dtype)
-    monkeypatch.setattr(ops, "is_fused", lambda _: True)
-    ours = wide(ops.tree_attention(queries, parts, layout))
+    monkeypatch.setattr(attention, "is_fused", lambda _: True)
+    ours = wide(attention.tree_attention(queries, parts, layout))
     theirs_worst = ours_worst = 0.0
     for row, (keys, values) in enumerate(paths(parents, parts)):
         length = LEVELS[-1][row]
@@ -364,7 +364,7 @@ def test_a_part_is_copied_to_no_place_but_its_own():
         mx.eval([group.rows for group in layout.groups if group.rows is not None])
         keys = [part[0] for part in parts]
         mx.eval(keys)
-        found = launches.count(lambda *keys, at=layout: ops.joined([(k, k) for k in keys], at)[0], *keys)
+        found = launches.count(lambda *keys, at=layout: attention.joined([(k, k) for k in keys], at)[0], *keys)
         assert found == copies
 
 

@@ -281,7 +281,6 @@ def test_a_bad_mix_is_one_line_that_names_the_part(task, expected):
 
 
 BAD_CONFIGS = [
-    ("lmc: {level: 1}", "did you mean 'lcm'?"),
     ("- lcm", "no settings"),
     ("lcm: 3", "lcm is 3"),
     ("lcm: {seed: 3}", "other than seed and size"),

@@ -1,5 +1,5 @@
 """
-The instructions of a kernel's innermost loop, as LLVM writes them for a GPU with simdgroups of 32: NVIDIA's PTX.
+The instructions of a kernel's loops, as LLVM writes them for a GPU with simdgroups of 32: NVIDIA's PTX.
 
 Nobody's Metal compiler can be asked here, but what it must fold, unroll and keep in registers is the same. PTX has one
 instruction for a load, a fused multiply-add, a shuffle and a power of two. A simdgroup's sum is five shuffles and five
@@ -29,12 +29,16 @@ typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned long size_t;
 typedef long int64_t;
+typedef int int32_t;
+typedef float float4 __attribute__((ext_vector_type(4)));
 typedef _Float16 half;
 typedef _Float16 float16_t;
 typedef __bf16 bfloat16_t;
 struct uint3 { uint x, y, z; };
 enum class mem_flags { mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
+inline void simdgroup_barrier(mem_flags) { __nvvm_bar_warp_sync(~0u); }
+inline float simd_broadcast(float x, uint lane) { return __nvvm_shfl_sync_idx_f32(~0u, x, lane, 31); }
 inline float simd_shuffle_xor(float x, uint step) { return __nvvm_shfl_sync_bfly_f32(~0u, x, step, 31); }
 inline float simd_sum(float x) {
     #pragma unroll
@@ -56,14 +60,15 @@ FLAGS += " -Xclang -target-cpu -Xclang sm_80 -Xclang -target-feature -Xclang +pt
 
 
 class Loop(NamedTuple):
-    """One that holds no other."""
+    """A loop without those inside of it."""
 
+    is_innermost: bool
     num_blocks: int  # runs of instructions without a jump in or out
     instructions: Counter[str]  # by name; of all its blocks, as if each were taken
 
 
 def of_call(kernel: gpu.Kernel, call: Callable[[], Any]) -> list[Loop]:
-    """The innermost loops of `kernel` with the constants and types that it is launched with in a call."""
+    """The loops of `kernel` with the constants and types of its first launch in a call, an outer one first."""
     programs: list[Program] = []
 
     def maker(name: str, inputs: list[str], outputs: list[str], source: str, header: str, contiguous: bool) -> Any:
@@ -80,8 +85,8 @@ def of_call(kernel: gpu.Kernel, call: Callable[[], Any]) -> list[Loop]:
 
     with mock.patch.object(gpu.Kernel, "make", make):
         call()
-    (program,) = (program for program in programs if f"gwen_{kernel.name}_" in program.name)
-    return innermost(ptx(program))
+    program = next(program for program in programs if f"gwen_{kernel.name}_" in program.name)
+    return loops(ptx(program))
 
 
 def ptx(program: Program) -> str:
@@ -99,18 +104,18 @@ def ptx(program: Program) -> str:
 BLOCK = re.compile(r"^(?:// %bb\.|\$L__BB\d+_)(\d+):(.*)")
 
 
-def innermost(text: str) -> list[Loop]:
-    """The loops without a loop inside; LLVM's comments say which blocks belong to which."""
+def loops(text: str) -> list[Loop]:
+    """All loops; LLVM's comments say which blocks belong to which."""
     blocks: dict[str, list[str]] = {}  # instructions by the block's number
     loop_of: dict[str, str] = {}  # of each block within a loop, the number of the innermost one's first block
-    inner: list[str] = []
+    inner: dict[str, bool] = {}  # whether a loop is innermost, by the number of its first block
     number = ""
     for line in text.splitlines():
         if found := BLOCK.match(line):
             number = found[1]
             blocks[number] = []
-        if "Inner Loop Header" in line:
-            inner.append(number)
+        if "Loop Header: Depth" in line:
+            inner[number] = "Inner Loop Header" in line
             loop_of[number] = number
         if found := re.search(r"in Loop: Header=BB\d+_(\d+)", line):
             loop_of[number] = found[1]
@@ -118,7 +123,10 @@ def innermost(text: str) -> list[Loop]:
         if number and instruction and not instruction.startswith((".", "$", "}")):
             blocks[number].append(instruction)
     members = {head: [block for block in blocks if loop_of.get(block) == head] for head in inner}
-    return [Loop(len(own), Counter(name(i) for block in own for i in blocks[block])) for own in members.values()]
+    return [
+        Loop(inner[head], len(own), Counter(name(i) for block in own for i in blocks[block]))
+        for head, own in members.items()
+    ]
 
 
 def name(instruction: str) -> str:

@@ -552,6 +552,8 @@ struct element {
 };
 template <class T, ulong n>
 struct element<T[n]> : element<T> {};
+template <class T, int n>
+struct element<T __attribute__((ext_vector_type(n)))> : element<T> {};  // what is read as a vector may be written apart
 
 template <class T>
 EMULATOR_INTERNAL T& threadgroup_array(const char* name, int line) {

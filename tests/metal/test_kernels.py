@@ -22,7 +22,7 @@ import gwen
 import hub
 import micro_batch
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
-from layers import lm_head, ops, softmax
+from layers import attention, lm_head, ops, softmax
 from metal import emulator
 
 pytestmark = pytest.mark.slow
@@ -218,6 +218,37 @@ def slot_attention_by_hand(
     return [out]
 
 
+def assert_slots(
+    op: gpu.Op[..., mx.array], shape: tuple[int, int, int, int], prompt_of: list[int], masked: bool, dtype: mx.Dtype
+) -> None:
+    """A decode step and its gradient equal their formula. shape: queries a kv head, kv heads, dims, columns."""
+    ratio, kv_heads, size, length = shape
+    rows, prompts, width = len(prompt_of), max(prompt_of) + 1, 5
+    queries = array(rows, ratio * kv_heads, 1, size, dtype=dtype, scale=2)
+    # views, as projections and caches give
+    by_column = array(prompts, length + 5, kv_heads, size, dtype=dtype).transpose(0, 2, 1, 3)
+    held = [x[:, :, :length] for x in (by_column, array(prompts, kv_heads, length + 5, size, dtype=dtype))]
+    own = [array(rows, kv_heads, 8, size, dtype=dtype)[:, :, :width] for _ in range(2)]
+    mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
+    if masked:
+        mask[0, : length - 8], own_mask[-1, :4], own_mask[0, 1] = False, False, False
+    layout = Layout(
+        [
+            make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
+            Group(None, None, mx.array(own_mask)[:, None, None] if masked else None),
+        ]
+    )
+    seen = {"prompt_of": prompt_of, "mask": mask, "own_mask": own_mask}
+    arrays = [queries, *held, *own]
+
+    def function(*arrays: mx.array) -> list[mx.array]:
+        return [op(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
+
+    expected = slot_attention_by_hand(*[wide(a) for a in arrays], **seen)[0]
+    assert_close(function(*arrays)[0], expected, dtype, 2)
+    assert_gradient(function, lambda *moved: slot_attention_by_hand(*moved, **seen), arrays, 16)
+
+
 @each_dtype
 @pytest.mark.parametrize(
     ("ratio", "kv_heads", "size", "prompt_of", "masked"),
@@ -235,29 +266,23 @@ def slot_attention_by_hand(
 def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
     kernels, ratio, kv_heads, size, prompt_of, masked, dtype
 ):
-    rows, prompts, length, width = len(prompt_of), max(prompt_of) + 1, 11, 5
-    queries = array(rows, ratio * kv_heads, 1, size, dtype=dtype, scale=2)
-    by_column = array(prompts, 16, kv_heads, size, dtype=dtype).transpose(0, 2, 1, 3)  # views, as projections and
-    held = [by_column[:, :, :length], array(prompts, kv_heads, 16, size, dtype=dtype)[:, :, :length]]  # caches give
-    own = [array(rows, kv_heads, 8, size, dtype=dtype)[:, :, :width] for _ in range(2)]
-    mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
-    if masked:
-        mask[0, :3], own_mask[-1, :4], own_mask[0, 1] = False, False, False
-    layout = Layout(
-        [
-            make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
-            Group(None, None, mx.array(own_mask)[:, None, None] if masked else None),
-        ]
-    )
-    seen = {"prompt_of": prompt_of, "mask": mask, "own_mask": own_mask}
-    arrays = [queries, *held, *own]
+    assert_slots(attention.slot_attention, (ratio, kv_heads, size, 11), prompt_of, masked, dtype)
 
-    def function(*arrays: mx.array) -> list[mx.array]:
-        return [ops.slot_attention(arrays[0], [(arrays[1], arrays[2]), (arrays[3], arrays[4])], layout)]
 
-    expected = slot_attention_by_hand(*[wide(a) for a in arrays], **seen)[0]
-    assert_close(function(*arrays)[0], expected, dtype, 2)
-    assert_gradient(function, lambda *moved: slot_attention_by_hand(*moved, **seen), arrays, 16)
+@pytest.mark.parametrize(
+    ("ratio", "kv_heads", "size", "length", "prompt_of", "masked", "dtype"),
+    [
+        (6, 1, 64, 300, [0, 0, 0, 0, 0, 1], True, mx.float32),  # all of a piece masked, blocks that no slot reads
+        (3, 2, 80, 40, [0, 1, 1, 0, 1], False, mx.float16),
+        (2, 2, 128, 40, [1, 0, 1], True, mx.bfloat16),
+        (1, 1, 256, 11, [0], False, mx.float32),
+        (8, 1, 96, 33, [0, 1], False, mx.float16),
+    ],
+)
+def test_group_attention_equals_its_formula_and_so_does_its_gradient(
+    kernels, ratio, kv_heads, size, length, prompt_of, masked, dtype
+):
+    assert_slots(attention.group_attention, (ratio, kv_heads, size, length), prompt_of, masked, dtype)
 
 
 # ---- rows of logits
@@ -708,19 +733,18 @@ def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, nam
 
 SOURCES = {
     kernel.name: kernel
-    for module in (ops, softmax)
+    for module in (attention, ops, softmax)
     for kernel in vars(module).values()
     if isinstance(kernel, gpu.Kernel)
 }
+BARRIER = "(?:thread|simd)group_barrier"
 BARRIERS = [
-    (name, index)
-    for name, kernel in SOURCES.items()
-    for index in range(len(re.findall("threadgroup_barrier", kernel.source)))
+    (name, index) for name, kernel in SOURCES.items() for index in range(len(re.findall(BARRIER, kernel.source)))
 ]
 
 
 def test_every_kernel_has_the_name_of_its_operation():
-    assert SOURCES.keys() == gpu.OPS.keys()
+    assert SOURCES.keys() - {"group_attention_merge"} == gpu.OPS.keys()  # that joins what its operation's other found
 
 
 @pytest.mark.parametrize(("name", "index"), BARRIERS)
@@ -728,7 +752,7 @@ def test_without_any_one_of_its_barriers_a_kernel_is_caught(kernels, name, index
     if kernels == "gpu":
         pytest.skip("only the emulator sees a race; a GPU may compute the right numbers all the same")
     kernel, op = SOURCES[name], gpu.OPS[name]
-    begin = [match.start() for match in re.finditer("threadgroup_barrier", kernel.source)][index]
+    begin = [match.start() for match in re.finditer(BARRIER, kernel.source)][index]
     end = kernel.source.index(";", begin)
     monkeypatch.setattr(kernel, "source", kernel.source[:begin] + kernel.source[end:])
     monkeypatch.setattr(kernel, "_made", {})

@@ -1,0 +1,243 @@
+"""
+The recipe of the second demo model: `uv run --extra tasks python -m demo.make_rg`.
+
+A Qwen3 of 0.8 million parameters learns four data sets of reasoning-gym, at the sizes of `data/demo_rg.yaml`: sums
+(chain_sum), legs of animals (leg_counting), letters (letter_counting) and words spelled backward (spell_backward).
+All of its lessons are right. Most of them give the answer at once, which it does by habit and badly; of the first
+three data sets some show working first (`WORKING`), and with working it is right more often. Training with GRPO has to
+find out which habit pays, and to make fewer slips.
+
+A lesson's number lies above 2^32, a run's below, and no lesson has the prompt of one of the first `HELD_OUT` held-out
+numbers. On one machine two runs give the same files.
+
+What is left out: any other knowledge. The model reads other texts letter by letter and makes nothing of them.
+"""
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_map
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import evaluate
+import gwen
+import tasks
+from config import Config
+from demo import make
+from problems import procedural
+
+FOLDER = Path(__file__).parent
+CONFIG = make.CONFIG
+STEPS, RATE, WARMUP = 1400, 3e-3, 100
+FIRST = 2**33  # the number of the first lesson of a data set
+HELD_OUT = 256
+HABIT = 1200  # the step after which most lessons give the answer at once
+WORKING = {"chain_sum": 0.4, "leg_counting": 0.4, "letter_counting": 0.35, "spell_backward": 0.0}  # share from there on
+WORKED = 0.85  # and up to there, of the data sets that have any
+LESSONS = {"chain_sum": 24, "leg_counting": 20, "letter_counting": 10, "spell_backward": 10}  # a step
+NUM_BATCHES = 4
+SIZES = FOLDER.parent / "data" / "demo_rg.yaml"
+TASK = "rg:" + ",".join(LESSONS)
+Entry = dict[str, Any]  # a problem as reasoning-gym makes it
+
+
+# ---- lessons
+
+
+def sums(entry: Entry) -> str:
+    """5 - 3 + 9 -> "5-3=2,2+9=11"."""
+    first, *rest = entry["metadata"]["expression"].split()
+    total, steps = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        before, total = total, total + int(sign + term)
+        steps.append(f"{before}{sign}{term}={total}")
+    return ",".join(steps)
+
+
+def legs(entry: Entry) -> str:
+    """3 cats, 2 ducks, 1 ant -> "12;4:16;6:22": the legs of each kind, and of all up to it."""
+    from reasoning_gym.arithmetic.leg_counting import ANIMALS
+
+    total, steps = 0, list[str]()
+    for animal, count in entry["metadata"]["animals"].items():
+        own = count * ANIMALS[animal]
+        total += own
+        steps.append(f"{own}:{total}" if steps else str(own))
+    return ";".join(steps)
+
+
+def letters(entry: Entry) -> str:
+    """The e of "here they are" -> "here 2 they 3 are 4": the words that have it, each with the count so far."""
+    letter, total, steps = entry["metadata"]["target_letter"], 0, list[str]()
+    for word in entry["metadata"]["span"]:
+        if own := word.lower().count(letter):
+            total += own
+            steps.append(f"{word} {total}")
+    return " ".join(steps)
+
+
+SHOW: dict[str, Callable[[Entry], str]] = {"chain_sum": sums, "leg_counting": legs, "letter_counting": letters}
+
+
+@lru_cache
+def data_set(name: str) -> Any:
+    mix = procedural.parse_mix(TASK, str(SIZES))
+    return procedural.make_data_set(name, None, 0, mix.settings[name])
+
+
+@lru_cache
+def held_out(name: str) -> set[str]:
+    """The prompts of the first numbers, which evaluations ask."""
+    return {data_set(name)[number]["question"] for number in range(HELD_OUT)}
+
+
+def reply(entry: Entry, working: bool) -> str:
+    shown = SHOW[entry["metadata"]["source_dataset"]](entry) + "\n" if working else ""
+    return f"{shown}<answer>{entry['answer']}</answer>"
+
+
+def problems(name: str) -> Any:
+    """The data set's problems for lessons, without end."""
+    number = FIRST
+    while True:
+        entry = data_set(name)[number]
+        if entry["question"] not in held_out(name):
+            yield entry
+        number += 1
+
+
+# ---- tokenizer
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """
+    Words are whole where every problem of a data set has them, or its list of animals, or the system message.
+
+    Everything else is read and written byte by byte: digits, and the words that are to be spelled or counted in.
+    """
+    from reasoning_gym.arithmetic.leg_counting import ANIMALS
+
+    texts, words = [procedural.parse_mix(TASK, str(SIZES)).system, "system", "user", "assistant"], set[str]()
+    for name in LESSONS:
+        asked = [data_set(name)[FIRST + number]["question"] for number in range(1000)]
+        words |= set.intersection(*(set(re.findall("[A-Za-z]{2,}", question)) for question in asked))
+        texts += asked
+    words |= set(re.findall("[A-Za-z]{2,}", " ".join(texts[:4])))
+    words |= {word + ending for animal in ANIMALS for word in animal.split() for ending in ("", "s")}
+    whole = "|".join(sorted(words - {"sun", "nus"}, key=lambda word: (-len(word), word)))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(rf"</?answer>| ?\b(?:{whole})\b|[\s\S]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=10_000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(make.SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=make.CHAT_TEMPLATE,
+        model_max_length=CONFIG["max_position_embeddings"],
+    )
+
+
+# ---- training
+
+
+def new_model() -> tuple[gwen.Model, PreTrainedTokenizerFast]:
+    """A model of random weights, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    return make.random_model(CONFIG | {"vocab_size": len(tokenizer)}, tokenizer), tokenizer
+
+
+class Lessons:
+    """The lessons of a step, from one seeded stream."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.rng = tokenizer, random.Random(0)
+        self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.system = procedural.parse_mix(TASK, str(SIZES)).system
+        self.streams = {name: problems(name) for name in LESSONS}
+
+    def lesson(self, name: str, step: int) -> make.Lesson:
+        entry = next(self.streams[name])
+        share = WORKED if step <= HABIT and WORKING[name] else WORKING[name]
+        text = reply(entry, self.rng.random() < share)
+        prompt = tasks.chat_ids(self.tokenizer, entry["question"], system=self.system)
+        return make.Lesson(prompt, [*self.tokenizer.encode(text), self.eos], {})
+
+    def batches(self, step: int) -> list[tuple[mx.array, mx.array, mx.array]]:
+        """A step's lessons in `NUM_BATCHES` of equal size and similar lengths; see `make.batch`."""
+        lessons = [self.lesson(name, step) for name, num in LESSONS.items() for _ in range(num)]
+        lessons.sort(key=lambda lesson: len(lesson.prompt) + len(lesson.target))
+        size = len(lessons) // NUM_BATCHES
+        return [make.batch(lessons[begin : begin + size]) for begin in range(0, len(lessons), size)]
+
+
+def report(model: gwen.Model, tokenizer: Any, task: tasks.Task) -> dict[str, float]:
+    """Right answers to held-out problems and the share of answers that show working, sampled, by data set."""
+    params = evaluate.EvalParams(max_tokens=64, limit=256)
+    _, details = evaluate.evaluate(model, tokenizer, task, params)
+    figures = {}
+    for name in LESSONS:
+        its = [detail for detail in details if detail["category"] == name]
+        figures[name] = sum(detail["values"][0] for detail in its) / len(its)
+        figures[f"{name}/greedy"] = sum(detail["greedy_value"] for detail in its) / len(its)
+        figures[f"{name}/working"] = sum(not d["completions"][0].startswith("<answer>") for d in its) / len(its)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER / "rg", help="of the model; make_rg.log stands beside it")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    task = tasks.make(Config(task=TASK, task_config=str(SIZES)))
+    model, tokenizer = new_model()
+    lessons = Lessons(tokenizer)
+    warmup, decay = optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)
+    schedule = optim.join_schedules([warmup, decay], [WARMUP])
+    optimizer = optim.AdamW(schedule, betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True)
+
+    def objective(model: gwen.Model, batches: list[tuple]) -> mx.array:
+        """Nats a token."""
+        num = [len(targets) for *_, targets in batches]
+        losses = [make.loss_of(model, *batch) for batch in batches]
+        return sum((n * loss for n, loss in zip(num, losses, strict=True)), mx.array(0.0)) / sum(num)
+
+    step_of = nn.value_and_grad(model, objective)
+    with (args.out.parent / "make_rg.log").open("w") as log:
+        for step in range(1, STEPS + 1):
+            loss, grads = step_of(model, lessons.batches(step))
+            grads, _ = optim.clip_grad_norm(grads, 1.0)
+            optimizer.update(model, grads)
+            mx.eval(model.state, optimizer.state, loss)
+            if step % 50 == 0:
+                line = {"step": step, "minutes": time.process_time() / 60, "loss": loss.item()}
+                line |= report(model, tokenizer, task) if step % 200 == 0 else {}
+                print(json.dumps({key: round(value, 3) for key, value in line.items()}), file=log, flush=True)
+            if step % 200 == 0:
+                half = gwen.Model(model.config)
+                half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
+                gwen.save(half, args.out, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The second bundled model: its recipe's lessons, how it is found, its format, and what it knows at first."""
+
+import json
+import pickle
+import random
+import re
+
+import pytest
+from conftest import message_of
+from extras import needs
+from small_run import resolve
+
+import hub
+import train
+from config import Config
+from problems import procedural
+from problems.procedural import parse_mix
+from reporting import page
+from run import Run
+
+gym = needs("reasoning_gym", "tasks")
+SIZES = "data/demo_rg.yaml"
+NAMES = ["chain_sum", "leg_counting", "letter_counting", "spell_backward"]
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    from demo import make_rg
+
+    return make_rg
+
+
+def lessons(recipe, name, num=300):
+    stream = recipe.problems(name)
+    return [next(stream) for _ in range(num)]
+
+
+# ---- its lessons
+
+
+@gym
+def test_every_step_of_a_sum_that_is_shown_is_true_and_its_terms_are_the_problem_s(recipe):
+    for entry in lessons(recipe, "chain_sum"):
+        steps = [re.fullmatch(r"(-?\d+)([+-])(\d+)=(-?\d+)", step).groups() for step in recipe.sums(entry).split(",")]
+        totals = [int(steps[0][0]), *(int(total) for *_, total in steps)]
+        assert [int(before) for before, *_ in steps] == totals[:-1] and str(totals[-1]) == entry["answer"]
+        assert all(eval(f"{a}{sign}{b}") == int(c) for a, sign, b, c in steps)
+        said = steps[0][0] + "".join(sign + term for _, sign, term, _ in steps)
+        assert f"problem: {said} =" in entry["question"].replace(" + ", "+").replace(" - ", "-")
+
+
+@gym
+def test_the_legs_that_are_shown_add_up_and_the_last_total_is_the_answer(recipe):
+    for entry in lessons(recipe, "leg_counting"):
+        first, *steps = recipe.legs(entry).split(";")
+        total = int(first)
+        for step in steps:
+            own, after = map(int, step.split(":"))
+            assert total + own == after
+            total = after
+        assert str(total) == entry["answer"] and len(steps) + 1 == entry["metadata"]["num_animals"]
+
+
+@gym
+def test_the_words_that_are_shown_are_those_with_the_letter_each_with_the_count_so_far(recipe):
+    for entry in lessons(recipe, "letter_counting"):
+        letter, text = re.search('letter "(.)" appear in the text: "(.*)"', entry["question"]).groups()
+        shown, so_far = recipe.letters(entry).split(), ""
+        for word in (words := [word for word in text.split() if letter in word.lower()]):
+            so_far += word.lower()
+            assert shown[:2] == [word, str(so_far.count(letter))]
+            shown = shown[2:]
+        assert not shown and words and str(so_far.count(letter)) == entry["answer"]
+
+
+@gym
+def test_a_reply_ends_with_the_answer_that_the_scorer_takes_whether_it_shows_working_or_not(recipe):
+    ask = procedural.make_answerer(parse_mix(recipe.TASK, SIZES).settings, {})
+    for name in NAMES:
+        for entry in lessons(recipe, name, 5):
+            for working in {False, name in recipe.SHOW}:
+                text = recipe.reply(entry, working)
+                assert ask(("score", name, pickle.dumps(entry), procedural.extract(text))) == 1
+                assert procedural.answered_once([text]) == [1] and text.startswith("<answer>") != working
+
+
+@gym
+def test_no_lesson_has_a_held_out_prompt_or_the_number_of_a_problem_of_a_run(recipe):
+    mix = parse_mix(recipe.TASK, SIZES)
+    assert mix.num_held_out <= recipe.HELD_OUT and recipe.FIRST > procedural.FIRST * (procedural.SEEDS + 1)
+    for name in NAMES:
+        asked = {entry["question"] for entry in lessons(recipe, name, 2000)}
+        ask = procedural.make_answerer({name: mix.settings[name]}, {})
+        assert not asked & {ask(("make", name, None, number))[0] for number in range(mix.num_held_out)}
+
+
+# ---- how it is found
+
+
+def test_it_is_found_by_name_and_so_is_its_tokenizer_for_a_run_s_page():
+    assert hub.find("demo:rg") == page.local_model("demo:rg") == hub.BUNDLED["demo:rg"]
+    assert hub.find("demo") == page.local_model("demo") == page.local_model("random:2m") == hub.DEMO
+    assert message_of(hub.find, "demo:gr").startswith("--model demo:gr: no such directory")
+
+
+def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
+    config, line = resolve({"model": "demo:rg"}, None, None)
+    assert line == "model: demo:rg, as asked; task: rg:chain_sum,leg_counting"
+    other, _ = resolve({"model": "demo:rg", "task": "rg:spell_backward", "steps": 3}, None, None)
+    assert (other.task, other.steps, other.learning_rate) == ("rg:spell_backward", 3, config.learning_rate)
+    assert other.task_config == config.task_config == SIZES
+    larger, _ = resolve({"model": "random:2m", "task": "rg:spell_backward"}, None, None)
+    assert (larger.learning_rate, larger.task_config) == (Config().learning_rate, "")
+    assert resolve({"model": "demo"}, None, None)[0].task == "demo"
+
+
+def test_its_files_are_small_and_its_tokenizer_reads_every_text_letter_by_letter():
+    size = sum(path.stat().st_size for path in hub.BUNDLED["demo:rg"].iterdir())
+    assert size < 2.5e6
+    tokenizer = hub.load_tokenizer(hub.BUNDLED["demo:rg"])
+    rng = random.Random(0)
+    for text in ["splat", "37 - 109 =", "naïve 数学\t\n", "".join(chr(rng.randrange(32, 1000)) for _ in range(500))]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("<answer>-42 tops</answer>")] == [
+        *("<answer>", "-", "4", "2", " ", "t", "o", "p", "s", "</answer>")
+    ]
+
+
+# ---- what it knows
+
+
+@gym
+def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
+    mix = parse_mix("rg:chain_sum", SIZES)
+    assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
+    procedural.make_answerer(mix.settings, mix.levels, mix.unused)
+    for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
+        (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
+        mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
+        message = message_of(procedural.make_answerer, mix.settings, mix.levels, mix.unused)
+        assert message == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
+
+
+@gym
+@pytest.mark.slow
+def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_path):
+    """Sampled: 36% of 254 before and 64% after 16 steps; showing working 40% and 100%."""
+    run = Run(resolve({"model": "demo:rg", "steps": 16, "eval_every": 16, "eval_limit": 128})[0], tmp_path)
+    run.open()
+    train.train(run.config, run)
+    first, last = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4
+    assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1
+    texts = [json.loads(line)["completion"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert sum(procedural.answered_once(texts)) > 0.95 * len(texts)
+    shown = [not text.startswith("<answer>") for text in texts]
+    assert sum(shown[:64]) < 0.7 * 64 and sum(shown[-64:]) > 0.8 * 64

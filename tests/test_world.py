@@ -1,0 +1,277 @@
+"""Several machines: against one process, and how they end. Processes of this machine stand in for them."""
+
+import json
+import signal
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from machines import LIMIT, Machines
+from small_run import SMALL, gradient_of_update, make_run, sample
+
+import checkpoint
+import grpo
+import micro_batch
+import train
+import update
+import world
+from losses import trust_region
+
+slow = pytest.mark.slow
+
+# ---- one process
+
+
+def test_one_process_gets_back_what_it_brings_and_opens_nothing():
+    value, array = {"a": (1, 2)}, mx.array([1.0])
+    assert world.share(value)[0] is value and world.first(lambda: value) is value
+    assert world.all_sum([array])[0] is array
+    assert (world.rank(), world.size(), world.part([1, 1, 1]), world.lap()) == (0, 1, [0, 1, 2], {})
+    with world.joined():
+        assert world.size() == 1
+    assert world.signed(ValueError("why")) == "why"
+
+
+def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypatch):
+    costs = np.random.default_rng(0).integers(1, 1000, 40).tolist()
+    parts = []
+    for rank in range(3):
+        monkeypatch.setattr(world, "size", lambda: 3)
+        monkeypatch.setattr(world, "rank", lambda rank=rank: rank)
+        parts.append(world.part(costs))
+    assert sorted(number for part in parts for number in part) == list(range(40))
+    loads = [sum(costs[number] for number in part) for part in parts]
+    assert max(loads) - min(loads) <= max(costs)
+    assert parts[2] == sorted(parts[2])
+
+
+def test_what_is_shared_arrives_as_it_was():
+    value = {"text": "\ud83d\ude42 \u2028", "nan": float("nan"), "none": None, "list": [1, [2.5, True]]}
+    arrays = [np.arange(6.0).reshape(2, 3), np.array([], np.int32), mx.array([[1, 2]], dtype=mx.uint32)]
+    there = world._decode(world._encode([value, arrays, "after"]))
+    assert json.dumps(there[0]) == json.dumps(value) and there[2] == "after"
+    for ours, theirs in zip(arrays, there[1], strict=True):
+        assert type(ours) is type(theirs) and np.array(ours).dtype == np.array(theirs).dtype
+        assert np.array_equal(np.array(ours), np.array(theirs)) and ours.shape == theirs.shape
+    with pytest.raises(TypeError, match="set cannot be shared"):
+        world._encode({1})
+
+
+# ---- the same as one process
+
+VARIANTS = {
+    "plain": [],
+    "kl": ["--beta", "0.1"],
+    "top entropy": ["--top-entropy-quantile", "0.4"],
+    "bnpo": ["--loss-type", "bnpo"],
+    "all weights": ["--lora-rank", "0"],
+}
+
+
+def gradients(run):
+    """The gradient of a step in small micro-batches, what was measured, and the log-probabilities of a probe."""
+    _, rows, rollout = sample(run)
+    rewards = np.random.default_rng(3).normal(size=(run.config.batch, run.config.groups))
+    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
+    batches = micro_batch.micro_batches(rows, rollout, 80)
+    assert len(batches) > 3
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
+    result, grads = gradient_of_update(run, batches, rollout, advantages, ref)
+    probe = trust_region.make_probe(batches, 200, 1)
+    logprobs = [part.reshape(-1) for part in update.under(run.learner, probe, run.learner.trainable)]
+    return rollout.completion_ids, grads, {"loss": result.loss, **result.means}, mx.concatenate(logprobs)
+
+
+def steps_of(run):
+    """Two updates, each of two iterations of AdamW with a bound on the step."""
+    _, rows, rollout = sample(run)
+    rewards = np.random.default_rng(3).normal(size=(run.config.batch, run.config.groups))
+    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
+    run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
+    for budget in (80, 100_000):  # of the second one machine has no part
+        update.update(run.learner, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, None, 0.004)
+    return run.learner
+
+
+COMPARE = """
+import sys
+from pathlib import Path
+import cpu_blas, mlx.core as mx, test_world, world
+from small_run import make_run
+from mlx.utils import tree_flatten
+out = Path(sys.argv[1])
+with world.joined():
+    run = make_run(out / "gone")
+    for name, flags in test_world.VARIANTS.items():
+        ids, grads, measured, logprobs = test_world.gradients(make_run(out / "gone", *flags))
+        arrays = {"ids": ids, "logprobs": logprobs} | {f"grad {key}": value for key, value in grads.items()}
+        arrays |= {f"of {key}": mx.array(value) for key, value in measured.items() if value is not None}
+        mx.save_safetensors(str(out / f"{name} {world.rank()}.safetensors"), arrays)
+    learner = test_world.steps_of(make_run(out / "gone", "--num-iterations", "2", "--target-kl", "0.001"))
+    state = learner.trainable | dict(tree_flatten(learner.optimizer.state))
+    mx.save_safetensors(str(out / f"state {world.rank()}.safetensors"), state)
+"""
+
+
+@slow
+def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weights(tmp_path):
+    (tmp_path / "gone").mkdir()
+    with Machines(2, tmp_path, "-c", COMPARE, tmp_path) as machines:
+        for (_, errors), status in machines.wait():
+            assert status == 0, errors
+    for name, flags in VARIANTS.items():
+        ids, grads, measured, logprobs = gradients(make_run(tmp_path / "gone", *flags))
+        for rank in range(2):
+            theirs = mx.load(str(tmp_path / f"{name} {rank}.safetensors"))
+            assert mx.array_equal(theirs["ids"], ids).item()
+            for key, ours in grads.items():
+                assert mx.abs(theirs[f"grad {key}"] - ours).max() <= 1e-6 * mx.abs(ours).max() + 1e-9, (name, key)
+            for key, value in measured.items():
+                assert value is None or theirs[f"of {key}"].item() == pytest.approx(value, rel=1e-4, abs=1e-6), key
+            assert mx.abs(theirs["logprobs"] - logprobs).max() < 1e-6
+    states = [(tmp_path / f"state {rank}.safetensors").read_bytes() for rank in range(2)]
+    assert states[0] == states[1]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+EVERYTHING = [
+    *("--dynamic-sampling", "--beta", "0.02", "--top-entropy-quantile", "0.8", "--loss-type", "bnpo"),
+    *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
+]
+
+
+@slow
+def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_prints(tmp_path):
+    flags = [*SMALL, *EVERYTHING, "--record-tokens", "0"]
+    train.main([*flags, "--run-dir", str(tmp_path / "one")])
+    with Machines(3, tmp_path, "train.py", *flags, "--run-dir", tmp_path / "three") as machines:
+        (first, *others) = machines.wait()
+    assert first[1] == 0, first[0][1]
+    assert "step 2/2" in first[0][0] and "machines: rank 0" in first[0][0]
+    assert [(told, status) for told, status in others] == [(("", ""), 0)] * 2
+    names = [{path.relative_to(run) for path in run.rglob("*")} for run in (tmp_path / "one", tmp_path / "three")]
+    assert names[0] == names[1]
+    one, three = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "three"))
+    assert len(one) == len(three) and any(record["judge_scores"] for record in one)
+    for ours, theirs in zip(one, three, strict=True):
+        assert ours["ids"] == theirs["ids"]
+        assert ours["reward"] == pytest.approx(theirs["reward"], abs=1e-5)
+    weights = [mx.load(str(tmp_path / name / "adapter" / "adapters.safetensors")) for name in ("one", "three")]
+    moved = max(mx.abs(array).max().item() for array in weights[0].values())
+    assert all(mx.abs(weights[1][name] - array).max() < 1e-3 * moved for name, array in weights[0].items())
+    ours, theirs = (lines(tmp_path / name / "eval_answers.jsonl") for name in ("one", "three"))
+    assert [answer["completions"] for answer in ours] == [answer["completions"] for answer in theirs]
+    figures = lines(tmp_path / "three" / "metrics.jsonl")[-1]
+    assert figures["wait/s"] >= 0 and all(f"rollout/tok_s/{rank}" in figures for rank in range(3))
+    assert "wait/s" not in lines(tmp_path / "one" / "metrics.jsonl")[-1]
+
+
+# ---- how they end
+
+LONG = [*SMALL, "--steps", "500", "--eval-every", "0", "--report-every", "0"]
+
+
+def resumed(directory, steps):
+    """The weights of a run that one process resumes, and has brought to a step."""
+    train.main(["--resume", str(directory), "--steps", str(steps)])
+    state = checkpoint.load(directory)
+    assert state.step == steps
+    return state.trainable
+
+
+@slow
+@pytest.mark.parametrize(("number", "whose"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
+def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_on(tmp_path, number, whose):
+    directory = tmp_path / "run"
+    with Machines(2, tmp_path, "train.py", *LONG, "--run-dir", directory) as machines:
+        machines.read_until("step 2/")
+        machines.processes[whose].send_signal(number)
+        ended = machines.wait()
+    for rank, ((_, errors), status) in enumerate(ended):
+        said = [line for line in errors.splitlines() if line and not line.startswith(("[ring]", "waiting up to"))]
+        if (rank, number) == (whose, signal.SIGKILL):
+            assert status == -signal.SIGKILL and not said
+            continue
+        assert status in (2, 130) and len(said) == 1, errors
+        if rank == 0:
+            assert f"--resume {directory}" in said[0]
+    step = checkpoint.load(directory).step
+    assert step >= 2
+    ours = resumed(directory, step + 1)
+    if number == signal.SIGKILL:
+        train.main([*LONG[:-6], "--eval-every", "0", "--steps", str(step + 1), "--run-dir", str(tmp_path / "whole")])
+        whole = checkpoint.load(tmp_path / "whole").trainable
+        most = max(mx.abs(array).max().item() for array in whole.values())
+        assert all(mx.abs(ours[name] - array).max() < 1e-3 * most for name, array in whole.items())
+
+
+FAILING = """
+import os
+def spoiled(completions, **_):
+    if os.environ["MLX_RANK"] == "1":
+        raise RuntimeError("no such file")
+    return [float(len(text)) for text in completions]
+"""
+
+
+@slow
+def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path):
+    (tmp_path / "reward.py").write_text(FAILING)
+    flags = [*LONG, "--reward", tmp_path / "reward.py:spoiled", "--run-dir", tmp_path / "run"]
+    with Machines(2, tmp_path, "train.py", *flags) as machines:
+        ended = machines.wait()
+    for (_, errors), status in ended:
+        assert status == 2 and "reward spoiled raised RuntimeError: no such file" in errors
+        assert "rank 1 (" in errors and "Traceback" not in errors
+    assert "saved after step 0" in ended[0][0][1]
+
+
+HANGING = """
+import time
+import cpu_blas, world
+from flags import fail
+try:
+    with world.joined():
+        if world.rank() == 1:
+            time.sleep(1000)
+        world.LEAST_PATIENCE, world.PATIENCE = 1.0, 0.0
+        world.share("here")
+except ValueError as error:
+    fail(error)
+"""
+
+
+@slow
+def test_a_machine_that_hangs_ends_the_others_with_a_line_and_not_a_hang(tmp_path):
+    with Machines(2, tmp_path, "-c", HANGING) as machines:
+        (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
+    assert status == 1 and "error: a machine hangs or is very late: nothing came from it for 1 s" in errors
+
+
+@slow
+def test_machines_that_are_not_alike_are_refused(tmp_path):
+    other = {"rank1": {"GWEN_DTYPE": "bfloat16"}}
+    with Machines(2, tmp_path, "train.py", *LONG, "--run-dir", tmp_path / "run", **other) as machines:
+        ended = machines.wait()
+    for (_, errors), status in ended:
+        assert status == 2 and "has another GWEN_DTYPE than rank 0" in errors and "make them the same" in errors
+    assert not (tmp_path / "run").exists()
+
+
+ALONE = """
+import cpu_blas, world
+world.JOIN = 2.0
+with world.joined():
+    pass
+"""
+
+
+@slow
+def test_a_first_machine_that_stays_alone_says_what_it_waits_for_and_ends(tmp_path):
+    with Machines(2, tmp_path, "-c", ALONE) as machines:
+        machines.processes[1].kill()
+        (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
+    assert status == 1 and errors == "waiting up to 2 s for the other machines; see docs/several-macs.md\n"

@@ -108,7 +108,7 @@ class Training:
         high=1e6,
     )
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
-    groups: int = flag(8, "G, completions per prompt", low=2, high=2**16)
+    groups: int = flag(8, "G, completions per prompt; 1 where a teacher alone trains", low=1, high=2**16)
     rollout_batch_size: int = flag(
         0, "rows decoded at once; auto: measured on a GPU, else at most 64", low=1, parse=size
     )
@@ -223,6 +223,11 @@ class Config(JudgeSettings, Training):
     report_every: int | None = flag(None, "steps between two pages; 0: never (default: with each evaluation)", low=0)
     record_tokens: int = flag(3500, "tokens per step whose entropy and change are recorded for the page", low=0)
     report_to: list[str] = flag(list, "trackers that get the run's figures, each an extra", nargs="*", choices=TRACKERS)
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether rewards are compared within groups; else they are only looked at."""
+        return self.loss_type != "distill" and self.groups > 1
 
     @property
     def sharing(self) -> bool | None:
@@ -375,6 +380,7 @@ def checked(settings: dict[str, Any]) -> Config:
         )
     _check_objective(config)
     _check_distillation(config)
+    _check_groups(config)
     if config.checkpoint_layers not in ("auto", "on", "off") and not config.checkpoint_layers.isdecimal():
         raise ValueError(f"--checkpoint-layers is {config.checkpoint_layers!r}; it must be auto, on, off or a number")
     if config.lora_rank and not config.lora_targets:
@@ -424,6 +430,17 @@ def _check_distillation(config: Config) -> None:
             raise ValueError(f"{said(name)}: {why}; leave it out")
     if distilled and config.truncated == "punish":
         raise ValueError("--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask")
+
+
+def _check_groups(config: Config) -> None:
+    """Raises ValueError where groups of one completion leave nothing to learn from; see `run.refuse_lone_rewards`."""
+    if config.groups > 1:
+        return
+    if not config.teacher and config.loss_type != "sft":
+        raise ValueError("--groups is 1; it must be at least 2, since rewards are compared within a group")
+    for name in ("dynamic_sampling", "curriculum"):
+        if getattr(config, name):
+            raise ValueError(f"{flag_of(name)} goes by rewards that differ within a group; set --groups 2 or more")
 
 
 def _check_sft(config: Config) -> None:

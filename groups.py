@@ -81,7 +81,13 @@ def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
 
 
 def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
-    """Advantages of the chosen groups, (B, G) float32. Groups are numbered through all draws."""
+    """
+    Advantages of the chosen groups, (B, G) float32. Groups are numbered through all draws.
+
+    They are 0 in groups of one, which only a teacher trains.
+    """
+    if config.groups == 1:
+        return np.zeros((len(chosen), 1), np.float32)
     if config.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
         return grpo.decoupled_advantages(parts, draws[0].rewards.weights, config.signal_floor)

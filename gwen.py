@@ -184,9 +184,9 @@ class Model(nn.Module):
         shared = Context(self._rope.at(offsets, length), "causal" if cache is None else cache.mask(length), None)
         delta = None
         for index, layer in enumerate(self.layers):
-            run = checkpointed if index < checkpoint_layers else Block.__call__
             context = shared if cache is None else shared._replace(state=cache.layers[index])
-            x, delta = run(layer, x, delta, context)
+            kept = index >= checkpoint_layers
+            x, delta = layer(x, delta, context) if kept else checkpointed(layer, x, delta, context)
         return self.norm.after(x, delta)[1]
 
     def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
@@ -208,6 +208,16 @@ def laid_out(name: str, weight: mx.array) -> mx.array:
 
 def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
     """The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it."""
+    model = open_model(directory, dtype, adapter)
+    gpu.hold_memory()
+    for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
+        mx.eval(part.parameters())
+    check_kernels(model)
+    return model
+
+
+def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
+    """What `load_model` gives, its weights still on disk: each is read when something is first computed with it."""
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
     weights = hub.load_weights(directory)
@@ -233,10 +243,6 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
         weights = adapters.merge(weights, adapter)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
     model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
-    gpu.hold_memory()
-    for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
-        mx.eval(part.parameters())
-    check_kernels(model)
     return model
 
 

@@ -11,6 +11,7 @@ K kv heads, D head dim, F mlp width.
 """
 
 import dataclasses
+import itertools
 import sys
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ BUDGET, GPU_BUDGET = 1024, 2048
 WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 2.9
 # The same on a GPU: counted 0.3 to 0.5 and 1.3 to 1.5 in traces of four shapes; MLX runs some launches ahead.
 GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED = 1.0, 2.0
+DISK = 2e9  # bytes a second; an assumption: Apple's laptops read about 1.5 to 6 GB/s
 TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
 
 
@@ -53,7 +55,9 @@ class Need(NamedTuple):
     working: int  # of an update: what one layer's gradient takes beside that
     logprobs: int  # of an update: what log-probabilities take, while no layer is at work
     stepping: int  # of an update: the gradient, and what AdamW makes of it while old tensors go
-    teacher: int = 0  # its weights, and what it says of a step's completions
+    teacher: int = 0  # its weights, or its head where it stays on disk, and what it says of a step's completions
+    teaching: int = 0  # of a teacher on disk: two of its layers, its embeddings, and two arrays per position of a step
+    reading: int = 0  # bytes that a step reads from disk, which are held nowhere
 
     @property
     def resident(self) -> int:
@@ -69,7 +73,7 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> int:
-        return self.resident + max(self.rollout, self.update)
+        return self.resident + max(self.rollout, self.teaching, self.update)
 
 
 def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
@@ -95,7 +99,29 @@ def has_kernels() -> bool:
 def estimate(
     model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
 ) -> Need:
-    """What a run needs at most, when its prompts, or the conversations of --loss-type sft, have these lengths."""
+    """
+    What a run needs at most, when its prompts, or the conversations of --loss-type sft, have these lengths.
+
+    A teacher that does not fit beside it stays on disk.
+    """
+    demand = (model, dtype, config, prompt_lengths, checkpoint_layers)
+    need = _estimate(*demand, False)
+    return _estimate(*demand, True) if need.total > gpu.memory_size() and has_files(config.teacher) else need
+
+
+def has_files(teacher: str) -> bool:
+    """Whether a teacher can be read from disk as it is needed."""
+    return bool(teacher) and teacher != "self" and not teacher.startswith("random:")
+
+
+def _estimate(
+    model: hub.ModelConfig,
+    dtype: mx.Dtype,
+    config: Config,
+    prompt_lengths: list[int],
+    checkpoint_layers: int,
+    teacher_on_disk: bool,
+) -> Need:
     samples = config.loss_type != "sft"
     if not samples:
         config = dataclasses.replace(config, groups=1, max_tokens=1)
@@ -120,24 +146,33 @@ def estimate(
         working=working,
         logprobs=logprobs,
         stepping=7 * trained,  # measured: 5 to 7
-        teacher=_teacher(model, dtype, config) if config.teacher else 0,
+        **(_teacher(model, dtype, config, longest, teacher_on_disk) if config.teacher else {}),
     )
 
 
-def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> int:
+def _teacher(
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int], on_disk: bool
+) -> dict[str, int]:
     """
-    Bytes of a teacher's weights, and of its hidden states of all completions or its log-probabilities of their tokens.
+    A teacher's fields of `Need`. What it says are the hidden states of all completions, or a number for each token.
 
     The model's own base, which teaches a run that trains all weights, is a copy.
     """
     other = config.teacher != "self"
     with gwen.named_by("--teacher"):
         shape = gwen.load_config(config.teacher) if other else model
-    copied = other or not config.lora_rank
-    weights = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters())) if copied else 0
-    num_tokens = config.batch * config.groups * config.max_tokens
-    said = dtype.size * shape.hidden_size if config.loss_type == "distill" else 4
-    return weights * dtype.size + num_tokens * said
+    held, num_tokens = 0, config.batch * config.groups * config.max_tokens
+    said = num_tokens * (dtype.size * shape.hidden_size if config.loss_type == "distill" else 4)
+    teacher = gwen.Model(shape)  # lazy: nothing of it is ever computed
+    if other or not config.lora_rank:
+        held = sum(array.size for _, array in tree_flatten(teacher.parameters())) * dtype.size
+    if not on_disk:
+        return {"teacher": held + said}
+    layer = sum(array.size for _, array in tree_flatten(teacher.layers[0].parameters())) * dtype.size
+    head, positions = teacher.head_weight.size * dtype.size, config.groups * sum(prompts) + num_tokens
+    streams = 2 * dtype.size * shape.hidden_size * positions
+    embeddings = 0 if shape.tie_word_embeddings else head
+    return {"teacher": head + said, "teaching": 2 * layer + embeddings + 2 * streams, "reading": held}
 
 
 def _update(
@@ -199,8 +234,8 @@ def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
     Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
-    update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
-    run on a CPU does not depend on the machine.
+    update; last of all a teacher stays on disk. To fit is to need nine tenths of what a GPU offers, and without a GPU
+    of what a laptop's would, so that a run on a CPU does not depend on the machine.
     """
     room, layers = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP), model.num_hidden_layers
     budgets = [config.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
@@ -208,10 +243,10 @@ def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
         budgets.append(BUDGET)
     counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
-    for budget, count in options:
+    for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_files(config.teacher)], options):
         config.train_token_budget = budget
         config.checkpoint_layers = {0: "off", layers: "on"}.get(count, str(count))
-        need = estimate(model, dtype, config, prompt_lengths, count)
+        need = _estimate(model, dtype, config, prompt_lengths, count, on_disk)
         if need.resident + need.update <= room:  # a rollout has flags of its own
             return
 
@@ -244,6 +279,11 @@ def advice(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
         flags.append(
             "--checkpoint-layers on" + (f" --train-token-budget {budget}" * (budget < config.train_token_budget))
         )
+    if resident + need().teaching > room:
+        batch = config.batch
+        while batch > 1 and resident + need(batch=batch).teaching > room:
+            batch //= 2
+        flags.append(f"--batch {batch}")
     return f"set {' '.join(flags)}"
 
 
@@ -255,25 +295,20 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
     said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
         f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
-        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}{rollout}{_gb(need.update)} update "
+        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}{rollout}"
+        f"{f'{_gb(need.teaching)} teaching and ' if need.teaching else ''}{_gb(need.update)} update "
         f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
         f"{_gb(need.working)} backward) "
         f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
     )
+    if need.reading:
+        said += (
+            f"; the teacher stays on disk: a step reads its {_gb(need.reading)} GB layer by layer, "
+            f"{need.reading / DISK:.1f} s at {DISK / 1e9:g} GB/s"
+        )
     if need.total <= room:
         return said
     return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
-
-
-def refuse_teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
-    """Raises ValueError, with figures, where the run does not fit for its teacher: both are held at once."""
-    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
-    if need.teacher and need.total > gpu.memory_size():
-        rest, room = _gb(need.total - need.teacher), _gb(gpu.memory_size())
-        raise ValueError(
-            f"--teacher {config.teacher} takes {_gb(need.teacher)} GB beside the run's {rest}, of {room}; take a "
-            "smaller teacher, or lower --batch or --max-tokens"
-        )
 
 
 def _gb(size: float) -> str:

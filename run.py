@@ -171,6 +171,7 @@ class Run(Core):
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
+        refuse_lone_rewards(config, self.task)
         super().__init__(config, run_dir)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
@@ -195,8 +196,8 @@ class Run(Core):
         preflight.limit_cache(*demand)
         self.memory = preflight.line(*demand)
         self.longest = max(lengths) + config.max_tokens
-        preflight.refuse_teacher(*demand)
-        self.teacher = self._make_teacher() if config.teacher else None
+        need = preflight.estimate(*demand, config.num_checkpointed(self.model.config.num_hidden_layers))
+        self.teacher = self._make_teacher(on_disk=need.reading > 0) if config.teacher else None
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
@@ -210,9 +211,9 @@ class Run(Core):
             kind=kind,
         )
 
-    def _make_teacher(self) -> distill.Teacher:
+    def _make_teacher(self, on_disk: bool) -> distill.Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
-        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base)
+        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base, on_disk)
         teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
         return teacher
 
@@ -276,6 +277,17 @@ def read_start(model: gwen.Model, path: str) -> lora.Fused:
         return lora.read(model, path)
     except ValueError as error:
         raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
+
+
+def refuse_lone_rewards(config: Config, task: tasks.Task) -> None:
+    """Raises ValueError where rewards count and no other completion of a prompt is there to compare them with."""
+    counted = [name for name, weight in task.reward_weights.items() if weight]
+    if config.groups == 1 and config.loss_type != "distill" and counted:
+        weights = ",".join(f"{name}=0" for name in counted)
+        raise ValueError(
+            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
+            f"--reward-weights {weights}"
+        )
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

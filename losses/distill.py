@@ -11,7 +11,7 @@ D hidden of the teacher.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import gwen
+import hub
 import lora
 import sampler
 import tasks
@@ -27,7 +28,7 @@ import world
 from config import Config
 from groups import Draw
 from layers import lm_head
-from losses import divergence
+from losses import divergence, from_disk
 from losses.policy import PolicyLoss, Share, Targets, gaps
 from micro_batch import MicroBatch, completion_hidden, micro_batches, my_part
 from problems.examples import Example, short
@@ -37,9 +38,13 @@ from update import MakeLoss
 class Teacher:
     """The model that teaches, and the prompt that it alone sees."""
 
-    def __init__(self, config: Config, student: gwen.Model, tokenizer: Any, base: gwen.Model | None):
+    model: gwen.Model | None = None  # None: it stays on disk
+
+    def __init__(
+        self, config: Config, student: gwen.Model, tokenizer: Any, base: gwen.Model | None, on_disk: bool = False
+    ):
         """
-        base: the model before training, where `student` without its adapters is not that.
+        base: the model before training, where `student` without its adapters is not that. on_disk: see from_disk.py.
 
         Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
         ids, and where the file of its prompt cannot be read.
@@ -48,21 +53,22 @@ class Teacher:
         self.num_ids = len(student.head_weight)  # a larger model may have more, of no token
         self.text = _text_of(config.teacher_prompt) if config.teacher_prompt else None
         if config.teacher == "self":
-            self.model = base or student
+            self.model, self.shape = base or student, student.config
             return
         with gwen.named_by("--teacher"):
-            self.model, its_own = gwen.load(config.teacher)
+            self.shape = gwen.load_config(config.teacher)
+            if on_disk:
+                self.directory = hub.find(config.teacher)
+                gwen.check_kernels(gwen.open_model(self.directory))
+                its_own = hub.load_tokenizer(self.directory)
+            else:
+                self.model, its_own = gwen.load(config.teacher)
         refuse_other_tokenizer(config.teacher, tokenizer, its_own)
-        if len(self.head_weight) < self.num_ids:
+        if self.shape.vocab_size < self.num_ids:
             raise ValueError(
-                f"--teacher {config.teacher} scores {len(self.head_weight)} ids, {config.model} has {self.num_ids}; "
+                f"--teacher {config.teacher} scores {self.shape.vocab_size} ids, {config.model} has {self.num_ids}; "
                 "take a teacher that scores all of them"
             )
-
-    @property
-    def head_weight(self) -> mx.array:
-        """The rows of the teacher's head for the student's ids, (V, D)."""
-        return self.model.head_weight[: self.num_ids]
 
     def prompts(self, examples: Iterable[Example], kind: str = "the teacher's prompt") -> list[list[int]]:
         """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
@@ -71,14 +77,14 @@ class Teacher:
             self.tokenizer,
             seen,
             max_tokens=self.config.max_tokens,
-            context=self.model.config.max_position_embeddings,
+            context=self.shape.max_position_embeddings,
             thinking=self.config.thinking,
             kind=kind,
         )
 
     def check(self, examples: list[Example], student_ids: list[list[int]]) -> None:
         """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
-        room, longest = self.model.config.max_position_embeddings, max(map(len, student_ids)) + self.config.max_tokens
+        room, longest = self.shape.max_position_embeddings, max(map(len, student_ids)) + self.config.max_tokens
         if longest > room:
             raise ValueError(
                 f"--teacher {self.config.teacher} reads {room} tokens, a prompt and its completion have {longest}; "
@@ -105,28 +111,47 @@ class Teacher:
 
     def lesson(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> divergence.Lesson:
         """The teacher's hidden states of every completion token, (N, T, D), and its head for the student's ids."""
-        empty = mx.zeros((*rollout.mask.shape, self.head_weight.shape[1]), self.head_weight.dtype)
-        return divergence.Lesson(self._in_rows(batches, empty, lambda hidden, _: hidden), self.head_weight)
+        model = self._opened()
+        head_weight = model.head_weight[: self.num_ids]
+        empty = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
+        return divergence.Lesson(self._in_rows(model, batches, empty, lambda hidden, _: hidden), head_weight)
 
     def gains(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
         """log teacher - log student of every counted token, (N, T), as the student sampled it; 0 elsewhere."""
+        model = self._opened()
+        head_weight = model.head_weight[: self.num_ids]
 
         def logprobs(hidden: mx.array, batch: MicroBatch) -> mx.array:
             ids, temperature = batch.completion_ids, self.config.temp
-            return lm_head.token_logprobs(hidden, self.head_weight, ids, temperature=temperature, gradient="none")[0]
+            return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
 
-        found = self._in_rows(batches, mx.zeros(rollout.mask.shape), logprobs)
+        found = self._in_rows(model, batches, mx.zeros(rollout.mask.shape), logprobs)
         return mx.where(rollout.mask > 0, found - rollout.logprobs, 0.0)
 
+    def _opened(self) -> gwen.Model:
+        return self.model or gwen.open_model(self.directory)
+
     def _in_rows(
-        self, batches: list[MicroBatch], out: mx.array, score: Callable[[mx.array, MicroBatch], mx.array]
+        self,
+        model: gwen.Model,
+        batches: list[MicroBatch],
+        out: mx.array,
+        score: Callable[[mx.array, MicroBatch], mx.array],
     ) -> mx.array:
         """`out` with what `score` makes of each micro-batch's hidden states, (M, T, D), in its rows."""
-        with lora.before_training(self.model):
-            for batch in my_part(batches):
-                out[batch.rows, : batch.mask.shape[1]] = score(completion_hidden(self.model, batch), batch)
-                mx.eval(out)  # wait: the next micro-batch may use this one's memory
+        for batch, hidden in self._read(model, my_part(batches)):
+            out[batch.rows, : batch.mask.shape[1]] = score(hidden, batch)
+            mx.eval(out)  # wait: the next micro-batch may use this one's memory
         return world.all_sum([out])[0].astype(out.dtype)
+
+    def _read(self, model: gwen.Model, batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, mx.array]]:
+        """Each micro-batch and the model's hidden states of its completion tokens, (M, T, D)."""
+        if self.model is None:
+            yield from zip(batches, from_disk.hidden_states(model, batches), strict=True)
+            return
+        with lora.before_training(model):
+            for batch in batches:
+                yield batch, completion_hidden(model, batch)
 
 
 class DistillLoss:

@@ -110,17 +110,17 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
-    num_signal = None  # distillation only reports rewards
-    if config.loss_type != "distill":
+    num_signal = None  # nothing compares rewards
+    if config.compares_rewards:
         num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
-    any_readable = np.isfinite(np.concatenate(rewards)).any()
+    has_std = config.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
     metrics: dict[str, Any] = {
         "step": step.number,
         "loss": result.loss,
         "reward/mean": mean(np.concatenate(rewards)),
-        "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if any_readable else None,
+        "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if has_std else None,
         "reward/zero_std_frac": None if num_signal is None else 1 - num_signal / num_groups,
         **{
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))

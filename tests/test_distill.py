@@ -2,6 +2,7 @@
 
 import json
 import types
+import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,10 +20,12 @@ import hub
 import lora
 import micro_batch
 import preflight
+import sft
 import tasks
 import train
 import update
-from losses import distill, divergence, policy
+from losses import distill, divergence, from_disk, policy
+from problems.chats import Row
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")
@@ -90,7 +93,7 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
     batches, rollout, make_loss = lesson_of(run, sharing=sharing)
     assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
     loss = make_loss(run.config, targets_of(rollout))
-    head, taught = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.head_weight))
+    head, taught = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
         hidden, teacher_hidden = (micro_batch.completion_hidden(m, batch) for m in (run.model, run.teacher.model))
@@ -270,6 +273,40 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.parametrize("flags", ["--loss-type distill", "--distill-coef 0.5 --reward-weights correct=0,rubric=0"])
+def test_a_teacher_needs_no_groups(tmp_path, teacher, flags):
+    run = make_run(tmp_path, "--groups", "1", "--batch", "12", "--teacher", teacher, *flags.split())
+    batches, rollout, make_loss = lesson_of(moved(run))
+    assert groups.advantages_of(run.config, [], list(range(12))).tolist() == [[0.0]] * 12
+    loss = make_loss(run.config, targets_of(rollout))
+    found = sum(loss(run.model, batch).loss.item() for batch in batches)
+    mask = np.array(rollout.mask, np.float64)
+    if isinstance(loss, distill.TaughtPolicyLoss):
+        exact = -0.5 * (np.array(loss.gains, np.float64) * mask).sum() / mask.sum()
+    else:
+        hidden = [micro_batch.completion_hidden(run.model, batch) for batch in batches]
+        logits = [np.array(one @ run.model.head_weight.T, np.float64) for one in hidden]
+        taught = np.array(loss.lesson.hidden @ loss.lesson.head_weight.T, np.float64)
+        places = [(np.array(batch.rows), slice(batch.mask.shape[1])) for batch in batches]
+        parts = [written_out(one, taught[place], 0.5) * mask[place] for one, place in zip(logits, places, strict=True)]
+        exact = sum(part.sum() for part in parts) / mask.sum()
+    assert found == pytest.approx(exact, rel=2e-5) and abs(exact) > 1e-3
+    flags = [*SMALL, "--groups", "1", "--teacher", teacher, *flags.split(), "--eval-every", "0", "--steps", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of a deviation of one number
+        train.main([*flags, "--run-dir", str(tmp_path / "run")])
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")[0]
+    empty = ("reward/std", "reward/zero_std_frac", "sampling/signal_groups")
+    assert [metrics[name] for name in empty] == [None] * 3 and metrics["distill/kl"]
+    assert [record["advantage"] for record in lines(tmp_path / "run" / "rollouts.jsonl")] == [0.0] * 3
+
+
+def test_a_reward_that_counts_needs_another_completion(tmp_path, teacher):
+    flags = ["--groups", "1", "--teacher", teacher, "--distill-coef", "1"]
+    with pytest.raises(ValueError, match=r"^--groups 1 leaves the reward correct nothing .*correct=0,rubric=0$"):
+        make_run(tmp_path, *flags)
+
+
 def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teacher):
     run = make_run(tmp_path, *DISTILL, teacher)
     assert list(run.task.rewards) == ["correct"] and run.judge is None
@@ -314,6 +351,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
         ("--teacher demo --loss-type distill --dynamic-sampling", "--dynamic-sampling True: --loss-type distill has"),
         ("--teacher demo --distill-coef 1 --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
         ("--teacher demo --loss-type distill --truncated punish", "--truncated punish is a reward"),
+        ("--teacher demo --distill-coef 1 --groups 1 --curriculum", "--curriculum goes by rewards that differ"),
         ("--teacher demo --loss-type distill --distill-beta 2", "--distill-beta is 2.0; it must be at most 1.0"),
     ],
 )
@@ -368,15 +406,79 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
             make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
 
 
-def test_a_teacher_that_does_not_fit_is_refused_with_figures(monkeypatch):
-    config = make_config("--loss-type", "distill", "--teacher", "random:0.6b")
-    shape = (hub.load_config(hub.DEMO), mx.float32, config, [80])
-    weights = sum(array.size for _, array in tree_flatten(gwen.Model(gwen.load_config("random:0.6b")).parameters()))
-    need = preflight.estimate(*shape, 0)
-    assert need.teacher == 4 * weights + 12 * 12 * 1024 * 4
-    preflight.refuse_teacher(*shape)
-    monkeypatch.setattr(gpu, "memory_size", lambda: 2_000_000_000)
-    with pytest.raises(
-        ValueError, match=r"^--teacher random:0.6b takes 2.38 GB beside the run's 0.0\d, of 2.00; take a"
-    ):
-        preflight.refuse_teacher(*shape)
+# ---- a teacher that stays on disk
+
+
+@pytest.mark.parametrize("flags, sharing", [("--loss-type distill", "on"), ("--distill-coef 0.5", "off")])
+def test_a_teacher_on_disk_says_the_same_to_the_bit(tmp_path, monkeypatch, teacher, prompt, flags, sharing):
+    flags = ["--teacher", teacher, "--teacher-prompt", prompt, "--train-share-prefix", sharing, *flags.split()]
+    ends = []
+    for on_disk in (False, True):
+        monkeypatch.setattr(gpu, "memory_size", lambda on_disk=on_disk: 15_000_000 if on_disk else 10**10)
+        run = moved(make_run(tmp_path, *flags, "--target-kl", "0"))
+        assert (run.teacher.model is None) == on_disk
+        for _ in range(2):  # a second step reads it again
+            batches, rollout, make_loss = lesson_of(run, sharing=sharing)
+            result = update.update(run.learner, batches, rollout, mx.zeros(12), None, 1e-3, make_loss)
+        ends.append((result.loss, run.learner.trainable))
+    assert ends[0][0] == ends[1][0] != 0
+    for name, array in ends[0][1].items():
+        assert mx.array_equal(array, ends[1][1][name]).item(), name
+
+
+def test_of_a_teacher_on_disk_one_layer_is_held_at_a_time(tmp_path):
+    """Of five; and the model that they were read from has none left."""
+    model = gwen.random_model("random:2m")
+    gwen.save(model, tmp_path, hub.load_tokenizer(hub.DEMO))
+    layer = sum(array.nbytes for _, array in tree_flatten(model.layers[0].parameters()))
+    del model
+    batches = sft.make_batches([Row([5, 6, 7, 8], [2, 3])] * 2, 4)
+    assert len(batches) == 2
+    opened = gwen.open_model(tmp_path)
+    mx.eval(opened.head_weight)
+    mx.clear_cache()
+    begin = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for found in from_disk.hidden_states(opened, batches):
+        mx.eval(found)
+    assert mx.get_peak_memory() - begin < 3 * layer, (mx.get_peak_memory() - begin) / layer
+    assert not opened.layers
+    del found
+    mx.clear_cache()
+    assert mx.get_active_memory() - begin < layer / 10
+
+
+def test_a_teacher_that_does_not_fit_stays_on_disk_and_the_preflight_says_what_that_costs(monkeypatch, teacher):
+    config = make_config("--loss-type", "distill", "--teacher", teacher)
+    shape = (hub.load_config(hub.DEMO), mx.float32, config, [80] * 3)
+    weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape[0]).parameters()))
+    head, said = 4 * shape[0].vocab_size * shape[0].hidden_size, 4 * shape[0].hidden_size * 12 * 12
+    held = preflight.estimate(*shape, 0)
+    assert (held.teacher, held.reading) == (weights + said, 0)
+    assert "disk" not in preflight.line(*shape)
+    monkeypatch.setattr(gpu, "memory_size", lambda: held.total - 1)
+    read = preflight.estimate(*shape, 0)
+    assert (read.teacher, read.reading) == (head + said, weights) and read.total < held.total
+    assert f"the teacher stays on disk: a step reads its {weights / 1e9:.2f} GB layer by layer" in preflight.line(
+        *shape
+    )
+    random = make_config("--loss-type", "distill", "--teacher", "random:0.6b")
+    assert "it does not fit: take a smaller model" in preflight.line(*shape[:2], random, [80] * 3)  # made, not read
+
+
+def test_micro_batches_are_cut_and_layers_computed_again_before_a_teacher_is_read_every_step(monkeypatch, teacher):
+    shape = hub.load_config(hub.DEMO)
+
+    def settled(room):
+        monkeypatch.setattr(preflight, "LAPTOP", room / 0.9)
+        monkeypatch.setattr(gpu, "memory_size", lambda: room)
+        config = make_config("--loss-type", "distill", "--teacher", teacher, "--rollout-batch-size", "1")
+        demand = (shape, mx.float32, config, [80] * 3)
+        preflight.settle(*demand)
+        need = preflight.estimate(*demand, config.num_checkpointed(4))
+        return config.checkpoint_layers, need.reading > 0
+
+    rooms = range(60_000_000, 20_000_000, -1_000_000)
+    assert list(dict.fromkeys(map(settled, rooms))) == [
+        ("off", False), ("2", False), ("3", False), ("on", False), ("on", True)
+    ]  # fmt: skip

@@ -26,7 +26,7 @@ import gpu
 import gwen
 import hub
 from kv_cache import KVCache, TreeCache
-from layers import ops
+from layers import attention, ops
 
 RNG = np.random.default_rng(0)
 TOKENS = mx.array(RNG.integers(0, 320, (3, 12)).astype(np.int32))
@@ -156,8 +156,8 @@ def test_a_state_of_another_kind_than_keys_and_values_goes_through_the_model_as_
 @pytest.fixture(params=["in parts", "joined"])
 def form(request, monkeypatch):
     """Both forms of attention in a tree; a GPU joins the parts of all but a few queries."""
-    monkeypatch.setattr(ops, "is_fused", lambda _: request.param == "joined")
-    monkeypatch.setattr(ops, "FEW_QUERIES", 0)
+    monkeypatch.setattr(attention, "is_fused", lambda _: request.param == "joined")
+    monkeypatch.setattr(attention, "FEW_QUERIES", 0)
 
 
 @pytest.mark.usefixtures("form")

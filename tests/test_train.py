@@ -1036,10 +1036,9 @@ def test_a_run_never_trains_on_its_evaluation_problems():
         assert not {str(e["prompt"]) for e in task.train} & {str(e["prompt"]) for e in task.held_out}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_main_job_learns(tmp_path, seed):
+def test_the_main_job_learns(tmp_path):
     """60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
-    flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 60, "--seed", seed]
+    flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 60]
     done = command(*flags, "--eval-every", "60", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     first, last = records(tmp_path / "run" / "eval.jsonl")

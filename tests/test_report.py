@@ -392,7 +392,7 @@ def browse(tmp_path):
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         flags += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
         command = [browser, *flags, "--dump-dom", path.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
     return browse

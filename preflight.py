@@ -199,9 +199,7 @@ def _update(
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
         one_layer = num_positions * layer_bytes(model, dtype, keys)
-        copies = (
-            len(part) * longest if shared and gpu.on_gpu() else 0
-        )  # of a prompt's keys and values: `attention.joined`
+        copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of prompts' keys and values, joined
         inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
         inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * kept
         num_tokens = num_positions if config.loss_type == "sft" else len(part) * length

@@ -476,7 +476,7 @@ def rollout(
             cache_bytes=cache_bytes,
             peak_bytes=mx.get_peak_memory(),
             batch_size=size.rows,
-            speeds=tuple(float(lengths_of[rows].sum() / seconds) for rows, seconds in parts),
+            speeds=tuple(float(lengths_of[rows].sum()) / seconds if rows else 0.0 for rows, seconds in parts),
         ),
         entropies[0] if params.entropy else None,
     )

@@ -70,7 +70,7 @@ class Teacher:
                 "take a teacher that scores all of them"
             )
 
-    def prompts(self, examples: Iterable[Example], kind: str = "the teacher's prompt") -> list[list[int]]:
+    def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
         seen = examples if self.text is None else (in_front(self.text, example) for example in examples)
         return tasks.render(
@@ -79,7 +79,7 @@ class Teacher:
             max_tokens=self.config.max_tokens,
             context=self.shape.max_position_embeddings,
             thinking=self.config.thinking,
-            kind=kind,
+            kind="the teacher's prompt",
         )
 
     def check(self, examples: list[Example], student_ids: list[list[int]]) -> None:

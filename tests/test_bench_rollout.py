@@ -310,7 +310,10 @@ def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatc
 
 
 def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off(capsys):
-    pytest.importorskip("vllm_mlx", reason="vllm-mlx is in the extra `vllm`")
+    pytest.importorskip(
+        "vllm_mlx",
+        reason="a competitor, no dependency: uv run --extra vllm pytest tests/test_bench_rollout.py",
+    )
     bench_rollout_vllm_mlx.main([*TINY, "--prompt-tokens", "140", "--lengths", "geometric:2:4", "--temp", "0.5"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=4 temp=0.5 warmup=0 runs=2"

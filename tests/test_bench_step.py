@@ -44,24 +44,23 @@ def test_the_other_trainer_does_the_same_work(engine):
     assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
 
 
-@pytest.mark.skipif(
-    not all(map(find_spec, bench_step.PACKAGES["trl"])),
-    reason="a competitor, no dependency: uv run --group trl --with peft pytest tests/test_bench_step.py",
-)
-def test_trl_does_the_same_work():
-    with harness.model_directory("random:2m") as directory:
-        steps = bench_step.run_trl(bench_step.parse([*TINY, "--engine", "trl"]), directory, 2)
-    assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
-    assert all(seconds > 0 for step in steps for seconds in step.values())
+def needs(engine, flags):
+    return pytest.mark.skipif(
+        not all(map(find_spec, bench_step.PACKAGES[engine])),
+        reason=f"a competitor, no dependency: uv run {flags} pytest tests/test_bench_step.py",
+    )
 
 
-@pytest.mark.skipif(
-    not find_spec("unsloth_zoo"),
-    reason="a competitor, no dependency: uv run --with unsloth-zoo pytest tests/test_bench_step.py",
-)
-def test_unsloth_zoo_does_the_same_work():
+RIVALS = [
+    pytest.param("trl", bench_step.run_trl, marks=needs("trl", "--group trl --with peft")),
+    pytest.param("unsloth_zoo", bench_step.run_unsloth_zoo, marks=needs("unsloth_zoo", "--with unsloth-zoo")),
+]
+
+
+@pytest.mark.parametrize(("engine", "run"), RIVALS)
+def test_another_trainer_of_groups_does_the_same_work(engine, run):
     with harness.model_directory("random:2m") as directory:
-        steps = bench_step.run_unsloth_zoo(bench_step.parse([*TINY, "--engine", "unsloth_zoo"]), directory, 2)
+        steps = run(bench_step.parse([*TINY, "--engine", engine]), directory, 2)
     assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
     assert all(seconds > 0 for step in steps for seconds in step.values())
 

@@ -16,7 +16,7 @@ import sft
 import update
 from config import Config
 
-torch = pytest.importorskip("torch", reason="PyTorch is in the dependency group `peft`")
+torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")
 
 
 def step_of(model, rows):

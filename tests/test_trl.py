@@ -25,8 +25,9 @@ import sampler
 from config import Config
 from losses import policy
 
-torch = pytest.importorskip("torch", reason="TRL is in the dependency group `trl`")
-trl = pytest.importorskip("trl", reason="TRL is in the dependency group `trl`")
+REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
+torch = pytest.importorskip("torch", reason=REASON)
+trl = pytest.importorskip("trl", reason=REASON)
 
 
 def trainer(case, **settings):

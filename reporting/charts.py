@@ -60,7 +60,7 @@ CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves
     ("Unreadable", "share of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
     ("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
 ]
-REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/s")
+REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 
 def make_charts(runs: list[History]) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ def step_record(step):
         "reward/std": 0.5,
         "reward/zero_std_frac": 0.25,
         "reward/correct": step / 20,
+        "reward/none": 0,
         "reward/s": 0.1,
         "sampling/draws": 1,
         "rollout/s": 1.0,
@@ -201,6 +202,7 @@ def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
     shown = drawn["Reward"]["series"][0]["shown"]
     assert shown == {"x": [1, 2, 3, 4], "s": [1.6, 3.2, 4.8, 6.4], "y": [0.1, 0.2, 0.3, 0.4]}
     assert drawn["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
+    assert [series["label"] for series in drawn["Reward by component"]["series"]] == ["correct"]
     assert [series["label"] for series in drawn["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
     assert [mark["step"] for mark in drawn["Entropy"]["marks"]] == [3]
 

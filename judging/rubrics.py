@@ -392,7 +392,8 @@ class Grader:
         scores = dict(zip(questions, known, strict=True))
         asked = [place for place, question in enumerate(questions) if scores[question] is None]
         counts = Counter(questions[place].prompt for place in asked)  # all or none about a prompt
-        dealt = {list(counts)[number] for number in world.part(list(counts.values()))}
+        names = list(counts)
+        dealt = {names[number] for number in world.part(list(counts.values()))}
         mine = [place for place in asked if questions[place].prompt in dealt]
         new: dict[Question, Evaluation] = {}
 

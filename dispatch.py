@@ -246,17 +246,18 @@ def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num
     """
     The rows that a run decodes at once. Replaces `auto` in its settings, so that a resumed run reads the values.
 
-    On a GPU this measures, for the step's rows or the held-out problems, whichever are more.
+    They are enough for the step's rows or the held-out problems, whichever are more. On a GPU this measures.
     """
+    most_rows = max(config.batch * config.groups, num_held_out)
     if not gpu.on_gpu():
-        config.rollout_batch_size = config.rollout_batch_size or min(config.batch * config.groups, USUAL_ROWS)
+        config.rollout_batch_size = config.rollout_batch_size or min(most_rows, USUAL_ROWS)
     elif not config.rollout_batch_size or config.share_prefix == "auto":
         chosen, why = choose(
             model,
             prompt_lengths,
             max_tokens=config.max_tokens,
             group_size=config.groups,
-            most_rows=max(config.batch * config.groups, num_held_out),
+            most_rows=most_rows,
             rows=config.rollout_batch_size,
         )
         print(why, flush=True)

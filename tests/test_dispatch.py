@@ -309,7 +309,7 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
     its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
-    assert its.batch_size.rows == its.config.rollout_batch_size == 12 and its.config.share_prefix == "auto"
+    assert its.batch_size.rows == its.config.rollout_batch_size == 16 and its.config.share_prefix == "auto"
     task = tasks.load("demo")
     evaluate.evaluate(its.model, its.tokenizer, task, evaluate.EvalParams(4, limit=2))
 
@@ -356,13 +356,13 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
 
     monkeypatch.setattr(sampler, "decode", failing)
     train.train(its.config, its)
-    assert sizes[0] == 12 and set(sizes[1:]) == {6}
+    assert sizes[0] == 16 and set(sizes[1:]) == {8}
     state = checkpoint.load(tmp_path)
-    assert state.extra["rollout_batch_size"] == 6
+    assert state.extra["rollout_batch_size"] == 8
     resumed = train.Run(resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
-    assert resumed.batch_size.rows == 12
+    assert resumed.batch_size.rows == 16
     resumed.restore(state)
-    assert resumed.batch_size.rows == 6
+    assert resumed.batch_size.rows == 8
 
 
 @pytest.mark.parametrize("text", ["many", "1.5", ""])

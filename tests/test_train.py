@@ -1074,5 +1074,5 @@ def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
     for flags in ([], ["--rollout-batch-size", "auto", "--train-token-budget", "auto"]):
         run = make_run(tmp_path, *flags)
         settled = (run.config.rollout_batch_size, run.config.train_token_budget, run.config.checkpoint_layers)
-        assert settled == (12, 1024, "off")
+        assert settled == (16, 1024, "off")
     assert train.Run(make_config("--batch", "16", "--groups", "8"), tmp_path).config.rollout_batch_size == 64

@@ -17,11 +17,17 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
+import cpu_blas
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes would compile the same files again
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(cpu_blas.cache_directory() / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -318,47 +318,56 @@ def test_the_scorer_reads_answers_in_all_their_clothes(completion, reference, ri
 
 
 HOSTILE = [
-    "9" * 300_000,
-    "9," * 150_000,
-    "1,234" * 60_000,
-    "1 " * 150_000,
-    "1 1/" * 75_000,
-    "1/" * 150_000,
-    "-" * 300_000,
-    ".5" * 150_000,
-    "e9" * 150_000,
-    " " * 300_000,
-    "\t \n" * 100_000,
-    "{" * 300_000,
-    "}" * 300_000,
-    "\\boxed{" * 40_000,
-    "\\boxed{}" * 40_000,
-    "\\boxed{\\boxed{" * 20_000 + "}" * 40_000,
-    "\\frac{" * 50_000,
-    "\\frac{1}" * 40_000,
-    "1 \\frac" * 40_000,
-    "#" * 300_000,
-    "#### " * 60_000,
-    "answer " * 43_000,
-    "answer is " * 30_000,
-    "answer=" * 43_000,
-    "x^" * 150_000,
-    "10^" * 100_000,
-    "1 x 10 ^ " * 33_000,
-    "$" * 300_000,
-    "\\" * 300_000,
-    "`*_~" * 75_000,
-    "\ud800\x00\u202e" * 100_000,
+    "9",
+    "9,",
+    "1,234",
+    "1 ",
+    "1 1/",
+    "1/",
+    "-",
+    ".5",
+    "e9",
+    " ",
+    "\t \n",
+    "{",
+    "}",
+    "#",
+    "#### ",
+    "$",
+    "\\",
+    "`*_~",
 ]
+HOSTILE += [
+    "\\boxed{",
+    "\\boxed{}",
+    "\\frac{",
+    "\\frac{1}",
+    "1 \\frac",
+    "answer ",
+    "answer is ",
+    "answer=",
+    "x^",
+    "10^",
+]
+HOSTILE += ["1 x 10 ^ ", "\ud800\x00\u202e"]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
+@pytest.mark.parametrize("text", HOSTILE, ids=repr)
 def test_a_hostile_completion_takes_bounded_time(text):
+    """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
+    assert_soon_scored(text * (100_000 // len(text)))
+
+
+def test_braces_that_close_what_was_opened_take_bounded_time():
+    assert_soon_scored("\\boxed{\\boxed{" * 6_000 + "}" * 12_000)
+
+
+def assert_soon_scored(completion):
     begin = time.process_time()  # seconds of this process, whatever else the machine does
-    tasks.gsm8k_correct(completions=[text], answer=["42"])
-    rewards.boxed_once(completions=[text])
-    parse_number(text)
-    assert time.process_time() - begin < 8, "300,000 characters, a hundred times what a model writes"
+    tasks.gsm8k_correct(completions=[completion], answer=["42"])
+    rewards.boxed_once(completions=[completion])
+    parse_number(completion)
+    assert time.process_time() - begin < 4
 
 
 @pytest.mark.slow

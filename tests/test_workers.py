@@ -1,6 +1,5 @@
 """Workers: answers in order and side by side, limits that always hold, and a seal against hostile text."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,50 +15,13 @@ from problems import workers
 ROOT = Path(workers.__file__).parent.parent
 
 
-def stubborn(seconds):
-    """Catches the alarm, as a library with a bare `except` does."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(BaseException):
-            time.sleep(seconds)
-    return "awake"
-
-
-DEEDS = {
-    "double": lambda x: 2 * x,
-    "sleep": time.sleep,
-    "stubborn": stubborn,
-    "power": lambda x: len(str(9**9**x)),  # one multiplication of minutes, which no signal interrupts
-    "count": lambda x: sum(1 for _ in range(x)),
-    "leave": os._exit,
-    "fail": lambda x: [][x],
-    "lambda": lambda x: lambda: x,
-    "name": lambda x: os.getpid(),
-    "hash": lambda x: hash("words"),
-    "write": lambda path: Path(path).write_text("x"),
-    "read": lambda path: Path(path).read_text()[:3],
-    "system": os.system,
-    "connect": lambda x: __import__("socket").create_connection(("127.0.0.1", 9), 1),
-    "memory": lambda x: len(bytes(x)),
-    "print": lambda x: print(x) or 7,
-}
-
-
-def answerer(greeting="hello"):
-    if greeting == "refuse":
-        raise ValueError("--flag is wrong")
-    if greeting == "crash":
-        os._exit(3)
-    return lambda deed: DEEDS[deed[0]](*deed[1:])
-
-
 @pytest.fixture
 def pool(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     made = []
 
     def make(num=1, limit=5.0, sealed=False, arguments=()):
-        made.append(workers.Pool("test_workers:answerer", arguments, num=num, limit=limit, sealed=sealed))
+        made.append(workers.Pool("deeds:answerer", arguments, num=num, limit=limit, sealed=sealed))
         return made[-1]
 
     yield make
@@ -137,7 +99,7 @@ def test_a_sealed_worker_reads_but_writes_starts_and_sends_nothing(pool, tmp_pat
 
 def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(monkeypatch):
     code = (
-        "from problems import workers; p = workers.Pool('test_workers:answerer', (), num=1, limit=60)\n"
+        "from problems import workers; p = workers.Pool('deeds:answerer', (), num=1, limit=60)\n"
         "print(p.ask([('name', 0)])[0].value, flush=True)\n"
         "try:\n    p.ask([('sleep', 50)])\nexcept KeyboardInterrupt:\n    print(p.ask([('double', 4)])[0].value)\n"
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ DEEDS = {
     "system": os.system,
     "connect": lambda x: __import__("socket").create_connection(("127.0.0.1", 9), 1),
     "memory": lambda x: len(bytes(x)),
+    "import": lambda folder: sys.path.append(folder) or __import__("never_compiled").WORD,
     "print": lambda x: print(x) or 7,
 }
 

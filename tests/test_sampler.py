@@ -64,7 +64,7 @@ def test_greedy_rollouts_equal_mlx_lm_token_for_token(model, tiny_qwen3):
         assert ids == expected
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
 @pytest.mark.parametrize("support", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}])
 def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(model, temperature, support):
     """Where two tokens tie within rounding at the edge of the support, scoring may keep one that sampling did not."""
@@ -400,7 +400,7 @@ def test_a_prompt_without_tokens_is_refused(model):
         roll(model, prompts=[[1], []])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("support", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}])
 def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled(model, temperature, support):
     ends = tuple(range(0, 320, 10))

@@ -317,27 +317,8 @@ def test_the_scorer_reads_answers_in_all_their_clothes(completion, reference, ri
     assert tasks.gsm8k_correct(completions=[completion], answer=[reference]) == [float(right)]
 
 
-HOSTILE = [
-    "9",
-    "9,",
-    "1,234",
-    "1 ",
-    "1 1/",
-    "1/",
-    "-",
-    ".5",
-    "e9",
-    " ",
-    "\t \n",
-    "{",
-    "}",
-    "#",
-    "#### ",
-    "$",
-    "\\",
-    "`*_~",
-]
-HOSTILE += [
+REPEATED = ["9", "9,", "1,234", "1 ", "1 1/", "1/", "-", ".5", "e9", " ", "\t \n", "{", "}", "#", "#### ", "$", "\\"]
+REPEATED += [
     "\\boxed{",
     "\\boxed{}",
     "\\frac{",
@@ -349,24 +330,17 @@ HOSTILE += [
     "x^",
     "10^",
 ]
-HOSTILE += ["1 x 10 ^ ", "\ud800\x00\u202e"]
+REPEATED += ["1 x 10 ^ ", "`*_~", "\ud800\x00\u202e"]
+HOSTILE = [text * (100_000 // len(text)) for text in REPEATED] + ["\\boxed{\\boxed{" * 6_000 + "}" * 12_000]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=repr)
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
 def test_a_hostile_completion_takes_bounded_time(text):
     """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
-    assert_soon_scored(text * (100_000 // len(text)))
-
-
-def test_braces_that_close_what_was_opened_take_bounded_time():
-    assert_soon_scored("\\boxed{\\boxed{" * 6_000 + "}" * 12_000)
-
-
-def assert_soon_scored(completion):
     begin = time.process_time()  # seconds of this process, whatever else the machine does
-    tasks.gsm8k_correct(completions=[completion], answer=["42"])
-    rewards.boxed_once(completions=[completion])
-    parse_number(completion)
+    tasks.gsm8k_correct(completions=[text], answer=["42"])
+    rewards.boxed_once(completions=[text])
+    parse_number(text)
     assert time.process_time() - begin < 4
 
 

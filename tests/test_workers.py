@@ -97,6 +97,12 @@ def test_a_sealed_worker_reads_but_writes_starts_and_sends_nothing(pool, tmp_pat
     assert pool().ask([("write", str(tmp_path / "new"))])[0].value == 1, "a user's own code is not sealed"
 
 
+def test_a_sealed_worker_imports_what_was_never_compiled(pool, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "never_compiled.py").write_text("WORD = 'here'")
+    assert pool(sealed=True).ask([("import", str(tmp_path))])[0] == workers.Answer("here")
+
+
 def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(monkeypatch):
     code = (
         "from problems import workers; p = workers.Pool('deeds:answerer', (), num=1, limit=60)\n"

@@ -16,10 +16,18 @@ def stubborn(seconds):
     return "awake"
 
 
+def meet(folder, num):
+    """Waits until this many have come."""
+    (Path(folder) / f"{os.getpid()}").touch()
+    while len(os.listdir(folder)) < num:
+        time.sleep(0.01)
+
+
 DEEDS = {
     "double": lambda x: 2 * x,
     "sleep": time.sleep,
     "stubborn": stubborn,
+    "meet": meet,
     "power": lambda x: len(str(9**9**x)),  # one multiplication of minutes, which no signal interrupts
     "count": lambda x: sum(1 for _ in range(x)),
     "leave": os._exit,

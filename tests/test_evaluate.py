@@ -87,7 +87,7 @@ def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
         record.pop("eval/s")
     entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise
     assert first == second
-    assert entropies[0] == pytest.approx(entropies[1], rel=1e-6)
+    assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)
 
 
 def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):

@@ -34,6 +34,7 @@ import sampler
 import tasks
 from config import Config, JudgeSettings, resolve
 from flags import Parser, add_flags, check_least, fail
+from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from micro_batch import completion_hidden, in_rows, micro_batches
 from problems.examples import Example, spread
@@ -116,7 +117,7 @@ def call(name: str, reward: Reward, answers: Answers) -> np.ndarray:
     return np.array(call_reward(name, reward, prompts, answers.texts, columns))
 
 
-def judged(grader: judge.Grader, answers: Answers) -> judge.Judgement:
+def judged(grader: Grader, answers: Answers) -> Judgement:
     """The judge's scores of each completion."""
     return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
 
@@ -129,7 +130,7 @@ class Earned(NamedTuple):
     scores: np.ndarray | None  # (N, J), the judge's, 1..5
 
 
-def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Earned:
+def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
     """Calls each reward once and computes the reported value of each completion."""
     rewards = {name: call(name, reward, answers) for name, reward in task.rewards.items()}
     scores = None
@@ -213,8 +214,8 @@ def evaluate(
     task: tasks.Task,
     params: EvalParams,
     *,
-    grader: judge.Grader | None = None,
-    witness: judge.Grader | None = None,
+    grader: Grader | None = None,
+    witness: Grader | None = None,
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
@@ -349,7 +350,7 @@ def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[
 
 
 def by_criterion(
-    kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[Example], samples: int
+    kind: str, scores: np.ndarray, grader: Grader, problems: list[Example], samples: int
 ) -> dict[str, np.ndarray]:
     """Each problem's mean score by criterion, for the judge also by category; 5 is bad if the criterion is reversed."""
     measured = {}
@@ -363,9 +364,7 @@ def by_criterion(
     return measured
 
 
-def make_judge(
-    config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any
-) -> judge.Judge | judge.RemoteJudge | None:
+def make_judge(config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any) -> Grader | None:
     """The judge whose scores are rewards; None without a rubric. base: the model before training."""
     if task.rubric is None:
         return None
@@ -374,8 +373,8 @@ def make_judge(
 
 
 def make_witness(
-    config: Config, task: tasks.Task, grader: judge.Grader | None, base: gwen.Model, tokenizer: Any
-) -> judge.Grader | None:
+    config: Config, task: tasks.Task, grader: Grader | None, base: gwen.Model, tokenizer: Any
+) -> Grader | None:
     """
     The judge that only evaluations use; None if the task has no rubric for it.
 
@@ -419,7 +418,7 @@ def load_policy(name: str, adapter: str | None, start: str | None = None) -> tup
     return model, tokenizer, True
 
 
-def remember(log: run_files.JsonLines, grader: judge.Grader) -> None:
+def remember(log: run_files.JsonLines, grader: Grader) -> None:
     """Writes the judge's new scores."""
     for record in grader.cache.take_fresh():
         log.write({"step": 0} | record)

@@ -33,10 +33,11 @@ import tasks
 import update
 import world
 from config import Config
+from flags import flag_of
 from losses import distill
 from problems import curriculum, rewards
 from problems.examples import Example, spread
-from reporting.console import CONSOLE_COLUMNS, warn
+from reporting.console import console_columns, warn
 from reporting.journal import Journal, evaluation_is_due
 from run_files import START
 
@@ -44,7 +45,7 @@ from run_files import START
 class Core:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
-    columns = CONSOLE_COLUMNS
+    columns: str  # what the figures of a step's line are, for the console
     learner: update.Learner
     journal: Journal
     memory: str  # what the run needs, for the console
@@ -171,8 +172,9 @@ class Run(Core):
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
-        refuse_lone_rewards(config, self.task)
+        refuse_useless_rewards(config, self.task)
         super().__init__(config, run_dir)
+        self.columns = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
@@ -279,9 +281,14 @@ def read_start(model: gwen.Model, path: str) -> lora.Fused:
         raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
 
 
-def refuse_lone_rewards(config: Config, task: tasks.Task) -> None:
-    """Raises ValueError where rewards count and no other completion of a prompt is there to compare them with."""
+def refuse_useless_rewards(config: Config, task: tasks.Task) -> None:
+    """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
     counted = [name for name, weight in task.reward_weights.items() if weight]
+    for name in ("dynamic_sampling", "curriculum"):
+        if getattr(config, name) and not counted:
+            raise ValueError(
+                f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
+            )
     if config.groups == 1 and config.loss_type != "distill" and counted:
         weights = ",".join(f"{name}=0" for name in counted)
         raise ValueError(

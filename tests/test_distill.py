@@ -365,6 +365,13 @@ def test_flags_that_make_no_sense_are_refused_by_name(flags, said):
         make_config(*flags.split())
 
 
+@pytest.mark.parametrize("flag", ["--dynamic-sampling", "--curriculum"])
+def test_groups_are_not_chosen_by_rewards_where_a_teacher_alone_trains(tmp_path, flag):
+    alone = "--teacher demo --distill-coef 1 --reward-weights correct=0,rubric=0".split()
+    with pytest.raises(ValueError, match=f"^{flag} goes by rewards, and none has a weight; "):
+        make_run(tmp_path, *alone, flag)
+
+
 def test_what_a_run_has_no_use_for_are_settings():
     runs = {"loss_type": ("sft", "distill", "sapo", "dapo"), "teacher": ("", "demo"), "groups": (1, 2)}
     runs |= {"old_logprobs": ("step", "sampler"), "advantage": ("group", "reinforce"), "lora_rank": (0, 16)}

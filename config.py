@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -44,10 +44,10 @@ class JudgeSettings:
 
     def __post_init__(self) -> None:
         check_values(JudgeSettings, vars(self))
+        if re.match("[a-z]+://[^/]*@", self.judge_url, re.IGNORECASE):
+            raise ValueError("--judge-url holds a password, which logs would show; put the key into JUDGE_API_KEY")
         if self.judge_think and self.judge_mode != "decode":
-            raise ValueError(
-                f"--judge-think {self.judge_think} needs --judge-mode decode: logits come before any thought"
-            )
+            raise ValueError(f"--judge-think {self.judge_think} needs --judge-mode decode: logits come before thoughts")
         if self.judge_url and not self.judge_model:
             raise ValueError(f"--judge-url {self.judge_url} serves models by name; name one with --judge-model")
 
@@ -172,6 +172,8 @@ class Config(JudgeSettings, Training):
         return named[self.checkpoint_layers] if self.checkpoint_layers in named else int(self.checkpoint_layers)
 
 
+NAMES = [field.name for field in dataclasses.fields(Config)]
+JUDGE = [field.name for field in dataclasses.fields(JudgeSettings)]
 AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadata.get("parse") is size}  # 0: auto
 
 # what may change where a run is resumed: how long it goes on, how often it looks and saves, the memory it takes, and
@@ -179,7 +181,7 @@ AUTOMATIC = {field.name for field in dataclasses.fields(Config) if field.metadat
 CHANGEABLE = {
     *("steps", "save_every", "keep", "eval_every", "eval_limit", "early_stopping", "report_every", "report_to"),
     *("rollout_batch_size", "train_token_budget", "checkpoint_layers"),
-    *(field.name for field in dataclasses.fields(JudgeSettings)),
+    *JUDGE,
 }
 
 
@@ -196,10 +198,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def given(args: argparse.Namespace, settings: type = Config) -> dict[str, Any]:
-    """The settings among the given flags."""
-    named = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(settings)}
-    return {name: value for name, value in named.items() if value is not None}
+def given(args: argparse.Namespace, names: Iterable[str] = NAMES) -> dict[str, Any]:
+    """The settings in `names` among the given flags."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 # ---- where settings come from
@@ -269,12 +270,11 @@ def load_recipe(path: Path) -> dict[str, Any]:
     held = load_yaml(path, f"--config {path}")
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    names = [field.name for field in dataclasses.fields(Config)]
     for key in held:
         if key in RENAMED:
             raise ValueError(f"--config {path}: the setting {key} is called {RENAMED[key]} now")
-        if key not in names:
-            near = difflib.get_close_matches(str(key)[:40], names, 1, 0.0)[0]
+        if key not in NAMES:
+            near = difflib.get_close_matches(str(key)[:40], NAMES, 1, 0.0)[0]
             raise ValueError(f"--config {path}: unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
     return held
 
@@ -337,7 +337,7 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 def unused(config: Config) -> Iterator[tuple[set[str], str]]:
     """The settings that this run has no use for, why, and what to do instead."""
     if config.loss_type == "sft":
-        yield vars(config).keys() - SFT, "--loss-type sft samples and judges nothing; leave that out"
+        yield set(NAMES) - SFT, "--loss-type sft samples and judges nothing; leave that out"
     else:
         yield SFT_ALONE, "only for --loss-type sft; leave that out"
     if config.loss_type == "distill":

@@ -32,7 +32,7 @@ import lora
 import run_files
 import sampler
 import tasks
-from config import Config, JudgeSettings, resolve
+from config import JUDGE, Config, given, resolve
 from flags import Parser, add_flags, check_least, fail
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
@@ -401,7 +401,7 @@ def make_witness(
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric", "eval_judge_model"),
     *("reward", "reward_weights", "reward_format", "reward_workers", "reward_timeout"),
-    *("max_tokens", "rollout_batch_size", "thinking", *(field.name for field in dataclasses.fields(JudgeSettings))),
+    *("max_tokens", "rollout_batch_size", "thinking", *JUDGE),
 )
 
 
@@ -437,7 +437,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
-    flags = {name: value for name in TAKEN if (value := getattr(args, name)) is not None}
+    flags = given(args, TAKEN)
     try:
         check_least(args, limit=1, samples=1, temp=0, seed=0)
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):

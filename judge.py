@@ -29,7 +29,7 @@ import gpu
 import gwen
 import lora
 import sampler
-from config import JudgeSettings, given, of_environment
+from config import JUDGE, JudgeSettings, given, of_environment
 from flags import Parser, add_flags, fail
 from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     add_flags(parser, JudgeSettings)
     args = parser.parse_args(argv)
     try:
-        settings = JudgeSettings(**of_environment() | given(args, JudgeSettings))
+        settings = JudgeSettings(**of_environment() | given(args, JUDGE))
         rubric = rubrics.load_rubric(args.rubric)
         known = labels.load(args.labels, rubric)
         name, why = settings.judge_model, settings.judge_url

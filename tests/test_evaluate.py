@@ -214,7 +214,7 @@ def test_repetition_is_the_share_of_runs_of_four_words_that_were_there_before():
 # ---- a witness
 
 
-class Always(judge.Grader):
+class Always(rubrics.Grader):
     """A judge that gives every criterion the same score."""
 
     def __init__(self, rubric, score):

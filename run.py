@@ -188,7 +188,7 @@ class Run(Core):
         self.witness = evaluate.make_witness(config, self.task, self.judge, *before_training) if held_out else None
         self.learner = update.Learner(self.model, config, self.base)
         lengths = [len(ids) for ids in self.prompt_ids]
-        self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
+        self.batch_size = gpu.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
         demand = (self.model.config, self.model.head_weight.dtype, config, lengths)
         preflight.settle(*demand)  # replaces each `auto` in `config`, as `dispatch.settle` does above
         self.agree(self.prompt_ids)

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ START = "adapter-start"  # the adapter of --init-adapter, as the run had it befo
 
 
 def add_flags(parser: Parser) -> None:
-    """Adds the flags that name a run and a step."""
+    """Adds the flags that `settle` reads."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
     parser.add_argument(
         "--step",
@@ -32,14 +33,22 @@ def add_flags(parser: Parser) -> None:
         metavar="N",
         help="its checkpoint after step N, 0 is before training (default: newest)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
 
 
-def check(run: str | None, step: int | None, adapter: str | None) -> None:
-    """Raises ValueError for contradictory flags."""
-    if step is not None and run is None:
-        raise ValueError(f"--step {step} is a step of a run; name it with --run")
-    if run is not None and adapter is not None:
-        raise ValueError(f"--adapter {adapter} and --run {run}, which has its own; leave one of them out")
+def settle(args: Namespace) -> tuple[dict[str, Any], str | None]:
+    """
+    The settings of --run, empty without one, and the path of the adapter that the flags name, or None.
+
+    Raises ValueError for contradictory flags, and what `settings_of` and `adapter_of` raise.
+    """
+    if args.run is None:
+        if args.step is not None:
+            raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
+        return {}, args.adapter
+    if args.adapter is not None:
+        raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
+    return settings_of(args.run), adapter_of(args.run, args.step)
 
 
 def config_file(run: str) -> Path:

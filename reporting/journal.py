@@ -225,8 +225,7 @@ def packed(values: np.ndarray) -> str:
 def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
     """One record per completion, without its advantage; groups are numbered from `first_group`."""
     rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
-    ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
-    logprobs = np.array(rollout.logprobs)
+    ids, logprobs = rollout.ids, np.array(rollout.logprobs)
     total = rewards.total.reshape(-1)
     for row, completion in enumerate(rewards.completions):
         group = row // config.groups
@@ -240,8 +239,8 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
             "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
             "category": example.get("category"),
             "completion": completion,
-            "ids": ids[row][: lengths[row]],
-            "logprobs": packed(logprobs[row, : lengths[row]]),
+            "ids": ids[row],
+            "logprobs": packed(logprobs[row, : len(ids[row])]),
             "reward": None if np.isnan(total[row]) else float(total[row]),
             "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
             "judge_scores": scores,

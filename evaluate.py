@@ -443,7 +443,7 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        _, adapter = run_files.settle(args)
+        adapter = run_files.settle(args)
         if args.run:
             config = run_files.of_run(args.run, flags)
             start = run_files.adapter_of(args.run, 0)

@@ -231,8 +231,8 @@ class SlotCache(Cache):
     their order does not matter.
     """
 
-    def __init__(self, prompts: KVCache, prompt_lengths: list[int], num_slots: int, width: int, share: bool = True):
-        self.prompts, self.prompt_lengths, self.num_slots, self.share = prompts, prompt_lengths, num_slots, share
+    def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
+        self.prompts, self.num_slots, self.share = prompts, num_slots, share
         self.layers: list[SlotLayer] = [SlotLayer(one, num_slots, round_up(width), share) for one in prompts.layers]
         self.most_bytes = sum(array.nbytes for array in prompts.arrays() + self.arrays())  # until slots are dropped
         self.prompt_of: list[int] = []  # each slot's prompt
@@ -253,8 +253,9 @@ class SlotCache(Cache):
         assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
         new = [s for s, p in enumerate(prompt_of) if s >= len(self.prompt_of) or self.prompt_of[s] != p]
         self.prompt_of, self.starts = prompt_of, starts
-        self.first_position = mx.array([self.prompt_lengths[p] - s for p, s in zip(prompt_of, starts, strict=True)])
+        padding = 0 if self.prompts.pad is None else self.prompts.pad[mx.array(prompt_of)]
         self.start = mx.array(starts)
+        self.first_position = self.prompts.length - padding - self.start
         if not self.share:
             self.prompt_mask = self.prompts.unpadded(mx.array(prompt_of))
             for layer in self.layers if new else []:
@@ -394,9 +395,9 @@ class TreeCache(Cache):
             whole = mx.concatenate([*before, own], axis=-1)
         return Layout([*groups, Group(None, None, "causal")], whole)
 
-    def flat(self) -> tuple[KVCache, list[int]]:
+    def flat(self) -> KVCache:
         """
-        A plain cache with the newest level's rows, each after a copy of its ancestors, and the rows' lengths.
+        A plain cache with the newest level's rows, each after a copy of its ancestors.
 
         Right-aligned, for rows that continue token by token.
         """
@@ -407,10 +408,10 @@ class TreeCache(Cache):
             for row, held in zip(rows, columns, strict=True):
                 held += range(begin + row * width, begin + row * width + self.lengths[level][row])
             begin += num_rows * width
-        lengths = [len(held) for held in columns]
-        padding = [max(lengths) - length for length in lengths]
+        length = max(map(len, columns))
+        padding = [length - len(held) for held in columns]
         index = mx.array([[0] * pad + held for pad, held in zip(padding, columns, strict=True)])
-        cache = KVCache(len(self.layers), max(lengths), mx.array(padding) if any(padding) else None)
+        cache = KVCache(len(self.layers), length, mx.array(padding) if any(padding) else None)
 
         def gather(arrays: list[mx.array]) -> mx.array:  # of (R, K, S, D) -> (N, K, W, D)
             joined = mx.concatenate([a.swapaxes(1, 2).reshape(-1, a.shape[1], a.shape[3]) for a in arrays])
@@ -418,4 +419,4 @@ class TreeCache(Cache):
 
         for layer, target in zip(self.layers, cache.layers, strict=True):
             target.update(gather([keys for keys, _ in layer.parts]), gather([values for _, values in layer.parts]))
-        return cache, lengths
+        return cache

@@ -269,11 +269,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
-        held, adapter = run_files.settle(args)
-        name = args.model or held.get("model")
+        adapter = run_files.settle(args, model=None)
         if not adapter:
             raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-        scratch = args.out.with_name(args.out.name + ".partial")
+        name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
         try:
             said = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
             if args.run:

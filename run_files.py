@@ -36,19 +36,22 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
 
 
-def settle(args: Namespace) -> tuple[dict[str, Any], str | None]:
+def settle(args: Namespace, **defaults: Any) -> str | None:
     """
-    The settings of --run, empty without one, and the path of the adapter that the flags name, or None.
+    The path of the adapter that the flags name, or None.
 
+    Flags in `defaults` that were left out become the run's settings; without a run, or where it has none, the defaults.
     Raises ValueError for contradictory flags, and what `settings_of` and `adapter_of` raise.
     """
-    if args.run is None:
-        if args.step is not None:
-            raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
-        return {}, args.adapter
-    if args.adapter is not None:
+    if args.step is not None and args.run is None:
+        raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
+    if args.run is not None and args.adapter is not None:
         raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
-    return settings_of(args.run), adapter_of(args.run, args.step)
+    held = settings_of(args.run) if args.run else {}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, held.get(name, default))
+    return adapter_of(args.run, args.step) if args.run else args.adapter
 
 
 def config_file(run: str) -> Path:

@@ -69,11 +69,10 @@ def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> S
 
 
 class Stats(NamedTuple):
-    """The cost of a rollout, in wall-clock seconds and completion tokens."""
+    """The cost of a rollout."""
 
-    prefill_s: float
+    prefill_s: float  # wall-clock seconds
     decode_s: float  # the rest
-    num_tokens: int
     cache_bytes: int  # of the largest cache
     speeds: tuple[float, ...] = ()  # completion tokens a second of each machine, by rank
 
@@ -173,22 +172,18 @@ class NotFinite(ValueError):
 
 
 class Record:
-    """A rollout's rows on the host: how they are sampled, what was drawn, and which have ended."""
+    """A rollout's rows on the host: how they are sampled, what was drawn, which have ended, and what it cost."""
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: tqdm | None = None):
         self.params, self.key, self.progress = params, key, progress
         self.limits = np.array(params.limits(num_rows))
-        shape = num_rows, int(self.limits.max())
-        self.ids = np.full(shape, params.pad_id, np.int32)
-        self.logprobs = np.zeros(shape, np.float32)
-        self.entropies = np.zeros(shape, np.float32) if params.entropy else None
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
-
-    @property
-    def columns(self) -> list[np.ndarray]:
-        """The arrays that receive one value per token."""
-        return [self.ids, self.logprobs] + ([] if self.entropies is None else [self.entropies])
+        shape = num_rows, self.limits.max()
+        self.ids = np.full(shape, params.pad_id, np.int32)
+        # what is recorded of each token: id, log-probability and, if asked for, entropy
+        self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
+        self.prefill_s, self.cache_bytes = 0.0, 0  # for `Stats`
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token."""
@@ -248,7 +243,7 @@ def decode(
         positions = np.minimum(step - starts, table.shape[1] - 1)  # until the look, an ended row runs on
         drawn = choose_token(logits, mx.array(table[slots, positions]), record.params)[: len(record.columns)]
         queued.append((rows[slots], drawn))
-        if num_begun == len(rows) and step + 1 == (starts + record.limits[rows[slots]]).max():
+        if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
             break
         logits = model.hidden(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
         mx.async_eval(drawn, logits)
@@ -284,11 +279,11 @@ def continue_greedily(
 
     Each ends with the first id in `ends`, or after `limit` ids.
     """
-    num_rows, (prompts, lengths) = len(logits), tree.flat()
+    num_rows = len(logits)
     # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
     share = not gpu.on_gpu() or attention.slot_attention.runs(logits.dtype)
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    cache = SlotCache(prompts, lengths, num_rows, limit, share)
+    cache = SlotCache(tree.flat(), num_rows, limit, share)
     decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
     return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
 
@@ -308,81 +303,66 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 
-def sample_batch(
-    model: gwen.Model,
-    rows_of: dict[tuple[int, ...], list[int]],
-    record: Record,
-    batch_size: int,
-    share_prefix: bool | None,
-) -> tuple[float, int]:
-    """
-    Prefills prompts and samples the rows of each into the record.
-
-    Returns the seconds of the prefill and the bytes of the largest cache. All memory allocated here is free after the
-    call, whether it returns or fails.
-    """
-    begin = time.perf_counter()
-    prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
-    prefill_s = time.perf_counter() - begin
-    prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
-    lengths, num_slots = [len(prompt) for prompt in rows_of], min(batch_size, len(prompt_of))
-    if share_prefix is None:
-        share_prefix = shares_prefix(len(prompt_of), lengths, batch_size, prompt_logits.dtype)
-    cache = SlotCache(prompt_cache, lengths, num_slots, int(record.limits[list(prompt_of)].max()), share_prefix)
-    decode(model, cache, prompt_logits, prompt_of, record)
-    return prefill_s, cache.most_bytes
+RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
-def plan(prompts: list[list[int]], group_size: int) -> dict[tuple[int, ...], list[int]]:
-    """This machine's distinct prompts and the rows of each; neighbours have similar lengths, so little padding."""
-    rows_of: dict[tuple[int, ...], list[int]] = {}
+def plan(prompts: list[list[int]], group_size: int) -> RowsOf:
+    """What this machine samples; neighbours have similar lengths, so little padding."""
+    rows_of: RowsOf = {}
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
     ordered = sorted(rows_of.items(), key=lambda item: len(item[0]))
     return dict(ordered[number] for number in world.part([len(rows) for _, rows in ordered]))
 
 
-def sample(
-    model: gwen.Model,
-    rows_of: dict[tuple[int, ...], list[int]],
-    record: Record,
-    group_size: int,
-    size: gpu.BatchSize,
-    share_prefix: bool | None,
-) -> tuple[float, int]:
-    """
-    Samples the rows of each prompt into the record, batch by batch; those lost when memory ran out once more.
+def sample_batch(
+    model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share_prefix: bool | None
+) -> None:
+    """Prefills prompts and samples the rows of each. All memory allocated here is free afterwards, also on failure."""
+    begin = time.perf_counter()
+    prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
+    record.prefill_s += time.perf_counter() - begin
+    prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
+    if share_prefix is None:
+        share_prefix = shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
+    width = int(record.limits[list(prompt_of)].max())
+    cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share_prefix)
+    record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
+    decode(model, cache, prompt_logits, prompt_of, record)
 
-    Returns the seconds of all prefills and the bytes of the largest cache. Raises ValueError if memory is too small for
-    one row.
+
+def sample(
+    model: gwen.Model, rows_of: RowsOf, record: Record, group_size: int, size: gpu.BatchSize, share_prefix: bool | None
+) -> None:
     """
-    prefill_s, cache_bytes = 0.0, 0
-    while waiting := [prompt for prompt, rows in rows_of.items() if not record.ended[rows].all()]:
+    Samples the rows of each prompt, batch by batch; those lost when memory ran out once more.
+
+    Raises ValueError if memory is too small for one row.
+    """
+    while left := {p: rest for p, rows in rows_of.items() if (rest := [row for row in rows if not record.ended[row]])}:
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
         most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
-        batch = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]  # batches of about one size
-        todo = {prompt: [row for row in rows_of[prompt] if not record.ended[row]] for prompt in batch}
-        costs = gpu.attempt(sample_batch, model, todo, record, size.rows, share_prefix)
-        if costs is not None:
-            prefill_s, cache_bytes = prefill_s + costs[0], max(cache_bytes, costs[1])
+        num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
+        batch = dict(itertools.islice(left.items(), num_prompts))
+        gpu.attempt(sample_batch, model, batch, record, size.rows, share_prefix)
+        rows = [row for rows in batch.values() for row in rows]
+        if record.ended[rows].all():
             continue
-        num_rows = sum(map(len, todo.values()))
-        if min(size.rows, num_rows) == 1:
-            length = max(map(len, todo)) + record.limits.max()
+        if min(size.rows, len(rows)) == 1:
+            length = max(map(len, batch)) + record.limits.max()
             raise ValueError(
                 f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
                 "lower --max-tokens"
             )
-        size.halve(num_rows)
+        size.halve(len(rows))
         tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
-    return prefill_s, cache_bytes
 
 
 def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: Stats) -> Rollout:
     """The rollout of rows that have all ended. Raises NotFinite."""
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
-    for row, position in np.argwhere(mask & ~np.isfinite(record.logprobs[:, :width])).tolist()[:1]:
+    for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[:1]:
         raise NotFinite(row // group_size, position, dtype)
     ids, logprobs, *entropies = (
         mx.array(np.where(mask, column[:, :width], fill))
@@ -421,10 +401,10 @@ def rollout(
     begin = time.perf_counter()
     with tqdm(total=len(mine), desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
         record = Record(len(prompts) * group_size, params, key, progress)
-        prefill_s, cache_bytes = sample(model, rows_of, record, group_size, size, share_prefix)
+        sample(model, rows_of, record, group_size, size, share_prefix)
     seconds = time.perf_counter() - begin
     speeds = record.bring_together(mine, seconds, prompts)
-    stats = Stats(prefill_s, seconds - prefill_s, int(record.lengths.sum()), cache_bytes, speeds)
+    stats = Stats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds)
     return assemble(record, group_size, model.head_weight.dtype, stats)
 
 
@@ -452,10 +432,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     args = parser.parse_args(argv)
     try:
-        held, adapter = run_files.settle(args)
-        for name, default in (("model", None), ("max_tokens", 256), ("thinking", False)):
-            if getattr(args, name) is None:
-                setattr(args, name, held.get(name, default))
+        adapter = run_files.settle(args, model=None, max_tokens=256, thinking=False)
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:

@@ -235,7 +235,7 @@ def decode(work: Work, num_layers: int) -> Traced:
         layer.length = length
         layer.keys = layer.values = mx.zeros((*shape[:2], layer.capacity, shape[3]), work.dtype)
     share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
-    cache = SlotCache(prompts, lengths, num_rows, work.config.max_tokens, share)
+    cache = SlotCache(prompts, num_rows, work.config.max_tokens, share)
     cache.advance(work.config.max_tokens // 2)
     cache.assign([row // work.config.groups for row in range(num_rows)], [0] * num_rows)
     places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]

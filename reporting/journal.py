@@ -101,7 +101,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
     seconds, draws, advantages, result = step.seconds, step.draws, step.advantages, step.result
     stats = [draw.rollout.stats for draw in draws]
-    num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
+    num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * advantages.size
     num_trained = round(float(step.rollout.mask.sum()))
     train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "teacher", "update"))
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))

@@ -483,10 +483,10 @@ def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | N
 
 class BatchSize:
     """
-    How many rows go through a model at once: halved when memory runs out, at most `rows` of the start.
+    How many rows go through a model at once: halved when memory runs out.
 
-    Who calls `fitted` after each batch lets it slowly grow back; for others it stays halved. All who share the object
-    share what it learns.
+    Callers that share the object share the reduced size. It grows back slowly for callers that report each batch that
+    `fitted`; without reports it stays reduced.
     """
 
     def __init__(self, rows: int):

@@ -379,20 +379,17 @@ class TreeCache(Cache):
     def mask(self, num_new: int) -> Layout:
         """Which rows read which part of each level; the newest level is causal."""
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
-        groups, seen, padded = [], [], False
+        groups, parts = [], []
         for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
-            width, mask = self.layers[0].parts[level][0].shape[2], None
-            if min(lengths) < width:
-                mask = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
-                padded = True
-            groups.append(make_group(rows, len(lengths), mask))
-            seen.append(mx.arange(width) < mx.array([lengths[row] for row in rows])[:, None])
+            width = self.layers[0].parts[level][0].shape[2]
+            seen = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
+            groups.append(make_group(rows, len(lengths), seen if min(lengths) < width else None))
+            parts.append(seen[mx.array(rows)])
         whole = None
-        if padded:
-            num_rows = len(self.lengths[-1])
-            before = [mx.broadcast_to(part[:, None, None], (num_rows, 1, num_new, part.shape[1])) for part in seen]
-            own = mx.broadcast_to(mx.tri(num_new, dtype=mx.bool_), (num_rows, 1, num_new, num_new))
-            whole = mx.concatenate([*before, own], axis=-1)
+        if any(group.mask is not None for group in groups):
+            parts.append(mx.tri(num_new, dtype=mx.bool_))
+            shape = len(self.lengths[-1]), 1, num_new
+            whole = mx.concatenate([mx.broadcast_to(part, (*shape, part.shape[-1])) for part in parts], axis=-1)
         return Layout([*groups, Group(None, None, "causal")], whole)
 
     def flat(self) -> KVCache:

@@ -433,7 +433,7 @@ def _check_distillation(config: Config) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """Raises ValueError where groups of one completion leave nothing to learn from; see `run.refuse_lone_rewards`."""
+    """Raises ValueError where groups of one completion leave nothing to learn from; see `tasks.refuse_lone_rewards`."""
     if config.groups > 1:
         return
     if not config.teacher and config.loss_type != "sft":

@@ -213,6 +213,17 @@ def _check_arguments(task: Task, own: bool) -> None:
 # ---- prompts
 
 
+def refuse_lone_rewards(config: Config, task: Task) -> None:
+    """Raises ValueError where rewards count and no other completion of a prompt is there to compare them with."""
+    counted = [name for name, weight in task.reward_weights.items() if weight]
+    if config.groups == 1 and config.loss_type != "distill" and counted:
+        weights = ",".join(f"{name}=0" for name in counted)
+        raise ValueError(
+            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
+            f"--reward-weights {weights}"
+        )
+
+
 def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False) -> list[int]:
     """
     Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.

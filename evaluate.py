@@ -91,7 +91,7 @@ class Answers(NamedTuple):
 
     @property
     def num_tokens(self) -> np.ndarray:
-        return np.array(self.rollout.mask).sum(-1).astype(int)
+        return self.rollout.lengths
 
 
 def answer(
@@ -194,7 +194,7 @@ class EvalParams(NamedTuple):
     """How to answer held-out problems."""
 
     max_tokens: int
-    batch_size: sampler.BatchSize | None = None  # None: measured on a GPU, `USUAL_ROWS` on a CPU
+    batch_size: gpu.BatchSize | None = None  # None: measured on a GPU, `USUAL_ROWS` on a CPU
     share_prefix: bool | None = None  # see `sampler.rollout`
     samples: int = 1  # completions per problem
     limit: int | None = None  # most problems, evenly spread
@@ -296,9 +296,9 @@ def answer_both(
             most_rows=len(prompts) * params.samples,
         )
         print(why, file=sys.stderr)
-        size, share_prefix = sampler.BatchSize(chosen.rows), chosen.share_prefix
+        size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix
     # both calls share one object, and so what it learns about memory
-    size = size or sampler.BatchSize(dispatch.USUAL_ROWS)
+    size = size or gpu.BatchSize(dispatch.USUAL_ROWS)
     how = {"key": KEY + params.seed, "batch_size": size, "share_prefix": share_prefix}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=model.config.eos_ids, entropy=True)
     greedy = sampling._replace(temperature=0.0, entropy=False)
@@ -422,7 +422,6 @@ def remember(log: run_files.JsonLines, grader: Grader) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
-    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
     parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
@@ -438,15 +437,14 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        run_files.check(args.run, args.step, args.adapter)
+        adapter = run_files.settle(args)
         if args.run:
-            config, adapter = run_files.of_run(args.run, flags), run_files.adapter_of(args.run, args.step)
+            config = run_files.of_run(args.run, flags)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
             name, why = gwen.choose_model(args.model, args.adapter)
-            config, adapter = resolve(flags, None, None, lambda _: (name, why))[0], args.adapter
-            start = None
+            config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
         if args.data:
             config.data, config.columns = "", args.columns or ""
@@ -471,7 +469,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = config.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.max_tokens,
-            sampler.BatchSize(rows) if rows else None,
+            gpu.BatchSize(rows) if rows else None,
             samples=args.samples,
             limit=args.limit or config.eval_limit or None,
             thinking=config.thinking,

@@ -16,7 +16,7 @@ Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-import gpu
 import gwen
 import lora
 import sampler
@@ -34,8 +33,8 @@ from flags import Parser, add_flags, fail
 from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Question, Tell
-from kv_cache import SlotCache, TreeCache
-from layers import attention, softmax
+from kv_cache import TreeCache
+from layers import softmax
 
 
 class Judge(Grader):
@@ -74,12 +73,12 @@ class Judge(Grader):
         self._identity = ""
 
     def state(self) -> dict[str, int]:
-        return {"chunk_size": self.tree.chunk.size, "good_chunks": self.tree.chunk.num_good}
+        return {"chunk_size": self.tree.chunk.rows, "good_chunks": self.tree.chunk.num_good}
 
     def restore(self, state: dict[str, int]) -> None:
         if state:
             chunk = self.tree.chunk
-            chunk.size, chunk.num_good = min(chunk.size, state["chunk_size"]), state["good_chunks"]
+            chunk.rows, chunk.num_good = min(chunk.rows, state["chunk_size"]), state["good_chunks"]
 
     def identity(self) -> str:
         """Includes the logits after the preamble, which tell models apart."""
@@ -149,7 +148,7 @@ class Judge(Grader):
         if self.think:
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
-            thoughts = continue_greedily(self.model, cache, logits, self.think, ends)
+            thoughts = sampler.continue_greedily(self.model, cache, logits, self.think, ends)
             # A row that reached eos while thinking is finished; the others get their thoughts closed.
             replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
@@ -160,30 +159,10 @@ class Judge(Grader):
                 hidden = prompt_tree.at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
                 logits = hidden @ self.model.head_weight.T
         if rows:
-            said = continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
+            said = sampler.continue_greedily(self.model, cache, logits, rubrics.REPLY_TOKENS, eos)
             for row, ids in zip(rows, said, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
-
-
-def continue_greedily(
-    model: gwen.Model, cache: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
-) -> list[list[int]]:
-    """
-    Greedy continuations of the rows of a tree's newest level; `logits` (M, V) are those of the first tokens.
-
-    Each ends with the first id in `ends`, or after `limit` ids.
-    """
-    num_rows = logits.shape[0]
-    flat, lengths = cache.flat()
-    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
-    slots = SlotCache(flat, lengths, limit, share=not gpu.on_gpu() or attention.slot_attention.runs(logits.dtype))
-    record = sampler.Record(num_rows, sampler.SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    jobs = [sampler.Job(row, row, limit) for row in range(num_rows)]
-    sampler.decode(model, slots, logits, jobs, record, num_rows)
-    rows: list[list[int]] = record.ids.tolist()
-    stops = [next((place for place, i in enumerate(ids) if i in ends), limit - 1) for ids in rows]
-    return [ids[: stop + 1] for ids, stop in zip(rows, stops, strict=True)]
 
 
 def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:

@@ -236,7 +236,7 @@ class Run(Core):
         self.witness = evaluate.make_witness(config, self.task, self.judge, *before_training) if held_out else None
         self.learner = update.Learner(self.model, config, self.base)
         lengths = [len(ids) for ids in self.prompt_ids]
-        self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
+        self.batch_size = gpu.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
         self.longest = max(lengths) + config.max_tokens
         need = self.settle_memory(lengths, self.prompt_ids)
         self.batch_size.rows = config.rollout_batch_size

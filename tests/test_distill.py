@@ -168,12 +168,9 @@ def test_the_teacher_scores_each_completion_after_its_own_prompt(tmp_path, teach
     run = make_run(tmp_path, "--teacher", teacher, "--distill-coef", "0.5", "--temp", "0.8")
     _, rows, rollout = sample(run)
     _, rollout, make_loss = lesson_of(run)
-    gains, lengths = (
-        np.array(make_loss(run.config, targets_of(rollout)).gains),
-        np.array(rollout.mask).sum(-1).astype(int),
-    )
-    for row, length in enumerate(lengths):
-        ids = rollout.completion_ids[row].tolist()[:length]
+    gains = np.array(make_loss(run.config, targets_of(rollout)).gains)
+    for row, ids in enumerate(rollout.ids):
+        length = len(ids)
         scores = [
             np.take_along_axis(scored_alone(model, rows[row], ids, 0.8), np.array(ids)[:, None], -1)[:, 0]
             for model in (run.teacher.model, run.model)

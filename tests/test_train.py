@@ -82,8 +82,7 @@ def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_o
     )
     run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
-    ids, lengths = np.array(rollouts[0].completion_ids), np.array(rollouts[0].mask).sum(-1).astype(int)
-    drawn = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    drawn = rollouts[0].ids
     read = [run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn]
     assert sum(a != b for a, b in zip(drawn, read, strict=True)) > 6
     for batch in batches:
@@ -604,7 +603,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
-    run.step, run.num_draws, run.judge.tree.chunk.size = 7, 19, 6
+    run.step, run.num_draws, run.judge.tree.chunk.rows = 7, 19, 6
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.end_step()

@@ -81,7 +81,7 @@ class Training:
         "auto", "hold a prompt's cache once for its group; auto: measured on a GPU, else by the length of the prompt"
     )
     max_tokens: int = flag(256, "maximum tokens per completion", low=1)
-    temp: float = flag(1.0, "sampling temperature", low=1e-6)
+    temp: float = flag(1.0, "sampling temperature", low=0)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same support", low=1e-06, high=1.0)
     top_k: int = flag(0, "sample from the k most likely tokens; 0: from all", low=0)
     min_p: float = flag(0.0, "minimum probability relative to the likeliest token", low=0, high=1.0)
@@ -188,7 +188,7 @@ CHANGEABLE = {
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the flags of train.py; omitted settings are None."""
     parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
-    parser.add_argument("--config", metavar="FILE", help="recipe, not the task's; a run's `config.yaml` repeats it")
+    parser.add_argument("--config", metavar="FILE", help="recipe, instead of the task's; a run's `config.yaml` is one")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
@@ -238,14 +238,12 @@ def resolve(
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """The checked settings: flag, else environment, else recipe, else default. recipe: None for that of the task."""
-    unasked = of_environment()
-    if recipe is None:
-        unasked = of_task(flags.get("task", ""), flags.get("model", "")) | unasked
-        recipe = {}
-    if (recipe | flags).get("loss_type") == "sft":
+    asked = recipe or {}
+    unasked = (of_task(flags.get("task", ""), flags.get("model", "")) if recipe is None else {}) | of_environment()
+    if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
         unasked = {name: value for name, value in unasked.items() if name in SFT}
-    config = checked(recipe | unasked | flags, flags)
-    if flags.get("lora_rank") == 0 and (recipe | unasked).get("lora_rank") != 0 and "learning_rate" not in flags:
+    config = checked(asked | unasked | flags, flags)
+    if flags.get("lora_rank") == 0 and (asked | unasked).get("lora_rank") != 0 and "learning_rate" not in flags:
         config.learning_rate /= 10  # the recipe's is one for adapters
     return config
 
@@ -366,6 +364,8 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
+    if config.temp == 0:
+        yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < config.target_kl < 1e-3:
         yield f"--target-kl is {config.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
     if config.loss_type == "sft" and not config.data:

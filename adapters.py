@@ -16,7 +16,6 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import hub

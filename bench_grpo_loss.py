@@ -32,7 +32,7 @@ TOLERANCES = {"loss": 1e-4, "logprob": 5e-3, "dlogits": 5e-2, "dhidden": 5e-2, "
 CHECKED_AT_ONCE = 64  # positions whose (M, V) gradients are compared at once, 39 MB each with Qwen's vocabulary
 
 
-class Work(NamedTuple):
+class LossWork(NamedTuple):
     """One batch of the benchmark."""
 
     hidden: mx.array  # (B, T, D)
@@ -49,7 +49,7 @@ def logprobs_of(args: argparse.Namespace, impl: str, hidden: mx.array, head: mx.
     return lm_head.token_logprobs(hidden, head, ids, temperature=args.temperature, head=args.head, gradient="logprobs")
 
 
-def loss_of(args: argparse.Namespace, work: Work, logprobs: mx.array) -> mx.array:
+def loss_of(args: argparse.Namespace, work: LossWork, logprobs: mx.array) -> mx.array:
     """The clipped loss, a mean over all tokens."""
     old_logprobs = mx.stop_gradient(logprobs) if work.old_logprobs is None else work.old_logprobs
     mask = mx.ones(logprobs.shape)
@@ -57,7 +57,7 @@ def loss_of(args: argparse.Namespace, work: Work, logprobs: mx.array) -> mx.arra
     return grpo.policy_loss(logprobs, old_logprobs, work.advantages, mask, objective)[0]
 
 
-def make_work(args: argparse.Namespace) -> Work:
+def make_work(args: argparse.Namespace) -> LossWork:
     """Seeded random inputs, or with `--model` hidden states and head of real weights, which then set D, V and dtype."""
     keys = mx.random.split(mx.random.key(0), 5)
     if args.model:
@@ -72,7 +72,7 @@ def make_work(args: argparse.Namespace) -> Work:
         # logits of deviation 2: some tokens are likely, most are not
         head = (mx.random.normal((args.vocab, args.hidden), key=keys[1]) * 2 * args.hidden**-0.5).astype(dtype)
         ids = mx.random.randint(0, args.vocab, (args.batch, args.time), key=keys[2])
-    work = Work(hidden, head, ids, mx.random.normal((args.batch,), key=keys[3]), None)
+    work = LossWork(hidden, head, ids, mx.random.normal((args.batch,), key=keys[3]), None)
     if args.mode == "off_policy":
         logprobs, _ = lm_head.token_logprobs(hidden, head, ids, temperature=args.temperature, gradient="none")
         noise = mx.random.normal(logprobs.shape, key=keys[4])
@@ -84,7 +84,7 @@ def make_work(args: argparse.Namespace) -> Work:
 # ---- the measurement
 
 
-def make_step(args: argparse.Namespace, work: Work) -> Callable[[], Any]:
+def make_step(args: argparse.Namespace, work: LossWork) -> Callable[[], Any]:
     """One call: loss, mean entropy and gradients, computed when it returns."""
 
     def objective(hidden: mx.array, head: mx.array) -> tuple[mx.array, mx.array]:

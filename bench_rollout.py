@@ -15,10 +15,10 @@ import mlx.core as mx
 
 import hub
 from bench import harness
-from bench.harness import Generate, Rival, Run, Work
+from bench.harness import Generate, Rival, Timing, Work
 
 
-def run_mlx_lm(work: Work, *, peer: Any, whole_batches: bool) -> Run:
+def run_mlx_lm(work: Work, *, peer: Any, whole_batches: bool) -> Timing:
     """
     The work done by mlx_lm's BatchGenerator, with as many rows at once as ours or with its default sizes.
 
@@ -45,7 +45,7 @@ def run_mlx_lm(work: Work, *, peer: Any, whole_batches: bool) -> Run:
                 logprobs[row_of[response.uid]].append(logprob)
     generator.close()
     seconds = time.perf_counter() - begin
-    return Run(completions, logprobs, stats.prompt_time, seconds - stats.prompt_time)
+    return Timing(completions, logprobs, stats.prompt_time, seconds - stats.prompt_time)
 
 
 def judges(peer: Any, eos_ids: tuple[int, ...]) -> dict[str, Generate]:

@@ -23,11 +23,11 @@ import mlx.core as mx
 
 import hub
 from bench import harness
-from bench.harness import Generate, Rival, Run, Work
+from bench.harness import Generate, Rival, Timing, Work
 from flags import fail
 
 
-def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Run:
+def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Timing:
     """The work done by vllm-mlx's scheduler; with the prefix cache, after each prompt has been put into it."""
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
@@ -43,7 +43,7 @@ def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -
     completions, prefill_s = generate(scheduler, work, work.rows, work.limits)
     decode_s = time.perf_counter() - begin - priming_s - prefill_s
     scheduler.reset()  # a prefix cache holds every completion until then
-    return Run(completions, [], priming_s + prefill_s, decode_s)
+    return Timing(completions, [], priming_s + prefill_s, decode_s)
 
 
 def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[int]) -> tuple[list[list[int]], float]:

@@ -424,7 +424,7 @@ def print_ledger(args: argparse.Namespace) -> None:
     """What such a step costs on a GPU, counted: see bench/ledger.py."""
     config, dtype = settings(args, args.model), gwen.DTYPES[args.dtype or "float16"]
     config.train_token_budget, config.checkpoint_layers = args.token_budget or preflight.GPU_BUDGET, "off"
-    work = ledger.Work(gwen.load_config(args.model), dtype, config, args.prompt_tokens)
+    work = ledger.StepWork(gwen.load_config(args.model), dtype, config, args.prompt_tokens)
     machines = {name: ledger.MACHINES[name] for name in args.machine or ledger.MACHINES}
     phases = ledger.make(work)
     print(f"Ledger: {describe(args)} in {args.dtype or 'float16'}, {config.train_token_budget} positions a micro-batch")

@@ -106,6 +106,15 @@ def _read(path: Path) -> State:
     return State(record["step"], groups["trainable"] or lora.masters(adapter), groups["optimizer"], record["extra"])
 
 
+def refuse_other_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
+    """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
+    shapes, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (state.trainable, trainable))
+    if shapes != ours:
+        raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
+    if dtype != state.extra["dtype"]:
+        raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
+
+
 def path_of(run_dir: str | Path, step: int) -> Path:
     """The path of a step's checkpoint, which need not exist."""
     return Path(run_dir) / "checkpoints" / f"step-{step:06d}"

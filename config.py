@@ -378,7 +378,7 @@ def mistakes(config: Config) -> Iterator[str]:
         yield f"--teacher {config.teacher} is not asked anything; set --loss-type distill, or --distill-coef 1"
     if config.teacher == "self" and not config.teacher_prompt:
         yield "--teacher self knows no more than the student; give it a --teacher-prompt"
-    if config.groups == 1 and not config.teacher:  # with one, see `run.refuse_useless_rewards`
+    if config.groups == 1 and not config.teacher:  # with one, see `tasks.refuse_useless_rewards`
         yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
     if config.advantage == "reinforce" and config.scale_rewards == "group":
         yield "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
 import numpy as np
 
 import adapters
@@ -36,9 +37,10 @@ from config import JUDGE, Config, given, resolve
 from flags import Parser, add_flags, check_least, fail
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from micro_batch import completion_hidden, in_rows, micro_batches
+from losses.policy import completion_hidden
+from micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from problems.examples import Example, spread
-from problems.rewards import Reward, call_reward, reward_arguments, reward_columns
+from problems.rewards import Reward, call_rewards, reward_arguments, reward_columns
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -108,13 +110,9 @@ def answer(
     return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts)
 
 
-def call(name: str, reward: Reward, answers: Answers) -> np.ndarray:
-    """A reward's or verifier's value of each completion, (N,)."""
-    names = [name for name in answers.problems[0] if name != "prompt"]
-    columns: dict[str, Any] = {name: [problem[name] for problem in answers.problems] for name in names}
-    columns |= sampler.columns(answers.rollout)
-    prompts = [problem["prompt"] for problem in answers.problems]
-    return np.array(call_reward(name, reward, prompts, answers.texts, columns))
+def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
+    """The values of each completion, (N,), by each reward or verifier."""
+    return call_rewards(rewards, answers.problems, answers.texts, sampler.columns(answers.rollout))
 
 
 def judged(grader: Grader, answers: Answers) -> Judgement:
@@ -132,13 +130,13 @@ class Earned(NamedTuple):
 
 def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
     """Calls each reward once and computes the reported value of each completion."""
-    rewards = {name: call(name, reward, answers) for name, reward in task.rewards.items()}
+    rewards = call(task.rewards, answers)
     scores = None
     if grader is not None:
         judgement = judged(grader, answers)
         rewards["rubric"], scores = judgement.rewards, judgement.scores
     if task.verifier is not None:
-        return Earned(call("correct", task.verifier, answers), rewards, scores)
+        return Earned(call({"correct": task.verifier}, answers)["correct"], rewards, scores)
     if not rewards:  # a task of prompts alone, which a teacher scores
         return Earned(np.full(len(answers.texts), np.nan), rewards, scores)
     # nan from a judge means unreadable; from a function it means that the reward does not apply
@@ -156,18 +154,15 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
     prompts: one per row. Source: see `grpo.kl_term`.
     """
+
+    def logprobs_of(batch: MicroBatch) -> mx.array:
+        hidden, head_weight = completion_hidden(reference, batch), reference.head_weight
+        ids = batch.completion_ids
+        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
+
+    batches = my_part(micro_batches(prompts, rollout, REFERENCE_TOKENS))
     with lora.before_training(reference):
-        logprobs, _ = in_rows(
-            micro_batches(prompts, rollout, REFERENCE_TOKENS),
-            rollout.mask.shape,
-            lambda batch: lm_head.token_logprobs(
-                completion_hidden(reference, batch),
-                reference.head_weight,
-                batch.completion_ids,
-                temperature=temperature,
-                gradient="none",
-            ),
-        )
+        (logprobs,) = in_rows(((batch, [logprobs_of(batch)]) for batch in batches), [mx.zeros(rollout.mask.shape)])
     difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)
     mask = np.array(rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())

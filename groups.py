@@ -8,7 +8,6 @@ Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion pos
 
 from typing import NamedTuple
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -100,18 +99,28 @@ def has_signal(advantages: np.ndarray) -> np.ndarray:
     return (advantages != 0).any(axis=1)
 
 
-def choose_groups(config: Config, draws: list[Draw]) -> tuple[list[int], np.ndarray]:
-    """
-    The B groups to train, numbered through all draws in ascending order, and their advantages, (B, G).
+class Choice(NamedTuple):
+    """The B groups of a step that are trained, numbered through all draws."""
 
-    Takes the first groups with a signal; if there are too few, the first without one fill up the batch.
-    """
+    groups: list[int]  # ascending
+    advantages: np.ndarray  # (B, G)
+    num_signal: int  # groups of all draws that have a signal
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each of them has a signal."""
+        return bool(has_signal(self.advantages).all())
+
+
+def choose_groups(config: Config, draws: list[Draw]) -> Choice:
+    """Takes the first groups with a signal; if there are too few, the first without one fill up the batch."""
     everything = list(range(len(draws) * config.batch))
     advantages = advantages_of(config, draws, everything)
+    signal = has_signal(advantages)
     if len(draws) == 1:
-        return everything, advantages
-    chosen = sorted(np.argsort(~has_signal(advantages), kind="stable")[: config.batch].tolist())
-    return chosen, advantages_of(config, draws, chosen)
+        return Choice(everything, advantages, int(signal.sum()))
+    chosen = sorted(np.argsort(~signal, kind="stable")[: config.batch].tolist())
+    return Choice(chosen, advantages_of(config, draws, chosen), int(signal.sum()))
 
 
 def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:

@@ -212,6 +212,18 @@ def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None)
     model.update_modules(tree_unflatten(adapted))
 
 
+def read_start(model: gwen.Model, path: str) -> Fused:
+    """The adapter of --init-adapter, for a model without adapters. Raises ValueError if it is none for this model."""
+    try:
+        if adapters.kind_of(adapters.find(path)) == "full":
+            raise ValueError(
+                f"--adapter {path} holds a whole model; write it with lora.py --fuse, and give it as --model"
+            )
+        return read(model, path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
+
+
 def begin_with(model: gwen.Model, adapter: Fused) -> None:
     """
     Gives the adapters made by `apply` the values of another, and makes that the model before training.

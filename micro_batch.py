@@ -6,19 +6,17 @@ with gradient, and continued by all completions of its group. Both give every to
 the same gradient; which is cheaper depends only on the lengths. Left out: the loss.
 
 Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, L positions of a row,
-T completion positions, C hidden.
+T completion positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 import gpu
-import gwen
 import world
-from kv_cache import TreeCache
 
 SHARING = ("auto", "on", "off")
 # Sharing pays from this share of positions saved: time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with 29%.
@@ -218,37 +216,17 @@ def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
     return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **arrays)
 
 
-def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: int = 0) -> mx.array:
+def in_rows(found: Iterable[tuple[MicroBatch, Sequence[mx.array]]], empty: list[mx.array]) -> list[mx.array]:
     """
-    The hidden states that predict the completion tokens, (M, T, C).
+    The arrays found for each micro-batch, (M, T, ...), in their rows of `empty`, (N, T, ...).
 
-    checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
+    found: of the micro-batches of `my_part`, computed one by one; those of the other machines are added.
     """
-    if batch.prefix is None:
-        hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
-        return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
-    prefix = batch.prefix
-    cache = TreeCache(len(model.layers)).child(prefix.lengths)
-    hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
-    last = mx.array([length - 1 for length in prefix.lengths])
-    first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
-    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
-        return first[:, None]
-    children = cache.child(batch.lengths, prefix.parents)
-    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
-
-
-def in_rows(
-    batches: list[MicroBatch], shape: tuple[int, ...], score: Callable[[MicroBatch], tuple[mx.array, mx.array]]
-) -> tuple[mx.array, mx.array]:
-    """Gathers the pairs of (M, T) arrays that `score` returns into two (N, T) arrays, 0 outside the micro-batches."""
-    pair = mx.zeros(shape), mx.zeros(shape)
-    for batch in my_part(batches):
-        for out, part in zip(pair, score(batch), strict=True):
+    for batch, parts in found:
+        for out, part in zip(empty, parts, strict=True):
             out[batch.rows, : part.shape[1]] = part
-        mx.eval(pair)  # wait: the next micro-batch may use this one's memory
-    first, second = world.all_sum(pair)
-    return first, second
+        mx.eval(empty)  # wait: the next micro-batch may use this one's memory
+    return [whole.astype(out.dtype) for whole, out in zip(world.all_sum(empty), empty, strict=True)]
 
 
 def my_part(batches: list[MicroBatch]) -> list[MicroBatch]:

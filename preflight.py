@@ -26,6 +26,7 @@ import gwen
 import hub
 import lora
 import micro_batch
+import world
 from config import Config, given, parse, resolve
 from flags import Parser, check_least, fail
 from kv_cache import round_up
@@ -247,6 +248,17 @@ def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengt
         need = _estimate(model, dtype, config, prompt_lengths, count, on_disk)
         if need.resident + need.update <= room:  # a rollout has flags of its own
             return
+
+
+def agree(config: Config, num_layers: int) -> None:
+    """Settles what each of several machines measured or computed for itself by the least of all, in place."""
+    names = ("rollout_batch_size", "train_token_budget", "share_prefix", "checkpoint_layers")
+    rows, budgets, sharing, counts = zip(*world.share([getattr(config, name) for name in names]), strict=True)
+    config.rollout_batch_size, config.train_token_budget = min(rows), min(budgets)
+    config.share_prefix = min(sharing)  # "auto", "off", "on"
+    config.checkpoint_layers = max(
+        counts, key=lambda count: dataclasses.replace(config, checkpoint_layers=count).num_checkpointed(num_layers)
+    )
 
 
 def limit_cache(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:

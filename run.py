@@ -5,7 +5,6 @@ What is left out: the algorithm (train.py), logs and console lines (reporting/),
 """
 
 import contextlib
-import dataclasses
 import shlex
 import signal
 import sys
@@ -15,12 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import adapters
 import checkpoint
 import dispatch
 import evaluate
@@ -33,12 +30,12 @@ import tasks
 import update
 import world
 from config import Config
-from flags import flag_of
-from losses import distill
-from problems import curriculum, rewards
-from problems.examples import Example, spread
-from reporting.console import console_columns, warn
-from reporting.journal import Journal, evaluation_is_due
+from losses import distill, sft
+from problems import chats, curriculum, rewards
+from problems.examples import Example, epoch_indices, short, split_examples, spread
+from reporting import page
+from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
+from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from run_files import START
 
 
@@ -48,6 +45,8 @@ class Core:
     columns: str  # what the figures of a step's line are, for the console
     learner: update.Learner
     journal: Journal
+    report: page.LivePage | None = None  # the page, while the run goes
+    _kept: dict[str, Any] | None = None  # see `end_step`
     memory: str  # what the run needs, for the console
     longest: int  # positions of the longest row that it may train
 
@@ -63,7 +62,7 @@ class Core:
         if config.init_adapter:
             kept = run_dir / START  # on resume, our copy: the original may have been trained further
             path = str(kept) if kept.is_dir() else config.init_adapter
-            begun = lora.Fused(*world.first(lambda: read_start(self.model, path)))
+            begun = lora.Fused(*world.first(lambda: lora.read_start(self.model, path)))
         lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
         if begun is not None:
             lora.begin_with(self.model, begun)
@@ -73,29 +72,57 @@ class Core:
         if world.size() > 1:
             weights = world.checksum([array for _, array in tree_flatten(self.model.parameters())])
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
-            world.compare({"Gwen": code_checksum()} | facts)
+            world.compare({"Gwen": world.code_checksum()} | facts)
 
-    def agree(self, prompt_ids: object) -> None:
+    def settle_memory(self, lengths: list[int], prompt_ids: object) -> preflight.Need:
         """
-        Settles what each machine measured for itself by the least of all.
+        Replaces each `auto` in the settings, on several machines by the least of all; returns what the run will need.
 
-        prompt_ids: what the run trains on. Raises ValueError, on every machine, if one has other prompts.
+        lengths: of the rows that it trains, without completions. prompt_ids: what it trains on. Raises ValueError, on
+        every machine, if one has others.
         """
-        config, layers = self.config, self.model.config.num_hidden_layers
         world.compare({"data": zlib.crc32(repr(prompt_ids).encode())} if world.size() > 1 else {})
-        names = ("rollout_batch_size", "train_token_budget", "share_prefix", "checkpoint_layers")
-        rows, budgets, sharing, counts = zip(*world.share([getattr(config, name) for name in names]), strict=True)
-        config.rollout_batch_size, config.train_token_budget = min(rows), min(budgets)
-        config.share_prefix = min(sharing)  # "auto", "off", "on"
-        config.checkpoint_layers = max(
-            counts, key=lambda count: dataclasses.replace(config, checkpoint_layers=count).num_checkpointed(layers)
-        )
+        demand = (self.model.config, self.model.head_weight.dtype, self.config, lengths)
+        preflight.settle(*demand)
+        preflight.agree(self.config, self.model.config.num_hidden_layers)
+        preflight.limit_cache(*demand)
+        self.memory = preflight.line(*demand)
+        return preflight.estimate(*demand, self.config.num_checkpointed(self.model.config.num_hidden_layers))
 
     def keep_start(self) -> None:
         """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
         if world.is_first() and self.config.init_adapter and not (self.dir / START).is_dir():
             with lora.before_training(self.model):
                 checkpoint.save_adapter(self.model, self.dir / START, self.config.model)
+
+    # ---- the steps
+
+    def steps(self) -> Iterator[PhaseClock]:
+        """
+        Begins each step that is left; before, between and after them, evaluates, saves and shows what is due.
+
+        Whoever takes a step counts and logs it before asking for the next.
+        """
+        clock = PhaseClock(self.journal.live.begin)
+        if self.evaluate_if_due():
+            self.save()
+        self.show()
+        while self.step < self.config.steps and not self.stops_early():
+            clock.lap()  # evaluation and saving belong to no step
+            mx.reset_peak_memory()
+            yield clock
+            self.end_step()
+            is_best, is_last = self.evaluate_if_due(), self.step == self.config.steps or self.stops_early()
+            if is_best or is_last or self.step % self.config.save_every == 0:
+                self.save()
+            self.show()
+
+    def stops_early(self) -> bool:
+        """Whether the last --early-stopping evaluations were not better than the best before them."""
+        best, patience = self.journal.best_step(), self.config.early_stopping
+        if not patience or best is None:
+            return False
+        return sum(record["step"] > best for record in self.journal.evaluations) >= patience
 
     def evaluate(self) -> None:
         """Evaluates what is held out and logs the result."""
@@ -113,6 +140,25 @@ class Core:
         self.evaluate()
         return self.journal.best_step() == self.step
 
+    # ---- what is seen of it
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Keeps the live line, the page and the trackers up to date; the page has the last word."""
+        if world.is_first() and self.config.report_every != 0:
+            self.report = page.LivePage(self.dir, warn)
+        try:
+            with self.journal:
+                yield
+        finally:
+            with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+                if self.report is not None:
+                    self.report.update(due=True, at_the_end=True)
+
+    def show(self) -> None:
+        if self.report is not None:
+            self.report.update(page.is_due(self.config, self.step, self.journal.evaluations))
+
     # ---- the state between two steps
 
     @property
@@ -121,27 +167,29 @@ class Core:
         return self._boundary == (self.step, self.learner.num_changes)
 
     def end_step(self) -> None:
-        """Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect."""
+        """
+        Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect.
+
+        Where another machine may spoil the next step, this state is kept; only with adapters, which are small. A run
+        that trains all weights goes back to its newest checkpoint.
+        """
         self._boundary = (self.step, self.learner.num_changes)
-        self.learner.keep()
+        if world.size() > 1 and self.config.lora_rank:
+            self._kept = self.learner.state()
         if self.stopping:
             raise KeyboardInterrupt
 
     def go_back(self) -> None:
-        """Undoes what another machine has left half done; see `update.Learner.keep`."""
-        if not self.is_whole and self._boundary[0] == self.step:
-            self.learner.go_back()
+        """Undoes what another machine has left half done."""
+        if self._kept and not self.is_whole and self._boundary[0] == self.step:
+            self.learner.load(self._kept)
+            self._kept = None
 
     def extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""
-        return {
-            "dtype": str(self.model.head_weight.dtype),
-            "loss_scale": self.learner.loss_scale._asdict(),
-            "failures": self.learner.failures,
-            "rate": self.learner.rate,
-            "num_skipped": self.learner.num_skipped,
-            "best_step": self.journal.best_step(),
-        }
+        counts = {name: getattr(self.learner, name) for name in ("failures", "rate", "num_skipped")}
+        scale = {"loss_scale": self.learner.loss_scale._asdict()}
+        return {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()} | scale | counts
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
@@ -149,14 +197,12 @@ class Core:
         return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), self.extra())
 
     def restore(self, state: checkpoint.State) -> None:
-        refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
-        learner, extra = self.learner, state.extra
-        self.step, learner.trainable = state.step, state.trainable
-        learner.optimizer.state = tree_unflatten(list(state.optimizer.items()))
-        learner.loss_scale = update.LossScale(**extra["loss_scale"])
-        learner.failures, learner.num_skipped = extra["failures"], extra["num_skipped"]
-        learner.rate = extra["rate"]
-        update.install(self.model, learner.trainable)
+        checkpoint.refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
+        counts = {name: state.extra[name] for name in ("failures", "rate", "num_skipped")}
+        scale = {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
+        tensors = {"trainable": state.trainable, "moments": state.optimizer}
+        self.learner.load(tensors | scale | counts)
+        self.step = state.step
         self.end_step()
 
     def save(self) -> None:
@@ -172,7 +218,7 @@ class Run(Core):
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
-        refuse_useless_rewards(config, self.task)
+        tasks.refuse_useless_rewards(config, self.task)
         super().__init__(config, run_dir)
         self.columns = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
@@ -191,14 +237,9 @@ class Run(Core):
         self.learner = update.Learner(self.model, config, self.base)
         lengths = [len(ids) for ids in self.prompt_ids]
         self.batch_size = sampler.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
-        demand = (self.model.config, self.model.head_weight.dtype, config, lengths)
-        preflight.settle(*demand)  # replaces each `auto` in `config`, as `dispatch.settle` does above
-        self.agree(self.prompt_ids)
-        self.batch_size.rows = config.rollout_batch_size
-        preflight.limit_cache(*demand)
-        self.memory = preflight.line(*demand)
         self.longest = max(lengths) + config.max_tokens
-        need = preflight.estimate(*demand, config.num_checkpointed(self.model.config.num_hidden_layers))
+        need = self.settle_memory(lengths, self.prompt_ids)
+        self.batch_size.rows = config.rollout_batch_size
         self.teacher = self._make_teacher(on_disk=need.reading > 0) if config.teacher else None
         self.end_step()
 
@@ -269,32 +310,57 @@ class Run(Core):
         self.prompts.restore(extra["prompts"])
 
 
-def read_start(model: gwen.Model, path: str) -> lora.Fused:
-    """The adapter of --init-adapter, for a model without adapters. Raises ValueError if it is none for this model."""
-    try:
-        if adapters.kind_of(adapters.find(path)) == "full":
-            raise ValueError(
-                f"--adapter {path} holds a whole model; write it with lora.py --fuse, and give it as --model"
-            )
-        return lora.read(model, path)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
+class SftRun(Core):
+    """A run of supervised fine-tuning: the conversations besides."""
 
+    columns = SFT_COLUMNS
 
-def refuse_useless_rewards(config: Config, task: tasks.Task) -> None:
-    """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
-    counted = [name for name, weight in task.reward_weights.items() if weight]
-    for name in ("dynamic_sampling", "curriculum"):
-        if getattr(config, name) and not counted:
-            raise ValueError(
-                f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
-            )
-    if config.groups == 1 and config.loss_type != "distill" and counted:
-        weights = ",".join(f"{name}=0" for name in counted)
-        raise ValueError(
-            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
-            f"--reward-weights {weights}"
-        )
+    def __init__(self, config: Config, run_dir: Path):
+        train, held_out = split_examples(chats.load(config.data, config.columns or None))
+        if not train:
+            raise ValueError(f"--data {config.data} leaves no conversation to train on, all are held out; add some")
+        if config.eval_every and not held_out:
+            raise ValueError(f"--data {config.data} holds out no conversation; add some or set --eval-every 0")
+        super().__init__(config, run_dir)
+        self.train = self._render(train, "training")
+        held_out = spread(held_out, config.eval_limit) if config.eval_every else []
+        self.held_out = self._render(held_out, "held-out")
+        self.learner = update.Learner(self.model, config)
+        self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
+        self.settle_memory([sum(len(row.ids) for row in rows) for rows in self.train], self.train)
+        self.end_step()
+
+    def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:
+        """The rows of each conversation. ValueError names one that cannot be rendered."""
+        how: dict[str, Any] = {"turns": self.config.train_turns, "thinking": self.config.thinking}
+        how |= {"end_ids": {*self.model.config.eos_ids, self.tokenizer.eos_token_id}}
+        how |= {"context": self.model.config.max_position_embeddings}
+        rendered = []
+        for number, example in enumerate(examples, 1):
+            try:
+                rendered.append(chats.render(self.tokenizer, example, **how))
+            except ValueError as error:
+                raise ValueError(f"{kind} conversation {number}, {short(example['prompt'])}: {error}") from error
+        return rendered
+
+    def draw(self) -> list[chats.Row]:
+        """The rows of the next step's conversations."""
+        chosen = epoch_indices(len(self.train), self.config.batch, self.step, self.config.seed)
+        return [row for index in chosen for row in self.train[index]]
+
+    def open(self) -> None:
+        """Opens the logs, once the directory exists."""
+        self.keep_start()
+        self.journal = Journal(self.config, self.dir, "loss", self.step, keep_scores=False)
+
+    def write_step(self, step: sft.Step) -> None:
+        """Writes a step's figures and prints its line."""
+        self.journal.recent.append(step.seconds["step"])
+        figures = sft.step_metrics(self.learner, step, self.journal.recent)
+        self.journal.record(figures, sft_line(figures, self.config.steps))
+
+    def evaluate(self) -> None:
+        self.journal.write_evaluation(self.step, sft.evaluate(self.model, self.config, self.held_out), [])
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:
@@ -303,23 +369,6 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
     judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
     judges_itself = judges & {"", config.model} and not config.judge_url
     return not config.lora_rank and bool(config.beta or judges_itself or config.teacher == "self")
-
-
-def refuse_other_tensors(state: checkpoint.State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
-    """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
-    shapes, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (state.trainable, trainable))
-    if shapes != ours:
-        raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
-    if dtype != state.extra["dtype"]:
-        raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
-
-
-def code_checksum() -> int:
-    """A number that tells this program from another version of it: of the modules that it has imported."""
-    root = Path(__file__).parent
-    files = {Path(getattr(module, "__file__", None) or "/") for module in list(sys.modules.values())}
-    ours = sorted(file for file in files if root in (file.parent, file.parent.parent))
-    return zlib.crc32(b"".join(file.read_bytes() for file in ours))
 
 
 # ---- a run that is stopped

@@ -54,8 +54,7 @@ class SamplingParams(NamedTuple):
     @property
     def support(self) -> softmax.Support | None:
         """The restriction of the distribution; None if every token may be drawn."""
-        support = softmax.Support(self.top_p, self.top_k, self.min_p)
-        return None if support == softmax.Support() else support
+        return softmax.Support.of(self.top_p, self.top_k, self.min_p)
 
     def limits(self, num_rows: int) -> list[int]:
         """`max_tokens` of each row."""

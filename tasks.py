@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config
+from flags import flag_of
 from judging import rubrics
 from problems import procedural
 from problems.examples import (
@@ -211,6 +212,22 @@ def _check_arguments(task: Task, own: bool) -> None:
 
 
 # ---- prompts
+
+
+def refuse_useless_rewards(config: Config, task: Task) -> None:
+    """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
+    counted = [name for name, weight in task.reward_weights.items() if weight]
+    for name in ("dynamic_sampling", "curriculum"):
+        if getattr(config, name) and not counted:
+            raise ValueError(
+                f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
+            )
+    if config.groups == 1 and config.loss_type != "distill" and counted:
+        weights = ",".join(f"{name}=0" for name in counted)
+        raise ValueError(
+            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
+            f"--reward-weights {weights}"
+        )
 
 
 def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False) -> list[int]:

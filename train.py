@@ -8,8 +8,9 @@ GRPO: sample groups of completions, reward them, make the better ones of each gr
     update     advantage = (reward - mean) / std within the group; one step of AdamW on the clipped loss. The old
                log-probabilities are those of its own first forward pass, so no separate pass computes them
 
-`train` below is the whole algorithm. A run writes its settings, metrics, completions, evaluations and checkpoints
-to its directory; `--resume DIR` continues it.
+`train` below is the whole algorithm; `tune`, supervised fine-tuning, is what remains of it where replies are given. A
+run writes its settings, metrics, completions, evaluations and checkpoints to its directory;
+`--resume DIR` continues it.
 
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, M rows of a micro-batch.
 """
@@ -22,44 +23,38 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-import numpy as np
-from tqdm import tqdm
 
 import checkpoint
 import gwen
 import run_files
 import sampler
-import sft
 import tasks
 import update
 import world
 from config import Config, as_yaml, given, parse, resolve
 from flags import fail
-from groups import Draw, Rewards, choose_groups, gather, has_signal, weigh
-from losses.policy import PolicyLoss
+from groups import Draw, Rewards, choose_groups, gather, weigh
+from losses import sft
+from losses.policy import MakeLoss, PolicyLoss
 from micro_batch import micro_batches
 from problems import procedural
 from problems.examples import Example
-from problems.rewards import call_reward
+from problems.rewards import call_rewards
 from reporting import page, trackers
+from reporting.console import say
 from reporting.journal import PhaseClock, Step, evaluation_is_due
-from run import Run, stoppable
+from run import Run, SftRun, stoppable
 
 
 def train(config: Config, run: Run) -> None:
     """Runs the steps from `run.step` to `config.steps`; `run` holds everything that outlives a step."""
-    learner, clock = run.learner, PhaseClock(run.journal.live.begin)
-    if run.evaluate_if_due():
-        run.save()
-    run.journal.update_page(run.step)
-    while run.step < config.steps:
-        clock.lap()  # evaluation and saving belong to no step
-        mx.reset_peak_memory()
+    learner = run.learner
+    for clock in run.steps():
         draws = draw_groups(run, clock)
-        chosen, advantages = choose_groups(config, draws)
+        choice = choose_groups(config, draws)  # and their advantages
 
         with clock.phase("update") as done:
-            prompts, rollout = gather(config, draws, chosen)
+            prompts, rollout = gather(config, draws, choice.groups)
             batches = micro_batches(prompts, rollout, config.train_token_budget, config.train_share_prefix)
             done(batches)
 
@@ -69,32 +64,43 @@ def train(config: Config, run: Run) -> None:
                 ref_logprobs = update.reference_logprobs(learner, batches, rollout)
                 done(ref_logprobs)
 
-        make_loss: update.MakeLoss = PolicyLoss
+        make_loss: MakeLoss = PolicyLoss
         if run.teacher:
             with clock.phase("teacher") as done:
-                make_loss = run.teacher.teach(draws, chosen, batches, rollout)
+                make_loss = run.teacher.teach(draws, choice.groups, batches, rollout)
                 done()
 
         with clock.phase("update") as done:
             lr = update.learning_rate(config, run.step)
-            result = update.update(
-                learner, batches, rollout, mx.array(advantages.reshape(-1)), ref_logprobs, lr, make_loss
-            )
+            advantages = mx.array(choice.advantages.reshape(-1))
+            result = update.update(learner, batches, rollout, advantages, ref_logprobs, lr, make_loss)
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
         run.prompts.note(draws)
         # ---- everything below is reporting
         seconds, peak = clock.lap(), mx.get_peak_memory()
-        run.journal.write_step(
-            Step(run.step, seconds, draws, rollout, chosen, advantages, result, peak, run.prompts.figures())
-        )
+        run.journal.write_step(Step(run.step, seconds, draws, choice, rollout, result, peak, run.prompts.figures()))
         run.journal.write_scores(run.step, run.judge)
-        run.end_step()
-        is_best = run.evaluate_if_due()
-        if is_best or run.step % config.save_every == 0 or run.step == config.steps:
-            run.save()
-        run.journal.update_page(run.step)
+
+
+def tune(config: Config, run: SftRun) -> None:
+    """Supervised fine-tuning: the same steps, on given replies; they end where --early-stopping says so."""
+    learner = run.learner
+    for clock in run.steps():
+        with clock.phase("update") as done:
+            rows = run.draw()
+            batches = sft.make_batches(rows, config.train_token_budget)
+            loss = sft.CrossEntropy(config, sum(len(row.places) for row in rows))
+            lr = update.learning_rate(config, run.step)
+            _, measured = update.optimizer_step(learner, batches, loss, lr)
+            update.keep_equal(learner)
+            done(learner.trainable, learner.optimizer.state)
+        run.step += 1
+        seconds, peak = clock.lap(), mx.get_peak_memory()
+        run.write_step(sft.Step(run.step, seconds, batches, loss.num_items, measured, lr, peak))
+    if run.step < config.steps:
+        say(f"stopped after step {run.step}: {config.early_stopping} evaluations in a row had no lower eval/loss")
 
 
 def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
@@ -124,7 +130,7 @@ def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, clock)))
-        if not config.dynamic_sampling or has_signal(choose_groups(config, draws)[1]).all():
+        if not config.dynamic_sampling or choose_groups(config, draws).is_full:
             break
     return draws
 
@@ -134,20 +140,13 @@ def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollo
     config, task = run.config, run.task
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     repeated = [example for example in examples for _ in range(config.groups)]
-    columns: dict[str, Any] = {
-        name: [example.get(name) for example in repeated] for name in examples[0] if name != "prompt"
-    }
-    columns |= sampler.columns(rollout)
-    prompts = [example["prompt"] for example in repeated]
-    components: dict[str, np.ndarray] = {}
     with clock.phase("reward") as done:
-        for name, reward in tqdm(task.rewards.items(), desc="reward", leave=False, disable=None):
-            components[name] = np.array(call_reward(name, reward, prompts, completions, columns))
+        components = call_rewards(task.rewards, repeated, completions, sampler.columns(rollout))
         done()
     judgement = None
     if run.judge is not None:
         with clock.phase("judge") as done:
-            judgement = run.judge.score([tasks.prompt_text(prompt) for prompt in prompts], completions)
+            judgement = run.judge.score([tasks.prompt_text(example["prompt"]) for example in repeated], completions)
             components["rubric"] = judgement.rewards
             done()
     weights = [task.reward_weights[name] for name in components]
@@ -180,7 +179,7 @@ def command(args: argparse.Namespace) -> None:
         return
     if not path:
         return
-    make, loop = (sft.Run, sft.train) if config.loss_type == "sft" else (Run, train)
+    make, loop = (SftRun, tune) if config.loss_type == "sft" else (Run, train)
     run: Any = make(config, Path(path))
     if state:
         run.restore(state)
@@ -193,7 +192,7 @@ def command(args: argparse.Namespace) -> None:
     print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True)
     print(run.memory, flush=True)
     print(run.columns, flush=True)
-    with run.journal, stoppable(run):
+    with run.shown(), stoppable(run):
         loop(config, run)
     if world.is_first():
         say_end(run, args.open)

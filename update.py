@@ -10,7 +10,7 @@ Axes: N rows of the step, M rows of a micro-batch, T completion positions.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,13 +29,19 @@ import world
 from config import Config
 from layers import lm_head
 from losses import trust_region
-from losses.policy import MEASURED, MISMATCH, PolicyLoss, Share, Targets, completion_logprobs
+from losses.policy import (
+    MEASURED,
+    MISMATCH,
+    MakeLoss,
+    PolicyLoss,
+    Share,
+    Targets,
+    TokenLoss,
+    completion_logprobs,
+)
 from micro_batch import MicroBatch, in_rows, my_part, of_all
 
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
-
-TokenLoss = Callable[[gwen.Model, MicroBatch], Share]  # adding one is a function and a test; nothing here changes
-MakeLoss = Callable[[Config, Targets], TokenLoss]  # of a step
 
 
 class Learner:
@@ -59,35 +65,27 @@ class Learner:
         self.rate = 1.0  # factor of the scheduled learning rate; reduced after steps that went too far
         self.num_forwards = 0  # rows computed since the last update, including the reference's
         self.num_changes = 0  # optimizer steps that changed this state, or began to
-        self.kept: dict[str, Any] = {}  # see `keep`
         keep_equal(self)
 
-    def keep(self) -> None:
-        """
-        Keeps the state of the last whole step until the next is whole, where another machine may spoil that.
+    def state(self) -> dict[str, Any]:
+        """What outlives a step."""
+        names = ("trainable", "loss_scale", "failures", "num_skipped", "rate", "num_changes")
+        return {name: getattr(self, name) for name in names} | {"moments": dict(tree_flatten(self.optimizer.state))}
 
-        Only with adapters, which are small; a run that trains all weights goes back to its newest checkpoint.
-        """
-        if world.size() > 1 and self.config.lora_rank:
-            names = ("trainable", "loss_scale", "failures", "num_skipped", "rate", "num_changes")
-            self.kept = {name: getattr(self, name) for name in names}
-            self.kept["moments"] = tree_flatten(self.optimizer.state)
-
-    def go_back(self) -> None:
-        """Returns to the state that was kept, if one was."""
-        if self.kept:
-            self.optimizer.state = tree_unflatten(self.kept.pop("moments"))
-            vars(self).update(self.kept)
-            install(self.model, self.trainable)
-            self.kept = {}
+    def load(self, state: dict[str, Any]) -> None:
+        """Returns to such a state, or to a part of it."""
+        self.optimizer.state = tree_unflatten(list(state["moments"].items()))
+        vars(self).update({name: value for name, value in state.items() if name != "moments"})
+        install(self.model, self.trainable)
 
 
 def logprobs_of_step(
     learner: Learner, model: gwen.Model, batches: list[MicroBatch], shape: tuple[int, ...]
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     """Log-probabilities and entropies of the step, (N, T) each, 0 outside the micro-batches; without gradient."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    return in_rows(batches, shape, lambda batch: completion_logprobs(model, batch, learner.config, "none"))
+    found = ((batch, completion_logprobs(model, batch, learner.config, "none")) for batch in my_part(batches))
+    return in_rows(found, [mx.zeros(shape), mx.zeros(shape)])
 
 
 def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
@@ -106,7 +104,7 @@ class UpdateResult(NamedTuple):
     loss_scale: float  # after the last step
     # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
     means: dict[str, float | None]
-    pushes: dict[int, np.ndarray]  # see `trust_region.Held`
+    pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
     moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
@@ -295,9 +293,7 @@ def keep_equal(learner: Learner) -> None:
     """Gives every machine the masters of rank 0, where processors of another kind have rounded otherwise."""
     if world.size() > 1 and len(set(world.share(world.checksum(list(learner.trainable.values()))))) > 1:
         state = world.first(lambda: [learner.trainable, dict(tree_flatten(learner.optimizer.state))])
-        learner.trainable = state[0]
-        learner.optimizer.state = tree_unflatten(list(state[1].items()))
-        install(learner.model, learner.trainable)
+        learner.load({"trainable": state[0], "moments": state[1]})
 
 
 def count_failure(learner: Learner, loss: float) -> None:

@@ -66,7 +66,7 @@ class Work(NamedTuple):
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
 
-class Run(NamedTuple):
+class Timing(NamedTuple):
     """What an engine made of the work, and how long it took."""
 
     completions: list[list[int]]  # ids of each row, the end token included
@@ -83,11 +83,11 @@ class Run(NamedTuple):
 class Sample(NamedTuple):
     """One timed run."""
 
-    run: Any  # Run or JudgeRun
+    run: Any  # Timing or JudgeTiming
     peak_bytes: int  # beyond what was held before
 
 
-Engine = Callable[[Work], Run]
+Engine = Callable[[Work], Timing]
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts and a limit -> greedy ids of each
 
 
@@ -108,7 +108,7 @@ class Disagreement(Exception):
 # ---- engines
 
 
-def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Run:
+def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Timing:
     """The work done by `sampler.rollout`."""
     begin = time.perf_counter()
     result = sampler.rollout(
@@ -127,7 +127,7 @@ def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Run
         for column in (result.completion_ids, result.logprobs)
     )
     stats = result.stats
-    return Run(completions, logprobs, stats.prefill_s, seconds - stats.prefill_s, stats.cache_bytes)
+    return Timing(completions, logprobs, stats.prefill_s, seconds - stats.prefill_s, stats.cache_bytes)
 
 
 def our_engine(args: argparse.Namespace, model: gwen.Model) -> Engine:
@@ -324,7 +324,7 @@ class JudgeWork(NamedTuple):
     num_distinct: int  # tokens of the prompts' tree
 
 
-class JudgeRun(NamedTuple):
+class JudgeTiming(NamedTuple):
     """What an engine made of it."""
 
     scores: np.ndarray  # (N, J), nan where none was readable
@@ -398,7 +398,7 @@ class Legible:
         return "".join(self.tokenizer.decode([int(i)]) if i < known else f"<{i}>" for i in ids)
 
 
-def judge_ours(work: JudgeWork, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> JudgeRun:
+def judge_ours(work: JudgeWork, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> JudgeTiming:
     """A fresh judge, which knows no score yet."""
     grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
     found: dict[int, rubrics.Evaluation] = {}
@@ -408,16 +408,16 @@ def judge_ours(work: JudgeWork, *, model: gwen.Model, tokenizer: Any, mode: str,
     said = [found[place] for place in range(len(found))]
     values, texts = np.array([one.score for one in said]), np.array([one.said for one in said], object)
     shape = (-1, len(work.rubric.criteria))
-    return JudgeRun(values.reshape(shape), texts.reshape(shape), seconds, grader.num_tokens)
+    return JudgeTiming(values.reshape(shape), texts.reshape(shape), seconds, grader.num_tokens)
 
 
-def judge_rival(work: JudgeWork, *, generate: Generate, tokenizer: Any) -> JudgeRun:
+def judge_rival(work: JudgeWork, *, generate: Generate, tokenizer: Any) -> JudgeTiming:
     """An engine that generates a reply to every prompt."""
     begin = time.perf_counter()
     replies = generate(work.ids, rubrics.REPLY_TOKENS)
     said = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, len(work.rubric.criteria))
     values = np.vectorize(rubrics.read_score, otypes=[float])(said)
-    return JudgeRun(values, said, time.perf_counter() - begin, sum(map(len, work.ids)))
+    return JudgeTiming(values, said, time.perf_counter() - begin, sum(map(len, work.ids)))
 
 
 def judge_summary(samples: list[Sample], work: JudgeWork, model: gwen.Model) -> dict[str, Any]:
@@ -435,7 +435,7 @@ def judge_summary(samples: list[Sample], work: JudgeWork, model: gwen.Model) -> 
     return {"prefill_tokens": samples[0].run.num_tokens} | {n: round(float(x), 3) for n, x in numbers.items()}
 
 
-def agreement(one: JudgeRun, other: JudgeRun) -> dict[str, float]:
+def agreement(one: JudgeTiming, other: JudgeTiming) -> dict[str, float]:
     """Shares of the evaluations in which two engines gave the same score, or both none, and the same reply."""
     same = (one.scores == other.scores) | (np.isnan(one.scores) & np.isnan(other.scores))
     return {"scores": float(same.mean()), "replies": float((one.said == other.said).mean())}
@@ -446,7 +446,7 @@ def benchmark_judge(args: argparse.Namespace, model: gwen.Model, tokenizer: Any,
     work, tokenizer = make_judge_work(args, tokenizer), Legible(tokenizer)
     ways, rival_name = other.judges, other.name
     mine = functools.partial(judge_ours, model=model, tokenizer=tokenizer, chunk_size=args.judge_chunk_size)
-    engines: dict[str, Callable[[JudgeWork], JudgeRun]] = {
+    engines: dict[str, Callable[[JudgeWork], JudgeTiming]] = {
         "ours": functools.partial(mine, mode="logits"),
         "ours_decode": functools.partial(mine, mode="decode"),
         **{name: functools.partial(judge_rival, generate=way, tokenizer=tokenizer) for name, way in ways.items()},

@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     effort: float = 1.0  # of a custom kernel that computes: instructions of a lane for each multiply-add
 
 
-class Held(NamedTuple):
+class View(NamedTuple):
     """An array of the graph: the buffer that it lies in, and how."""
 
     buffer: str
@@ -331,7 +331,7 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
     _cut.clear()
     with exportable(), as_on_a_gpu() if on_gpu else contextlib.nullcontext():
         mx.export_function(nodes.append, function, *inputs)
-    held: dict[str, Held] = {}
+    held: dict[str, View] = {}
     zeros: set[str] = set()
     given: set[str] = set()
     launches: list[Launch] = []
@@ -339,7 +339,7 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
         if node["type"] in ("inputs", "constants"):
             for name, array, *rest in node[node["type"]]:
                 shape, dtype = (array, rest[0]) if isinstance(array, tuple) else (array.shape, array.dtype)
-                held[name] = Held(name, row_major(shape), dtype.size)
+                held[name] = View(name, row_major(shape), dtype.size)
                 given.add(name)
                 if not isinstance(array, tuple) and array.size == 1 and not array.item():
                     zeros.add(name)
@@ -353,7 +353,7 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
         for place, ((name, shape, dtype), view) in enumerate(zip(node["outputs"], views, strict=True)):
             layout, source = row_major(shape) if view is None else view, place if node["name"] == "Depends" else 0
             is_own = view is None and not _writes_in_place(node)
-            held[name] = Held(name if is_own else found[source].buffer, layout, dtype.size)
+            held[name] = View(name if is_own else found[source].buffer, layout, dtype.size)
             assert layout.shape == tuple(shape), node
         outputs = [held[name] for name, *_ in node["outputs"]]
         made = tuple((one.buffer, one.layout.size * one.itemsize) for one in outputs)
@@ -378,7 +378,7 @@ def per_layer(step: Callable[[int], tuple[Callable[..., Any], list[mx.array]]]) 
 LINEAR = [*VIEWS, "AsType", "Contiguous", "Full", "Matmul", "Multiply", "Negative"]
 
 
-def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) -> bool:
+def _is_nothing(node: dict[str, Any], held: dict[str, View], zeros: set[str]) -> bool:
     """Whether a node only hands zeros on, or adds them to something; then its output is noted as what it is."""
     name, inputs = node["name"], [name for name, *_ in node["inputs"]]
     empty = [one in zeros for one in inputs]
@@ -387,7 +387,7 @@ def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) ->
         return False
     if name in LINEAR and (all(empty) or (name in ("Matmul", "Multiply"))) and name != "Depends":
         zeros.add(out)
-        held[out] = Held(out, np.broadcast_to(row_major(()), shape), dtype.size)
+        held[out] = View(out, np.broadcast_to(row_major(()), shape), dtype.size)
         return True
     if name == "Add" and len(inputs) == 2:
         other = inputs[0] if empty[1] else inputs[1]
@@ -399,9 +399,9 @@ def _is_nothing(node: dict[str, Any], held: dict[str, Held], zeros: set[str]) ->
     return False
 
 
-def _fill(name: str, held: dict[str, Held]) -> Launch:
+def _fill(name: str, held: dict[str, View]) -> Launch:
     """The launch that makes zeros."""
-    held[name] = Held(name, row_major(held[name].layout.shape), held[name].itemsize)
+    held[name] = View(name, row_major(held[name].layout.shape), held[name].itemsize)
     size = held[name].layout.size
     return Launch("fill", "Full", 0, size * held[name].itemsize, 0, ((name, size),))
 
@@ -419,7 +419,7 @@ def _writes_in_place(node: dict[str, Any]) -> bool:
     return node["name"] in WRITES_IN_PLACE
 
 
-def launches_of(node: dict[str, Any], inputs: list[Held], outputs: list[Held]) -> list[Launch]:
+def launches_of(node: dict[str, Any], inputs: list[View], outputs: list[View]) -> list[Launch]:
     """The launches of one node of a graph."""
     name, arguments = node["name"], node["arguments"]
     written = sum(out.layout.size * out.itemsize for out in outputs)
@@ -450,7 +450,7 @@ def launches_of(node: dict[str, Any], inputs: list[Held], outputs: list[Held]) -
 
 
 def _launches_of_kernel(
-    arguments: Any, inputs: list[Held], outputs: list[Held], buffers: tuple[tuple[str, int], ...]
+    arguments: Any, inputs: list[View], outputs: list[View], buffers: tuple[tuple[str, int], ...]
 ) -> list[Launch]:
     name, wants_row_major = arguments[0].removeprefix("custom_kernel_"), arguments[9]
     written = sum(out.layout.size * out.itemsize for out in outputs)

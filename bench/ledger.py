@@ -86,7 +86,7 @@ MACHINES = {
 }
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """A step: the model's shape and type, and the settings of the run."""
 
     model: hub.ModelConfig
@@ -172,7 +172,7 @@ def computing(launch: Launch, machine: Machine, dtype: mx.Dtype) -> float:
 Traced = tuple[Callable[..., Any], list[mx.array]]
 
 
-def make_model(work: Work, num_layers: int) -> gwen.Model:
+def make_model(work: StepWork, num_layers: int) -> gwen.Model:
     """The model with fewer layers; nothing of it is ever computed."""
     model = gwen.Model(dataclasses.replace(work.model, num_hidden_layers=num_layers))
     model.set_dtype(work.dtype)
@@ -211,7 +211,7 @@ def closed(
     return function, [*weights, *(getattr(holder, name) for holder, name in places), *given]
 
 
-def prefill(work: Work, num_layers: int) -> Traced:
+def prefill(work: StepWork, num_layers: int) -> Traced:
     """All prompts of a step, as `sampler.prefill` takes them."""
     model, num_prompts = make_model(work, num_layers), work.config.batch
     columns = max(sampler.prefill_tokens() // num_prompts, 1)
@@ -225,7 +225,7 @@ def prefill(work: Work, num_layers: int) -> Traced:
     return closed(model, run, [mx.zeros((num_prompts, work.prompt_tokens), mx.int32)])
 
 
-def decode(work: Work, num_layers: int) -> Traced:
+def decode(work: StepWork, num_layers: int) -> Traced:
     """A step in the middle of completions: a token of every row is drawn, and the next one's logits are made."""
     model, config, num_rows, length = make_model(work, num_layers), work.model, work.num_rows, work.prompt_tokens
     lengths = [length] * work.config.batch
@@ -255,7 +255,7 @@ def decode(work: Work, num_layers: int) -> Traced:
     return closed(model, run, given, places)
 
 
-def judge(work: Work, num_layers: int) -> Traced:
+def judge(work: StepWork, num_layers: int) -> Traced:
     """A chunk of evaluations by logits: answers under their question, and criteria under each, adapters off."""
     model, config = make_model(work, num_layers), work.model
     num_criteria = max(work.config.judge_chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
@@ -294,7 +294,7 @@ def judge(work: Work, num_layers: int) -> Traced:
     return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
 
 
-def step_of(work: Work) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss]:
+def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss]:
     """The micro-batches of a step whose completions all have the most tokens, and their loss."""
     shape, config = (work.num_rows, work.config.max_tokens), work.config
     empty = sampler.Rollout(mx.zeros(shape, mx.int32), mx.zeros(shape), mx.ones(shape), [], None)  # type: ignore[arg-type]
@@ -306,7 +306,7 @@ def step_of(work: Work) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss
     return made, policy.PolicyLoss(config, targets)
 
 
-def forward(work: Work, num_layers: int) -> Traced:
+def forward(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch, without its gradient."""
     model = make_model(work, num_layers)
     learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
@@ -318,7 +318,7 @@ def forward(work: Work, num_layers: int) -> Traced:
     return closed(model, run, [], learns=True)
 
 
-def gradient(work: Work, num_layers: int) -> Traced:
+def gradient(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch and its gradient, added to what the step has so far."""
     model = make_model(work, num_layers)
     learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
@@ -338,7 +338,7 @@ def gradient(work: Work, num_layers: int) -> Traced:
     return closed(model, run, so_far, learns=True)
 
 
-def optimizer(work: Work, num_layers: int) -> Traced:
+def optimizer(work: StepWork, num_layers: int) -> Traced:
     """Clipping, AdamW on the masters, and the masters into the model."""
     model = make_model(work, num_layers)
     learner = update.Learner(model, work.config)
@@ -364,7 +364,7 @@ def optimizer(work: Work, num_layers: int) -> Traced:
 # ---- the ledger
 
 
-def least_bytes(work: Work) -> dict[str, float]:
+def least_bytes(work: StepWork) -> dict[str, float]:
     """Of each phase, what no program could leave away."""
     shapes = tree_flatten(make_model(work, work.model.num_hidden_layers).parameters())
     weights = sum(array.nbytes for name, array in shapes if work.model.tie_word_embeddings or "embed" not in name)
@@ -390,7 +390,7 @@ def least_bytes(work: Work) -> dict[str, float]:
     }
 
 
-def make(work: Work) -> list[Phase]:
+def make(work: StepWork) -> list[Phase]:
     """The ledger of a step."""
     with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
         least, num_batches = least_bytes(work), len(step_of(work)[0])
@@ -412,7 +412,7 @@ def make(work: Work) -> list[Phase]:
     return list(made.values())
 
 
-def phase_of(work: Work, name: str, maker: Callable[[Work, int], Traced], times: float, least: float) -> Phase:
+def phase_of(work: StepWork, name: str, maker: Callable[[StepWork, int], Traced], times: float, least: float) -> Phase:
     num_layers = work.model.num_hidden_layers
     traces: list[list[Launch]] = []
     few = min(FEW, num_layers)
@@ -438,7 +438,7 @@ def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
     return left
 
 
-def record(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
+def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
     """The ledger as one JSON object."""
     base = next(iter(machines.values()))
     return {
@@ -456,7 +456,7 @@ def record(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) ->
     }
 
 
-def lines(work: Work, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
+def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
     """The ledger in words: what each phase does, and how long it takes where."""
     yield (
         f"{'phase':<10} {'a step':>7} {'launches':>9} {'matmul':>7} {'kernel':>7} {'fast':>5} {'elem.':>6} {'copy':>5} "

@@ -180,7 +180,7 @@ def this_machine(subject: Subject) -> tuple[ledger.Machine, dict[str, float]]:
 
 def predictions(subject: Subject, machine: ledger.Machine) -> dict[str, float]:
     """Seconds of each phase of a step by the ledger, and its peak memory by the pre-flight."""
-    work = ledger.Work(
+    work = ledger.StepWork(
         subject.model.config, subject.model.head_weight.dtype, subject.config, subject.args.prompt_tokens, gpu.on_gpu()
     )
     held = {phase.name: phase.times * phase.seconds(machine, work.dtype) for phase in ledger.make(work)}

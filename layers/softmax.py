@@ -491,6 +491,12 @@ class Support(NamedTuple):
     top_k: int = 0
     min_p: float = 0.0
 
+    @classmethod
+    def of(cls, top_p: float, top_k: int, min_p: float) -> "Support | None":
+        """None where every token may be drawn."""
+        support = cls(top_p, top_k, min_p)
+        return None if support == cls() else support
+
 
 def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
     """The least of the fewest largest logits that together have `top_p` of a row's mass, (N, V) float32 -> (N,)."""

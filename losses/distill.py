@@ -11,12 +11,11 @@ D hidden of the teacher.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import gwen
@@ -24,15 +23,13 @@ import hub
 import lora
 import sampler
 import tasks
-import world
 from config import Config
 from groups import Draw
 from layers import lm_head
 from losses import divergence, from_disk
-from losses.policy import PolicyLoss, Share, Targets, gaps
-from micro_batch import MicroBatch, completion_hidden, micro_batches, my_part
+from losses.policy import MakeLoss, PolicyLoss, Share, Targets, completion_hidden, gaps
+from micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from problems.examples import Example, short
-from update import MakeLoss
 
 
 class Teacher:
@@ -114,35 +111,24 @@ class Teacher:
         model = self._opened()
         head_weight = model.head_weight[: self.num_ids]
         empty = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
-        return divergence.Lesson(self._in_rows(model, batches, empty, lambda hidden, _: hidden), head_weight)
+        found = ((batch, [hidden]) for batch, hidden in self._read(model, my_part(batches)))
+        return divergence.Lesson(in_rows(found, [empty])[0], head_weight)
 
     def gains(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
         """log teacher - log student of every counted token, (N, T), as the student sampled it; 0 elsewhere."""
         model = self._opened()
         head_weight = model.head_weight[: self.num_ids]
 
-        def logprobs(hidden: mx.array, batch: MicroBatch) -> mx.array:
+        def logprobs_of(batch: MicroBatch, hidden: mx.array) -> mx.array:
             ids, temperature = batch.completion_ids, self.config.temp
             return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
 
-        found = self._in_rows(model, batches, mx.zeros(rollout.mask.shape), logprobs)
-        return mx.where(rollout.mask > 0, found - rollout.logprobs, 0.0)
+        read = self._read(model, my_part(batches))
+        found = ((batch, [logprobs_of(batch, hidden)]) for batch, hidden in read)
+        return mx.where(rollout.mask > 0, in_rows(found, [mx.zeros(rollout.mask.shape)])[0] - rollout.logprobs, 0.0)
 
     def _opened(self) -> gwen.Model:
         return self.model or gwen.open_model(self.directory)
-
-    def _in_rows(
-        self,
-        model: gwen.Model,
-        batches: list[MicroBatch],
-        out: mx.array,
-        score: Callable[[mx.array, MicroBatch], mx.array],
-    ) -> mx.array:
-        """`out` with what `score` makes of each micro-batch's hidden states, (M, T, D), in its rows."""
-        for batch, hidden in self._read(model, my_part(batches)):
-            out[batch.rows, : batch.mask.shape[1]] = score(hidden, batch)
-            mx.eval(out)  # wait: the next micro-batch may use this one's memory
-        return world.all_sum([out])[0].astype(out.dtype)
 
     def _read(self, model: gwen.Model, batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, mx.array]]:
         """Each micro-batch and the model's hidden states of its completion tokens, (M, T, D)."""

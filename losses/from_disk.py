@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import gwen
-from micro_batch import MicroBatch, completion_hidden
+from losses.policy import completion_hidden
+from micro_batch import MicroBatch
 
 Streams = list[tuple[mx.array, mx.array]]  # the two results of a layer, of each pass through it
 

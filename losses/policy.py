@@ -3,19 +3,20 @@ The policy's log-probabilities of a step's tokens, and GRPO's loss on them.
 
 Left out: the arithmetic of the loss (grpo.py), its gradient and the optimizer (update.py).
 
-Axes: N rows of the step, M rows of a micro-batch, T completion positions.
+Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, T completion positions, C hidden.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
 import grpo
 import gwen
-import sampler
 from config import Config
-from layers import lm_head
-from micro_batch import MicroBatch, completion_hidden
+from kv_cache import TreeCache
+from layers import lm_head, softmax
+from micro_batch import MicroBatch
 
 # the policy before the update against the sampler's
 MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
@@ -23,21 +24,45 @@ MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "o
 MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
 
 
+def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: int = 0) -> mx.array:
+    """
+    The hidden states that predict the completion tokens, (M, T, C).
+
+    checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
+    """
+    if batch.prefix is None:
+        hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
+        return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
+    prefix = batch.prefix
+    cache = TreeCache(len(model.layers)).child(prefix.lengths)
+    hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
+    last = mx.array([length - 1 for length in prefix.lengths])
+    first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
+    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
+        return first[:, None]
+    children = cache.child(batch.lengths, prefix.parents)
+    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+
+
 def completion_logprobs(
     model: gwen.Model, batch: MicroBatch, config: Config, gradient: str = "both"
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the completion tokens given all tokens before, and entropies, (M, T) each."""
     hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
-    params = sampler.params_of(config)
     return lm_head.token_logprobs(
         hidden,
         model.head_weight,
         batch.completion_ids,
-        temperature=params.temperature,
-        support=params.support,
+        temperature=config.temp,
+        support=support_of(config),
         head="frozen" if config.lora_rank else "trained",
         gradient=gradient,
     )
+
+
+def support_of(config: Config) -> softmax.Support | None:
+    """The tokens that the sampler may draw; None: all."""
+    return softmax.Support.of(config.top_p, config.top_k, config.min_p)
 
 
 class Targets(NamedTuple):
@@ -57,6 +82,10 @@ class Share(NamedTuple):
     loss: mx.array  # the shares of all micro-batches sum to the step's loss
     logprobs: mx.array  # (M, T), of the completion tokens
     sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
+
+
+TokenLoss = Callable[[gwen.Model, MicroBatch], Share]  # adding one is a function and a test; update.py does not change
+MakeLoss = Callable[[Config, Targets], TokenLoss]  # of a step
 
 
 def gaps(logprobs: mx.array, batch: MicroBatch, cap: float) -> dict[str, mx.array]:
@@ -109,7 +138,7 @@ class PolicyLoss:
         config, objective = self.config, self.objective
         by_token = objective.loss_type in grpo.CLIPPED and objective.importance_sampling_level == "token"
         plain = config.lora_rank and not config.entropy_coef
-        if not (by_token and plain and lm_head.has_token_losses(model.head_weight, sampler.params_of(config).support)):
+        if not (by_token and plain and lm_head.has_token_losses(model.head_weight, support_of(config))):
             return None, *completion_logprobs(model, batch, config, "both" if config.entropy_coef else "logprobs")
         hidden = completion_hidden(model, batch, config.num_checkpointed(len(model.layers)))
         each = mx.broadcast_to(self.advantages_of(batch), batch.mask.shape)

@@ -60,7 +60,7 @@ def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
     return float(total / count)
 
 
-class Held(NamedTuple):
+class BoundedStep(NamedTuple):
     """A step that moved the policy no further than allowed."""
 
     weights: Weights
@@ -76,7 +76,7 @@ def hold(
     probe: list[MicroBatch],
     target: float,
     place: Callable[[Weights], list[mx.array]],
-) -> Held:
+) -> BoundedStep:
     """
     Shortens the step from `before` to `after` until the policy has moved at most SLACK times the target.
 
@@ -88,12 +88,12 @@ def hold(
         present = place(after)
         moved = world.first(functools.partial(distance, probe, present))
         if moved <= SLACK * target:
-            return Held(after, share, moved, repeats, _pushes(probe, present))
+            return BoundedStep(after, share, moved, repeats, _pushes(probe, present))
         # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
         factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         share *= factor
         after = {name: old + factor * (after[name] - old) for name, old in before.items()}
-    return Held(before, share, 0.0, MOST_TRIES, _pushes(probe, place(before)))
+    return BoundedStep(before, share, 0.0, MOST_TRIES, _pushes(probe, place(before)))
 
 
 def _pushes(probe: list[MicroBatch], present: list[mx.array]) -> dict[int, np.ndarray]:

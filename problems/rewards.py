@@ -24,6 +24,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+from tqdm import tqdm
+
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
 from problems.workers import LATE, Pool
 
@@ -161,6 +164,21 @@ def _import_file(spec: str, path: Path) -> Any:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
     return module
+
+
+def call_rewards(
+    rewards: dict[str, Reward], examples: Sequence[Example], completions: Sequence[str], columns: dict[str, list[Any]]
+) -> dict[str, np.ndarray]:
+    """
+    The values of N completions by each reward, (N,); see `call_reward`.
+
+    examples: one per completion, whose columns they bring. columns: the others'.
+    """
+    names = [name for name in examples[0] if name != "prompt"]
+    every: dict[str, Sequence[Any]] = {name: [example.get(name) for example in examples] for name in names}
+    prompts = [example["prompt"] for example in examples]
+    named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
+    return {name: np.array(call_reward(name, reward, prompts, completions, every | columns)) for name, reward in named}
 
 
 def call_reward(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 
 from reporting.health import Records

@@ -12,7 +12,6 @@ import threading
 import time
 from typing import Any, TextIO
 
-import cpu_blas  # noqa: F401  (before mlx)
 from tqdm import tqdm
 
 from config import Config
@@ -162,7 +161,7 @@ def seconds_left(config: Config, steps: Records, evals: Records) -> float | None
     return left
 
 
-class Live:
+class LiveLine:
     """A run's live line; as a context manager it shows and removes the line."""
 
     def __init__(self, config: Config):
@@ -181,7 +180,7 @@ class Live:
             parts.append(f"{duration(max(self.left - passed, 0.0))} left")
         return " | ".join(part for part in parts if part)
 
-    def __enter__(self) -> "Live":
+    def __enter__(self) -> "LiveLine":
         bar = tqdm(total=self.config.steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
         if not bar.disable:
             self.bar = bar

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cpu_blas  # noqa: F401  (before mlx)
-
 import run_files
 from reporting import health
 from reporting.console import duration, with_interval

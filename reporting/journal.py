@@ -3,7 +3,7 @@ What a run records: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the line
 
 A clock bills seconds to phases. Pure functions turn a step into dictionaries of figures and completions. A figure that
 was not measured is None; `docs/reference.md` explains the keys. `Journal` writes them, prints warnings, knows the best
-evaluation, and keeps the page, the live line and the trackers up to date.
+evaluation, and keeps the live line and the trackers up to date.
 
 What is left out: console lines (console.py), the page (page.py), and the state to resume from (checkpoint.py).
 """
@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -26,12 +25,12 @@ import sampler
 import update
 import world
 from config import Config
-from groups import Draw, advantages_of, has_signal
+from groups import Choice, Draw
 from judging import rubrics
 from losses import policy
 from problems.examples import spread
-from reporting import health, page, trackers
-from reporting.console import Live, comparison, console_line, evaluation_line, say, warn
+from reporting import health, trackers
+from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
 from run_files import JsonLines, Unwritten, finite
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
@@ -83,9 +82,8 @@ class Step(NamedTuple):
     number: int  # from 1
     seconds: dict[str, float]  # by phase
     draws: list[Draw]
-    rollout: sampler.Rollout  # the groups that were trained
-    chosen: list[int]  # their numbers, counted through all draws
-    advantages: np.ndarray  # (B, G)
+    choice: Choice  # the groups that were trained
+    rollout: sampler.Rollout  # of these
     result: update.UpdateResult
     peak_bytes: int
     curriculum: dict[str, float]  # figures of the choice of prompts
@@ -99,7 +97,7 @@ def mean(values: np.ndarray) -> float | None:
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    seconds, draws, advantages, result = step.seconds, step.draws, step.advantages, step.result
+    seconds, draws, advantages, result = step.seconds, step.draws, step.choice.advantages, step.result
     stats = [draw.rollout.stats for draw in draws]
     num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
     num_trained = round(float(step.rollout.mask.sum()))
@@ -110,9 +108,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.batch
-    num_signal = None  # nothing compares rewards
-    if config.compares_rewards:
-        num_signal = int(has_signal(advantages_of(config, draws, list(range(num_groups)))).sum())
+    num_signal = step.choice.num_signal if config.compares_rewards else None
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
     has_std = config.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
@@ -185,7 +181,7 @@ def of_machines(seconds: dict[str, float], stats: list[sampler.Stats]) -> dict[s
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
-    trained = dict(zip(step.chosen, range(len(step.chosen)), strict=True))
+    trained = {group: place for place, group in enumerate(step.choice.groups)}
     entropies, pushes = Allowance(config.record_tokens), Allowance(config.record_tokens)
     for number, draw in enumerate(step.draws):
         entropy = None if draw.rollout.entropy is None else np.array(draw.rollout.entropy)
@@ -196,7 +192,7 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
                 {"step": step.number}
                 | record
                 | {
-                    "advantage": None if group is None else step.advantages[group, member].item(),
+                    "advantage": None if group is None else step.choice.advantages[group, member].item(),
                     "entropies": entropies.pack(None if entropy is None else entropy[row, : len(record["ids"])]),
                     "pushes": pushes.pack(pushed),
                 }
@@ -275,27 +271,20 @@ class Journal:
         if world.is_first():
             trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
-        self.live = Live(config)
+        self.live = LiveLine(config)
         self.live.note(self.steps, self.evaluations)
-        self.page: page.Live | None = None
         self.trackers: trackers.Trackers | None = None
 
     def __enter__(self) -> "Journal":
-        """From here on the run is shown: its live line, its page, its trackers."""
+        """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
-        if not world.is_first():
-            return self
-        if self.config.report_every != 0:
-            self.page = page.Live(self.dir, warn)
-        if self.config.report_to:
+        if world.is_first() and self.config.report_to:
             self.trackers = trackers.Trackers(self.config.report_to, self.dir, warn)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.live.__exit__()
         with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
-            if self.page is not None:
-                self.page.update(due=True, at_the_end=True)
             if self.trackers is not None:
                 self.trackers.finish()
 
@@ -342,19 +331,6 @@ class Journal:
             if finding.name not in given:
                 self.warnings.write({"step": step} | finding._asdict())
                 warn(f"WARNING after step {step}: {finding.text}.")
-
-    def update_page(self, step: int) -> None:
-        """Writes the page where it is due: every `report_every` steps, else with each evaluation, else checkpoint."""
-        if self.page is None:
-            return
-        config = self.config
-        if config.report_every is not None:
-            is_due = step % config.report_every == 0
-        elif config.eval_every:
-            is_due = bool(self.evaluations) and self.evaluations[-1]["step"] == step
-        else:
-            is_due = step % config.save_every == 0
-        self.page.update(is_due)
 
     def best_step(self) -> int | None:
         """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""

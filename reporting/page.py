@@ -21,14 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
 import jinja2
 import numpy as np
 
 import hub
 import run_files
+from config import Config
 from judging import rubrics
 from reporting import charts, history
+from reporting.health import Records
 from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text, visible
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -369,7 +370,16 @@ def show(path: Path) -> None:
 # ---- while the run goes
 
 
-class Live:
+def is_due(config: Config, step: int, evaluations: Records) -> bool:
+    """Whether a run's page is due: every `report_every` steps, else with each evaluation, else with each checkpoint."""
+    if config.report_every is not None:
+        return step % config.report_every == 0
+    if config.eval_every:
+        return bool(evaluations) and evaluations[-1]["step"] == step
+    return step % config.save_every == 0
+
+
+class LivePage:
     """
     The page of a run that is going on, put off while its pages have taken over `MOST_COST` of the run's time.
 

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before what may import mlx)
-
 import flags
 from config import TRACKERS
 

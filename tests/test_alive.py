@@ -153,7 +153,7 @@ def test_no_command_buffer_of_a_step_is_long():
     flags = {"model": "random:0.6b", "task": "demo", "batch": 8, "groups": 8, "max_tokens": 256, "lora_rank": 16}
     config, _ = resolve(flags | {"train_token_budget": 2048}, None, None, gwen.choose_model)
     config.checkpoint_layers = "off"
-    work = ledger.Work(gwen.load_config("random:0.6b"), mx.float16, config, 128)
+    work = ledger.StepWork(gwen.load_config("random:0.6b"), mx.float16, config, 128)
     with launches.as_on_a_gpu():
         function, inputs = ledger.gradient(work, 2)
     machine = ledger.MACHINES["M1"]

@@ -63,8 +63,8 @@ def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
 
 
 def test_an_engine_that_replies_something_else_is_seen_to_disagree():
-    one = harness.JudgeRun(np.array([[1.0, np.nan]]), np.array([["1", "x"]], object), 1.0, 1)
-    other = harness.JudgeRun(np.array([[2.0, np.nan]]), np.array([["2", "x"]], object), 1.0, 1)
+    one = harness.JudgeTiming(np.array([[1.0, np.nan]]), np.array([["1", "x"]], object), 1.0, 1)
+    other = harness.JudgeTiming(np.array([[2.0, np.nan]]), np.array([["2", "x"]], object), 1.0, 1)
     assert harness.agreement(one, other) == {"scores": 0.5, "replies": 0.5}
     assert harness.agreement(one, one) == {"scores": 1.0, "replies": 1.0}
 

@@ -16,7 +16,7 @@ import bench_rollout
 import bench_rollout_vllm_mlx
 import gwen
 from bench import harness
-from bench_rollout import Run, Work
+from bench_rollout import Timing, Work
 
 TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
 NUMBER = r"\d+\.\d"
@@ -105,7 +105,7 @@ def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
 
     def engine(work):
         mx.eval(mx.zeros((5_000_000,)))
-        return Run([[1] * limit for limit in work.limits], [], 1.0, 1.0)
+        return Timing([[1] * limit for limit in work.limits], [], 1.0, 1.0)
 
     samples = harness.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
     weights = sum(array.nbytes for _, array in harness.tree_flatten(model.parameters()))
@@ -212,7 +212,7 @@ def test_nothing_is_reported_when_the_models_differ(monkeypatch, capsys):
 
 def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
     harness.check_agreement(model, engines, WORK)
-    short = engines | {"short": lambda work: Run([engines["ours"](work).completions[0][:7]], [], 0.0, 0.0)}
+    short = engines | {"short": lambda work: Timing([engines["ours"](work).completions[0][:7]], [], 0.0, 0.0)}
     with pytest.raises(harness.Disagreement, match="short part at token 7"):
         harness.check_agreement(model, short, WORK)
 
@@ -225,9 +225,9 @@ def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkp
     assert token < twin
     model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
     check = functools.partial(harness.check_agreement, model, work=WORK)
-    check(engines={"ours": ours, "other": lambda work: Run([[twin] * 16], [], 0.0, 0.0)})
+    check(engines={"ours": ours, "other": lambda work: Timing([[twin] * 16], [], 0.0, 0.0)})
     with pytest.raises(harness.Disagreement):
-        check(engines={"ours": ours, "other": lambda work: Run([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
+        check(engines={"ours": ours, "other": lambda work: Timing([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
 
 
 def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
@@ -236,7 +236,7 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
     def fake(name):
         def engine(work):
             order.append(name)
-            return Run([[1] * limit for limit in work.limits], [], 1.0, float(len(order)))
+            return Timing([[1] * limit for limit in work.limits], [], 1.0, float(len(order)))
 
         return engine
 
@@ -246,7 +246,7 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
     entry = harness.summary(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
     with pytest.raises(AssertionError, match="lazy made"):
-        harness.measure({"lazy": lambda work: Run([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
+        harness.measure({"lazy": lambda work: Timing([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
 
 
 def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):

@@ -22,11 +22,10 @@ import hub
 import lora
 import micro_batch
 import preflight
-import sft
 import tasks
 import train
 import update
-from losses import distill, divergence, from_disk, policy
+from losses import distill, divergence, from_disk, policy, sft
 from problems.chats import Row
 
 pytestmark = pytest.mark.slow
@@ -98,7 +97,7 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
     head, taught = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
-        hidden, teacher_hidden = (micro_batch.completion_hidden(m, batch) for m in (run.model, run.teacher.model))
+        hidden, teacher_hidden = (policy.completion_hidden(m, batch) for m in (run.model, run.teacher.model))
         monkeypatch.setattr(distill, "completion_hidden", lambda *_, hidden=hidden: hidden)
 
         def share(hidden, batch=batch):
@@ -286,7 +285,7 @@ def test_a_teacher_needs_no_groups(tmp_path, teacher, flags):
     if isinstance(loss, distill.TaughtPolicyLoss):
         exact = -0.5 * (np.array(loss.gains, np.float64) * mask).sum() / mask.sum()
     else:
-        hidden = [micro_batch.completion_hidden(run.model, batch) for batch in batches]
+        hidden = [policy.completion_hidden(run.model, batch) for batch in batches]
         logits = [np.array(one @ run.model.head_weight.T, np.float64) for one in hidden]
         taught = np.array(loss.lesson.hidden @ loss.lesson.head_weight.T, np.float64)
         places = [(np.array(batch.rows), slice(batch.mask.shape[1])) for batch in batches]

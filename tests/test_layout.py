@@ -106,7 +106,7 @@ def floors() -> dict[str, int]:
 
 
 def test_imports_go_downward_on_few_floors():
-    assert max(floors().values()) < 12
+    assert max(floors().values()) < 8
 
 
 def test_the_ground_floor_of_settings_and_arithmetic_knows_nothing():

@@ -31,8 +31,8 @@ def settings(model: str, **flags: Any) -> Config:
     return resolve(given, None, None, gwen.choose_model)[0]
 
 
-def work_of(model: str, dtype: mx.Dtype = mx.float16, prompt_tokens: int = 16, **flags: Any) -> ledger.Work:
-    return ledger.Work(gwen.load_config(model), dtype, settings(model, **flags), prompt_tokens)
+def work_of(model: str, dtype: mx.Dtype = mx.float16, prompt_tokens: int = 16, **flags: Any) -> ledger.StepWork:
+    return ledger.StepWork(gwen.load_config(model), dtype, settings(model, **flags), prompt_tokens)
 
 
 @pytest.mark.parametrize(

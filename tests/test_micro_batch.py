@@ -12,6 +12,7 @@ import lora
 import micro_batch
 import sampler
 from layers import lm_head
+from losses import policy
 
 RNG = np.random.default_rng(0)
 GROUPS, WIDTH = 4, 7
@@ -48,7 +49,7 @@ def gradient(model, batches, checkpoint_layers=0):
     for batch in batches:
 
         def loss(model, batch=batch):
-            hidden = micro_batch.completion_hidden(model, batch, checkpoint_layers)
+            hidden = policy.completion_hidden(model, batch, checkpoint_layers)
             logprobs, _ = lm_head.token_logprobs(hidden, model.head_weight, batch.completion_ids, head=head)
             return (logprobs * batch.mask * SLOPES[batch.rows, : logprobs.shape[1]]).sum()
 
@@ -108,7 +109,7 @@ def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_g
     head = mx.random.normal((320, 48), key=mx.random.key(2))
 
     def total(head):
-        return (micro_batch.completion_hidden(model, batch, 2) @ head.T).sum()
+        return (policy.completion_hidden(model, batch, 2) @ head.T).sum()
 
     mx.eval(mx.grad(total)(head))
     assert all(array is before[name] for name, array in tree_flatten(model.parameters()))
@@ -153,7 +154,7 @@ def test_positions_are_what_goes_through_the_model(checkpoints, monkeypatch):
         seen.clear()
         batches = micro_batch.micro_batches(ROWS, ROLLOUT, 55, sharing)
         for batch in batches:
-            micro_batch.completion_hidden(model, batch)
+            policy.completion_hidden(model, batch)
         assert sum(seen) == sum(batch.num_positions for batch in batches)
 
 
@@ -209,7 +210,7 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
         (batch,) = micro_batch.micro_batches(rows, rollout, 10**6, sharing)
 
         def loss(model):
-            return (micro_batch.completion_hidden(model, batch, checkpoint_layers) ** 2).sum()
+            return (policy.completion_hidden(model, batch, checkpoint_layers) ** 2).sum()
 
         return peak_of(lambda: nn.value_and_grad(model, loss)(model))
 

@@ -312,7 +312,7 @@ def test_the_page_of_a_run_that_goes_on_waits_until_pages_have_cost_a_hundredth_
         now[0] += 2.0
 
     monkeypatch.setattr(page, "write", write)
-    live = page.Live(run, told.append)
+    live = page.LivePage(run, told.append)
     for second, is_due in {10: True, 100: True, 390: False, 500: False, 590: True, 650: False}.items():
         now[0] = second
         live.update(is_due)
@@ -324,7 +324,7 @@ def test_the_page_of_a_run_that_goes_on_waits_until_pages_have_cost_a_hundredth_
 def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
     told = []
     (run / "eval.jsonl").write_text("not JSON\n")
-    live = page.Live(run, told.append)
+    live = page.LivePage(run, told.append)
     for _ in range(3):
         live.update(True, at_the_end=True)
     assert len(told) == 1 and "eval.jsonl, line 1" in told[0]

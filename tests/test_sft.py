@@ -16,20 +16,20 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
 from test_docs import always_there, without_meaning
 
-import bench_sft
 import checkpoint
 import evaluate
 import gwen
 import hub
 import report
 import run_files
-import sft
 import tasks
 import train
 import update
 from bench import harness
+from bench import sft as bench_sft
 from config import Config, given, parse
 from docs import reference
+from losses import sft
 from problems import chats
 from problems.chats import Row
 from reporting import page

@@ -12,9 +12,9 @@ from test_sft import count, random_rows
 
 import gwen
 import hub
-import sft
 import update
 from config import Config
+from losses import sft
 
 torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")
 

@@ -134,9 +134,9 @@ def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(
 
 def test_rewards_are_computed_once_a_step(tmp_path, monkeypatch):
     calls = []
-    score, reward = judge.Judge.score, train.call_reward
+    score, reward = judge.Judge.score, train.call_rewards
     monkeypatch.setattr(judge.Judge, "score", lambda *a: calls.append("judge") or score(*a))
-    monkeypatch.setattr(train, "call_reward", lambda *a: calls.append("reward") or reward(*a))
+    monkeypatch.setattr(train, "call_rewards", lambda *a: calls.append("reward") or reward(*a))
     run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "3")
     train.train(run.config, run)
     assert sorted(calls) == ["judge"] * 3 + ["reward"] * 3
@@ -481,9 +481,9 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
 
 def test_the_seconds_of_own_rewards_are_not_the_judge_s_and_train_counts_both(tmp_path, monkeypatch):
     phases, seen, phase = [], [], journal.PhaseClock.phase
-    call, score = train.call_reward, judge.Judge.score
+    call, score = train.call_rewards, judge.Judge.score
     monkeypatch.setattr(journal.PhaseClock, "phase", lambda self, name: phases.append(name) or phase(self, name))
-    monkeypatch.setattr(train, "call_reward", lambda *a: seen.append(("own", phases[-1])) or call(*a))
+    monkeypatch.setattr(train, "call_rewards", lambda *a: seen.append(("own", phases[-1])) or call(*a))
     monkeypatch.setattr(judge.Judge, "score", lambda *a: seen.append(("judge", phases[-1])) or score(*a))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)

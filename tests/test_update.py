@@ -697,7 +697,7 @@ def test_the_target_follows_the_schedule_as_the_square_of_its_rate(tmp_path, mon
     monkeypatch.setattr(
         trust_region,
         "hold",
-        lambda _, after, __, target, ___: targets.append(target) or trust_region.Held(after, 1.0, 0.0, 0, {}),
+        lambda _, after, __, target, ___: targets.append(target) or trust_region.BoundedStep(after, 1.0, 0.0, 0, {}),
     )
     run = make_run(tmp_path, "--learning-rate", "0.01", "--target-kl", "0.04", "--warmup-steps", "2", "--steps", "12")
     for run.step in (0, 1, 2, 12):

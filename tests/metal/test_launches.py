@@ -209,7 +209,7 @@ def test_a_decode_step_of_qwen_writes_its_keys_in_place(name: str, rank: int, ba
     }
     flags = {"model": "random:0.6b", "task": "demo", "batch": batch, "groups": 8, "max_tokens": 256, "lora_rank": rank}
     settings, _ = config.resolve(flags, None, None, gwen.choose_model)
-    work = ledger.Work(hub.make_config(raw), mx.float16, settings, prompt_tokens=128)
+    work = ledger.StepWork(hub.make_config(raw), mx.float16, settings, prompt_tokens=128)
     with launches.as_on_a_gpu():
         function, inputs = ledger.decode(work, layers)
         step = launches.trace(function, *inputs)

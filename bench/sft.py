@@ -1,5 +1,5 @@
 """
-A step of supervised fine-tuning against mlx_lm's trainer: `uv run bench_sft.py --model random:30m --batch 8`.
+A step of supervised fine-tuning against mlx_lm's trainer: `uv run python -m bench.sft --model random:30m`.
 
 Both train adapters of the same rank on all projections of the same weights, in one dtype and on one BLAS, with AdamW,
 on the same rows of `--tokens` random ids, all of which count but the first. mlx_lm's trainer is its own loop and loss,
@@ -27,14 +27,15 @@ import numpy as np
 import gwen
 import lora
 import preflight
-import sft
 import update
 from bench import harness
 from config import TARGETS, Config
 from flags import Parser, fail
+from losses import sft
 from problems.chats import Row
 
 ENGINES = ("ours", "mlx_lm")
+ROOT = Path(__file__).parent.parent
 
 
 def make_rows(args: argparse.Namespace, vocab: int) -> list[list[int]]:
@@ -108,8 +109,8 @@ def child(args: argparse.Namespace, directory: Path, engine: str) -> dict[str, A
     """Seconds of the timed steps and the peak of one engine, in a process of its own."""
     names = ("batch", "tokens", "lora_rank", "warmup", "runs")
     flags = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
-    command = [sys.executable, __file__, "--engine", engine, "--model", str(directory), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.sft", "--engine", engine, "--model", str(directory), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{engine} ended with exit status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -140,7 +141,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("bench_sft.py", "Time a step of supervised fine-tuning against mlx_lm's.")
+    parser = Parser("bench.sft", "Time a step of supervised fine-tuning against mlx_lm's.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     for name, default, text in (
         ("batch", 8, "rows of a step"),

@@ -1,0 +1,154 @@
+"""
+Supervised fine-tuning: cross-entropy on the assistant's replies, with the parts of the GRPO trainer.
+
+    uv run train.py --loss-type sft --data chats.jsonl
+
+A step cuts the rows of B conversations into micro-batches by length; its loss is the mean negative log-probability of
+all trained tokens. Evaluations give loss and perplexity of held-out conversations. Left out: reading and rendering
+conversations (problems/chats.py), the optimizer step (update.py), the loop (train.py).
+
+Axes: B conversations a step, M rows of a micro-batch, L positions, T trained tokens of a row.
+"""
+
+import math
+import time
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import gwen
+import run_files
+import update
+import world
+from config import Config
+from losses.policy import MISMATCH, Share, completion_logprobs
+from micro_batch import MicroBatch, my_part, padded, plan
+from problems.chats import Row
+
+# ---- the loss
+
+
+class CrossEntropy:
+    """The mean negative log-probability of a step's trained tokens, in nats: a loss on tokens."""
+
+    def __init__(self, config: Config, num_items: int):
+        self.config, self.num_items = config, num_items
+
+    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
+        logprobs, entropy = completion_logprobs(model, batch, self.config, "logprobs")
+        loss = -(logprobs * batch.mask).sum() / self.num_items
+        return Share(loss, logprobs, {"loss": loss, "entropy": (entropy * batch.mask).sum()})
+
+
+def make_batches(rows: list[Row], token_budget: int) -> list[MicroBatch]:
+    """Rows in micro-batches of at most `token_budget` positions, or of one row, sorted by length."""
+    first, rest = [row.ids[:1] for row in rows], np.array([len(row.ids) - 1 for row in rows])
+    return [_make_batch([rows[place] for place in part], part) for part, _ in plan(first, rest, token_budget, "off")[1]]
+
+
+def _make_batch(rows: list[Row], part: list[int]) -> MicroBatch:
+    num_tokens = [len(row.places) for row in rows]
+    mask = (np.arange(max(num_tokens)) < np.array(num_tokens)[:, None]).astype(np.float32)
+    return MicroBatch(
+        rows=mx.array(part),
+        prefix=None,
+        tokens=padded([row.ids[:-1] for row in rows]),
+        lengths=[len(row.ids) - 1 for row in rows],
+        positions=padded([[place - 1 for place in row.places] for row in rows]),
+        completion_ids=padded([[row.ids[place] for place in row.places] for row in rows]),
+        mask=mx.array(mask),
+        sampled_logprobs=mx.zeros(mask.shape),  # nothing was sampled
+    )
+
+
+# ---- the evaluation
+
+
+def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) -> dict[str, Any]:
+    """
+    The record of `eval.jsonl` without `step`: loss, nats per trained token, and perplexity of held-out conversations.
+
+    The 95% interval is that of a ratio of two sums over conversations.
+    """
+    begin = time.perf_counter()
+    owners = np.repeat(np.arange(len(conversations)), [len(rows) for rows in conversations])
+    sums = np.zeros((3, len(conversations)))  # negative log-probabilities, entropies, tokens
+    batches = make_batches([row for rows in conversations for row in rows], config.train_token_budget)
+    for batch in my_part(batches):
+        logprobs, entropy = completion_logprobs(model, batch, config, "none")
+        parts = np.array(mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask]), np.float64).sum(-1)
+        for place, row in enumerate(np.array(batch.rows)):
+            sums[:, owners[row]] += parts[:, place]
+    losses, entropies, tokens = sum(world.share(sums))
+    num, total = len(conversations), tokens.sum()
+    loss = losses.sum() / total
+    reach = None
+    if num > 1:
+        reach = 1.96 * math.sqrt(((losses - loss * tokens) ** 2).sum() * num / (num - 1)) / total
+    record = {
+        "eval/loss": float(loss),
+        "eval/loss_ci95": reach,
+        "eval/perplexity": math.exp(min(loss, 700.0)),  # of more there is no float
+        "eval/entropy": float(entropies.sum() / total),
+        "eval/tokens": float(total / num),
+        "eval/num": num,
+        "eval/s": time.perf_counter() - begin,
+    }
+    return run_files.finite(record)
+
+
+# ---- a step's figures
+
+# those that this method does not measure; null in metrics.jsonl
+NOT_MEASURED = (
+    *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
+    *("sampling/draws", "sampling/signal_groups", "sampling/unused_frac"),
+    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s", "distill/kl"),
+    *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
+    *("kl", "clip_frac", "update/kl", "update/repeats", "completion/truncated_frac", "mem/cache_gb"),
+    *(f"mismatch/{name}" for name in MISMATCH),
+)
+
+
+class Step(NamedTuple):
+    """Everything known about a finished step."""
+
+    number: int  # from 1
+    seconds: dict[str, float]  # by phase
+    batches: list[MicroBatch]
+    num_items: int  # trained tokens
+    measured: dict[str, float]  # see `update.optimizer_step`
+    lr: float
+    peak_bytes: int
+
+
+def step_metrics(learner: update.Learner, step: Step, recent: Collection[float]) -> dict[str, Any]:
+    """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
+    seconds, batches, measured = step.seconds, step.batches, step.measured
+    num_forwards, learner.num_forwards = learner.num_forwards, 0
+    metrics: dict[str, Any] = dict.fromkeys(NOT_MEASURED) | {
+        "step": step.number,
+        "loss": measured["loss"],
+        "update/s": seconds["update"],
+        "update/tok_s": step.num_items / seconds["update"],
+        "train/s": seconds["update"],
+        "train/tok_s": step.num_items / seconds["update"],
+        "other/s": seconds["other"],
+        "step/s": seconds["step"],
+        "step_avg_last10/s": sum(recent) / len(recent),
+        **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
+        "entropy": measured["entropy"] / step.num_items,
+        "grad_norm": measured["grad_norm"],
+        "loss_scale": learner.loss_scale.value,
+        "lr": step.lr,
+        "update/rate": learner.rate,
+        "skipped": measured["skipped"],
+        "skipped_total": learner.num_skipped,
+        "completion/mean_tokens": step.num_items / learner.config.batch,
+        "pad_frac": 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
+        "forwards_per_completion": num_forwards / sum(len(batch.rows) for batch in batches),
+        "mem/peak_gb": step.peak_bytes / 1e9,
+    }
+    return run_files.finite(metrics)

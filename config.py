@@ -19,6 +19,7 @@ import yaml
 
 from flags import RENAMED, Parser, add_flags, check_values, flag, flag_of, load_yaml, size, weights
 
+Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
@@ -31,9 +32,7 @@ class JudgeSettings:
     """Settings of the judge. Raises ValueError naming one that is invalid or conflicts with another."""
 
     judge_model: str = flag("", "a judge other than the frozen base model; with --judge-url its name there")
-    judge_mode: Literal["logits", "decode"] = flag(
-        "logits", "how a score is read: from the first token's probabilities, or from a decoded reply"
-    )
+    judge_mode: Literal["logits", "decode"] = flag("logits", "score by first-token probabilities or by a decoded reply")
     judge_think: int = flag(0, "maximum thinking tokens before a decoded reply; 0: none", low=0)
     judge_min_mass: float = flag(0.5, "least probability on 1 to 5; below it a score is unreadable", low=1e-9, high=1.0)
     judge_chunk_size: int = flag(24, "evaluations per batch; RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
@@ -77,11 +76,9 @@ class Training:
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16)
     groups: int = flag(8, "G, completions per prompt; 1 where a teacher alone trains", low=1, high=2**16)
     rollout_batch_size: int = flag(0, "rows decoded at once; auto: measured on a GPU, else up to 64", low=1, parse=size)
-    share_prefix: Literal["auto", "on", "off"] = flag(
-        "auto", "hold a prompt's cache once for its group; auto: measured on a GPU, else by the length of the prompt"
-    )
+    share_prefix: Switch = flag("auto", "hold a prompt's cache once for its group; auto: measured (GPU) or by length")
     max_tokens: int = flag(256, "maximum tokens per completion", low=1)
-    temp: float = flag(1.0, "sampling temperature", low=1e-6)
+    temp: float = flag(1.0, "sampling temperature", low=0)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same support", low=1e-06, high=1.0)
     top_k: int = flag(0, "sample from the k most likely tokens; 0: from all", low=0)
     min_p: float = flag(0.0, "minimum probability relative to the likeliest token", low=0, high=1.0)
@@ -98,9 +95,7 @@ class Training:
     )
     teacher: str = flag("", "model that scores the student's completions: hub id, directory or `self`, before training")
     teacher_prompt: str = flag("", "text file, a system message for the teacher alone; {answer} is the column's value")
-    distill_beta: float = flag(
-        0.5, "divergence of --loss-type distill: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0
-    )
+    distill_beta: float = flag(0.5, "divergence: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0)
     distill_coef: float = flag(0.0, "with other losses, add this times log teacher - log student to advantages", low=0)
     train_turns: Literal["all", "last"] = flag("all", "replies of a conversation that --loss-type sft trains")
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "importance ratio per token or sequence")
@@ -129,9 +124,7 @@ class Training:
     train_token_budget: int = flag(
         0, "positions per micro-batch, with padding; auto: 1024, on a GPU 2048 where memory allows", low=1, parse=size
     )
-    train_share_prefix: Literal["auto", "on", "off"] = flag(
-        "auto", "compute a group's prompt once in the update; auto: on a CPU where it saves enough positions"
-    )
+    train_share_prefix: Switch = flag("auto", "compute a group's prompt once in the update; auto: on a CPU if it pays")
     checkpoint_layers: str = flag("auto", "layers recomputed in the backward: on, off, a number; auto: as memory needs")
     lora_rank: int = flag(16, "adapter rank; 0: train all weights", low=0, high=2**12)
     lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm")
@@ -188,7 +181,7 @@ CHANGEABLE = {
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the flags of train.py; omitted settings are None."""
     parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
-    parser.add_argument("--config", metavar="FILE", help="recipe, not the task's; a run's `config.yaml` repeats it")
+    parser.add_argument("--config", metavar="FILE", help="recipe, instead of the task's; a run's `config.yaml` is one")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
@@ -238,14 +231,12 @@ def resolve(
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """The checked settings: flag, else environment, else recipe, else default. recipe: None for that of the task."""
-    unasked = of_environment()
-    if recipe is None:
-        unasked = of_task(flags.get("task", ""), flags.get("model", "")) | unasked
-        recipe = {}
-    if (recipe | flags).get("loss_type") == "sft":
+    asked = recipe or {}
+    unasked = (of_task(flags.get("task", ""), flags.get("model", "")) if recipe is None else {}) | of_environment()
+    if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
         unasked = {name: value for name, value in unasked.items() if name in SFT}
-    config = checked(recipe | unasked | flags, flags)
-    if flags.get("lora_rank") == 0 and (recipe | unasked).get("lora_rank") != 0 and "learning_rate" not in flags:
+    config = checked(asked | unasked | flags, flags)
+    if flags.get("lora_rank") == 0 and (asked | unasked).get("lora_rank") != 0 and "learning_rate" not in flags:
         config.learning_rate /= 10  # the recipe's is one for adapters
     return config
 
@@ -366,6 +357,8 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
+    if config.temp == 0:
+        yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < config.target_kl < 1e-3:
         yield f"--target-kl is {config.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
     if config.loss_type == "sft" and not config.data:

@@ -53,7 +53,9 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess:
 
 def build(source: str, library: Path) -> None:
     subprocess.run(
-        [str(COMPILER), "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)], input=source.encode(), check=True
+        [str(COMPILER), "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)],
+        input=source.encode(),
+        check=True,
     )
 
 

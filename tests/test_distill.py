@@ -261,7 +261,7 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     train.main([*SMALL, *DISTILL, teacher, *flags])
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(
-        step["loss"] == pytest.approx(step["distill/kl"], rel=1e-6) and step["teacher/s"] > 0 for step in metrics
+        step["loss"] == pytest.approx(step["distill/kl"], rel=1e-5) and step["teacher/s"] > 0 for step in metrics
     )
     empty = {"reward/mean", "reward/std", "reward/zero_std_frac", "sampling/signal_groups", "kl", "clip_frac"}
     empty |= {f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")}

@@ -1038,9 +1038,9 @@ def test_a_run_never_trains_on_its_evaluation_problems():
 
 
 def test_the_main_job_learns(tmp_path):
-    """60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
-    flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 60]
-    done = command(*flags, "--eval-every", "60", "--run-dir", tmp_path / "run")
+    """45 of its 60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
+    flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 45, "--eval-limit", 256]
+    done = command(*flags, "--eval-every", "45", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     first, last = records(tmp_path / "run" / "eval.jsonl")
     assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.7
@@ -1052,13 +1052,13 @@ def test_a_rate_that_destroys_the_policy_without_a_bound_does_not_with_it(tmp_pa
     """Shares of right answers over the last ten steps; before training it is 0.47."""
     right = {}
     for target in ("0", "0.02"):
-        flags = ["--batch", "4", "--learning-rate", "0.1", "--steps", "30", "--eval-every", "0", "--target-kl", target]
+        flags = ["--batch", "4", "--learning-rate", "0.1", "--steps", "15", "--eval-every", "0", "--target-kl", target]
         (tmp_path / target).mkdir()
         run = make_run(tmp_path / target, *flags)
         train.train(run.config, run)
         metrics = records(tmp_path / target / "metrics.jsonl")
         right[target] = sum(record["reward/correct"] for record in metrics[-10:]) / 10
-    assert right["0"] < 0.1 < 0.3 < right["0.02"]
+    assert right["0"] < 0.1 < 0.3 < right["0.02"], right
 
 
 def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):

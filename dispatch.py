@@ -104,12 +104,12 @@ def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -
     prefill_peak = mx.get_peak_memory()
 
     def seconds(num_steps: int, share_prefix: bool) -> float:
-        cache = SlotCache(prompt_cache, [kind.prompt_tokens] * num_prompts, kind.max_tokens, share_prefix)
+        cache = SlotCache(prompt_cache, rows, kind.max_tokens, share_prefix)
         cache.advance(max(kind.max_tokens // 2 - num_steps // 2, 0))
-        jobs = [sampler.Job(row, row * num_prompts // rows, num_steps) for row in range(rows)]
+        prompt_of = {row: row * num_prompts // rows for row in range(rows)}
         record = sampler.Record(rows, sampler.SamplingParams(num_steps), key=0)
         begin = time.perf_counter()
-        sampler.decode(model, cache, prompt_logits, jobs, record, rows)
+        sampler.decode(model, cache, prompt_logits, prompt_of, record)
         return time.perf_counter() - begin
 
     trials = []
@@ -147,17 +147,10 @@ def measure(
         modes = [s for s in (True, False) if (kind.group_size > 1 or not s) and needs.get(s, 0) <= room]
         if not modes or time.perf_counter() - begin > MOST_SECONDS:
             break
-        failed = False
-        try:
-            trials += time_work(model, kind, rows, modes)
-        except (RuntimeError, MemoryError) as error:
-            if not gpu.is_out_of_memory(error):
-                raise
-            failed = True
-        mx.synchronize()  # wait: not in the handler, where the traceback would hold the arrays
-        mx.clear_cache()
-        if failed:
+        if (new := gpu.attempt(time_work, model, kind, rows, modes)) is None:
             break
+        trials += new
+        mx.clear_cache()
     return sorted(trials)
 
 

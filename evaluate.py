@@ -33,8 +33,9 @@ import lora
 import run_files
 import sampler
 import tasks
-from config import Config, JudgeSettings, resolve
+from config import JUDGE, Config, given, resolve
 from flags import Parser, add_flags, check_least, fail
+from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from losses.policy import completion_hidden
 from micro_batch import MicroBatch, in_rows, micro_batches, my_part
@@ -90,7 +91,7 @@ class Answers(NamedTuple):
 
     @property
     def num_tokens(self) -> np.ndarray:
-        return np.array(self.rollout.mask).sum(-1).astype(int)
+        return self.rollout.lengths
 
 
 def answer(
@@ -114,7 +115,7 @@ def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
     return call_rewards(rewards, answers.problems, answers.texts, sampler.columns(answers.rollout))
 
 
-def judged(grader: judge.Grader, answers: Answers) -> judge.Judgement:
+def judged(grader: Grader, answers: Answers) -> Judgement:
     """The judge's scores of each completion."""
     return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
 
@@ -127,7 +128,7 @@ class Earned(NamedTuple):
     scores: np.ndarray | None  # (N, J), the judge's, 1..5
 
 
-def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Earned:
+def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
     """Calls each reward once and computes the reported value of each completion."""
     rewards = call(task.rewards, answers)
     scores = None
@@ -193,7 +194,7 @@ class EvalParams(NamedTuple):
     """How to answer held-out problems."""
 
     max_tokens: int
-    batch_size: sampler.BatchSize | None = None  # None: measured on a GPU, `USUAL_ROWS` on a CPU
+    batch_size: gpu.BatchSize | None = None  # None: measured on a GPU, `USUAL_ROWS` on a CPU
     share_prefix: bool | None = None  # see `sampler.rollout`
     samples: int = 1  # completions per problem
     limit: int | None = None  # most problems, evenly spread
@@ -208,8 +209,8 @@ def evaluate(
     task: tasks.Task,
     params: EvalParams,
     *,
-    grader: judge.Grader | None = None,
-    witness: judge.Grader | None = None,
+    grader: Grader | None = None,
+    witness: Grader | None = None,
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
@@ -295,9 +296,9 @@ def answer_both(
             most_rows=len(prompts) * params.samples,
         )
         print(why, file=sys.stderr)
-        size, share_prefix = sampler.BatchSize(chosen.rows), chosen.share_prefix
+        size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix
     # both calls share one object, and so what it learns about memory
-    size = size or sampler.BatchSize(dispatch.USUAL_ROWS)
+    size = size or gpu.BatchSize(dispatch.USUAL_ROWS)
     how = {"key": KEY + params.seed, "batch_size": size, "share_prefix": share_prefix}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=model.config.eos_ids, entropy=True)
     greedy = sampling._replace(temperature=0.0, entropy=False)
@@ -344,7 +345,7 @@ def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[
 
 
 def by_criterion(
-    kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[Example], samples: int
+    kind: str, scores: np.ndarray, grader: Grader, problems: list[Example], samples: int
 ) -> dict[str, np.ndarray]:
     """Each problem's mean score by criterion, for the judge also by category; 5 is bad if the criterion is reversed."""
     measured = {}
@@ -358,9 +359,7 @@ def by_criterion(
     return measured
 
 
-def make_judge(
-    config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any
-) -> judge.Judge | judge.RemoteJudge | None:
+def make_judge(config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any) -> Grader | None:
     """The judge whose scores are rewards; None without a rubric. base: the model before training."""
     if task.rubric is None:
         return None
@@ -369,8 +368,8 @@ def make_judge(
 
 
 def make_witness(
-    config: Config, task: tasks.Task, grader: judge.Grader | None, base: gwen.Model, tokenizer: Any
-) -> judge.Grader | None:
+    config: Config, task: tasks.Task, grader: Grader | None, base: gwen.Model, tokenizer: Any
+) -> Grader | None:
     """
     The judge that only evaluations use; None if the task has no rubric for it.
 
@@ -397,7 +396,7 @@ def make_witness(
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric", "eval_judge_model"),
     *("reward", "reward_weights", "reward_format", "reward_workers", "reward_timeout"),
-    *("max_tokens", "rollout_batch_size", "thinking", *(field.name for field in dataclasses.fields(JudgeSettings))),
+    *("max_tokens", "rollout_batch_size", "thinking", *JUDGE),
 )
 
 
@@ -414,7 +413,7 @@ def load_policy(name: str, adapter: str | None, start: str | None = None) -> tup
     return model, tokenizer, True
 
 
-def remember(log: run_files.JsonLines, grader: judge.Grader) -> None:
+def remember(log: run_files.JsonLines, grader: Grader) -> None:
     """Writes the judge's new scores."""
     for record in grader.cache.take_fresh():
         log.write({"step": 0} | record)
@@ -423,7 +422,6 @@ def remember(log: run_files.JsonLines, grader: judge.Grader) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
-    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
     parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
@@ -433,21 +431,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
-    flags = {name: value for name in TAKEN if (value := getattr(args, name)) is not None}
+    flags = given(args, TAKEN)
     try:
         check_least(args, limit=1, samples=1, temp=0, seed=0)
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        run_files.check(args.run, args.step, args.adapter)
+        adapter = run_files.settle(args)
         if args.run:
-            config, adapter = run_files.of_run(args.run, flags), run_files.adapter_of(args.run, args.step)
+            config = run_files.of_run(args.run, flags)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
             name, why = gwen.choose_model(args.model, args.adapter)
-            config, adapter = resolve(flags, None, None, lambda _: (name, why))[0], args.adapter
-            start = None
+            config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
         if args.data:
             config.data, config.columns = "", args.columns or ""
@@ -472,7 +469,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = config.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.max_tokens,
-            sampler.BatchSize(rows) if rows else None,
+            gpu.BatchSize(rows) if rows else None,
             samples=args.samples,
             limit=args.limit or config.eval_limit or None,
             thinking=config.thinking,

@@ -7,7 +7,8 @@ The kernel is made when it is first called: by `mx.fast.metal_kernel` from the b
 process, for each type, it must agree with its expression on a small example; one that does not, or does not compile, is
 left out for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
 
-The end of the file tells how much memory this machine has, and which errors say that it ran out; with or without a GPU.
+The end of the file tells how much memory this machine has, which errors say that it ran out, and how many rows then go
+through a model at once; with or without a GPU.
 
 What is left out: the kernels themselves, which are in layers/.
 """
@@ -412,6 +413,7 @@ def memory_size() -> int:
     return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
 LEAST_CACHE = 2**28  # bytes of freed buffers that MLX may keep, whatever a run needs
 
 
@@ -464,6 +466,43 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(
         words in text for words in ("insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc")
     )
+
+
+def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """What `compute` returns. None if memory ran out: by then all that it allocated is free."""
+    try:
+        return compute(*args, **kwargs)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # not in the handler, where the traceback holds every array of the attempt
+    mx.synchronize()  # wait: a queued step holds its caches
+    mx.clear_cache()
+    return None
+
+
+class BatchSize:
+    """
+    How many rows go through a model at once: halved when memory runs out.
+
+    Callers that share the object share the reduced size. It grows back slowly for callers that report each batch that
+    `fitted`; without reports it stays reduced.
+    """
+
+    def __init__(self, rows: int):
+        assert rows >= 1, rows
+        self.rows = self.most = rows
+        self.num_good = 0  # batches that fitted since the last change
+
+    def halve(self, num_rows: int) -> None:
+        """Halves the number of rows that was tried, at most `num_rows`."""
+        self.rows, self.num_good = max(min(self.rows, num_rows) // 2, 1), 0
+
+    def fitted(self) -> None:
+        """Notes that a batch fitted; after GROW_AFTER of them a halved size grows by a quarter."""
+        self.num_good += 1
+        if self.rows < self.most and self.num_good >= GROW_AFTER:
+            self.rows, self.num_good = min(self.most, -(-self.rows * 5 // 4)), 0
 
 
 def is_watchdog(error: BaseException) -> bool:

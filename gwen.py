@@ -262,7 +262,7 @@ def rehearse(model: Model) -> list[gpu.Call]:
             prompts = KVCache(1, 3, mx.array([1, 0]))
             model.hidden(ids, prompts)
             for share, starts in ((True, [0] * 4), (True, [0, 0, 1, 1]), (False, [0] * 4)):
-                slots = SlotCache(prompts, [2, 3], 4, share)
+                slots = SlotCache(prompts, 4, 4, share)
                 slots.advance(1)
                 slots.assign([0, 0, 1, 1], starts)
                 model.hidden(mx.array([[1]] * 4), slots)

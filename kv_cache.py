@@ -56,7 +56,6 @@ class LayerState(Protocol):
       positions. It returns everything these tokens may read, including themselves. The layer calls it once per forward
       pass; if it returns parts or arrays, `Mask` decides which tokens read what.
     - `arrays` returns everything it holds: evaluating them frees the graph behind it, and their bytes are its bytes.
-      Before the first update there are none.
     - Returned values never change afterwards.
     Positions and padding are the same for all layers, so they belong to the `Cache`.
     """
@@ -70,8 +69,11 @@ class LayerState(Protocol):
 class Cache(Protocol):
     """What a model needs from the past tokens: a state for each layer, positions and masks."""
 
-    @property
-    def layers(self) -> Sequence[LayerState]: ...
+    layers: Sequence[LayerState]
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that the layers hold, for `mx.eval`."""
+        return [array for layer in self.layers for array in layer.arrays()]
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the first new token of each row, (N,) int32."""
@@ -108,10 +110,15 @@ class LayerCache:
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.written(slice(None))
+
+    def written(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
+        """The written columns of these rows, (R, K, length, D) each."""
+        assert self.keys is not None and self.values is not None, "nothing was written"
+        return self.keys[rows, :, : self.length], self.values[rows, :, : self.length]
 
     def arrays(self) -> list[mx.array]:
-        """Both buffers."""
+        """Both buffers; none before the first update."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     def _grown(self, old: mx.array | None, new: mx.array) -> mx.array:
@@ -122,7 +129,7 @@ class LayerCache:
         return buffer
 
 
-class KVCache:
+class KVCache(Cache):
     """
     The caches of all layers of a batch, and the alignment of its rows.
 
@@ -131,7 +138,7 @@ class KVCache:
     """
 
     def __init__(self, num_layers: int, capacity: int = 0, pad: mx.array | None = None):
-        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self.layers: list[LayerCache] = [LayerCache(capacity) for _ in range(num_layers)]
         self.pad = pad
 
     @property
@@ -139,14 +146,9 @@ class KVCache:
         """Columns written so far, padding included."""
         return self.layers[0].length
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by the buffers of all layers."""
-        return sum(buffer.nbytes for buffer in self.arrays())
-
-    def arrays(self) -> list[mx.array]:
-        """Every buffer, for `mx.eval`."""
-        return [buffer for layer in self.layers for buffer in layer.arrays()]
+    def unpadded(self, rows: slice | mx.array) -> mx.array | None:
+        """Which written columns of these rows are no padding, (R, 1, 1, length) boolean; None without padding."""
+        return None if self.pad is None else (mx.arange(self.length) >= self.pad[rows][:, None])[:, None, None]
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each row, (N,) int32."""
@@ -173,68 +175,53 @@ def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) ->
     for query_row, row in enumerate(rows):
         members[row].append(query_row)
     most = max(map(len, members))
-    if [n for group in members for n in group + [0] * (most - len(group))] == list(range(len(rows))):
+    padded = [group + [0] * (most - len(group)) for group in members]
+    if [n for group in padded for n in group] == list(range(len(rows))):
         return Group(None, None, mask)
     place = {n: row * most + g for row, group in enumerate(members) for g, n in enumerate(group)}
-    full = [group + [0] * (most - len(group)) for group in members]
-    return Group(mx.array(full), mx.array([place[n] for n in range(len(rows))]), mask, mx.array(rows))
+    return Group(mx.array(padded), mx.array([place[n] for n in range(len(rows))]), mask, mx.array(rows))
 
 
 class SlotLayer:
     """
-    One layer of a `SlotCache`: the prompts, and a ring of W columns for each slot.
+    One layer of a `SlotCache`: for each slot a buffer that ends with a ring of W columns.
 
-    Shared: returns a view of the prompts in use, and the ring. Copied: each slot's buffer (N, K, P + W, D) starts with
-    its prompt and is returned whole.
+    Shared: the ring is all of the buffer; returns a view of the prompts in use, and the ring. Copied: the buffer
+    (N, K, P + W, D) starts with the slot's prompt and is returned whole.
     """
 
-    def __init__(self, prompts: LayerCache, width: int, share: bool):
-        self.prompts, self.width = prompts, width
-        self.num_copied = 0 if share else prompts.length  # columns before the ring
-        self.first, self.last = 0, 0  # the prompts in use are prompts[first:last]
-        self.step = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+    def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
+        self.prompts, self.width, self.step = prompts, width, 0
+        self.ring = 0 if share else prompts.length  # the column where the ring begins
+        self.in_use = slice(0, 0)  # of the prompts
+        self.keys, self.values = (
+            mx.zeros((num_slots, held.shape[1], self.ring + width, held.shape[3]), held.dtype)
+            for held in prompts.written(slice(None))
+        )
 
-    def reserve(self, num_slots: int) -> tuple[mx.array, mx.array]:
-        """The buffers, allocated on the first call."""
-        held = self.prompts.keys, self.prompts.values
-        assert held[0] is not None and held[1] is not None, "the prompts' cache is empty"
-        if self.keys is None or self.values is None:
-            shape = (num_slots, held[0].shape[1], self.num_copied + self.width, held[0].shape[3])
-            self.keys, self.values = mx.zeros(shape, held[0].dtype), mx.zeros(shape, held[1].dtype)
-        assert self.keys.shape[0] == num_slots, f"{num_slots} rows for {self.keys.shape[0]} slots"
-        return self.keys, self.values
-
-    def copy(self, slots: list[int], prompts: list[int], num_slots: int) -> None:
+    def copy(self, slots: mx.array, prompts: mx.array) -> None:
         """Copies a prompt's columns to each of the slots."""
-        to, source, length = mx.array(slots), mx.array(prompts), self.num_copied
-        for buffer, held in zip(self.reserve(num_slots), (self.prompts.keys, self.prompts.values), strict=True):
-            assert held is not None
-            buffer[to, :, :length] = held[source, :, :length]
+        for buffer, held in zip(self.arrays(), self.prompts.written(prompts), strict=True):
+            buffer[slots, :, : self.ring] = held
 
     def arrays(self) -> list[mx.array]:
         """The slots' buffers, without the prompts'."""
-        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+        return [self.keys, self.values]
 
     def update(self, keys: mx.array, values: mx.array) -> Held:
         """Writes one token per slot, (N, K, 1, D), into the ring."""
-        assert keys.shape[2] == 1 and keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
-        all_keys, all_values = self.reserve(keys.shape[0])
-        column = self.num_copied + self.step % self.width
-        written = self.num_copied + min(self.step + 1, self.width)
-        all_keys[:, :, column : column + 1] = keys
-        all_values[:, :, column : column + 1] = values
+        num_slots, num_heads, _, head_dim = self.keys.shape  # slice assignment would silently broadcast one row to all
+        assert keys.shape == values.shape == (num_slots, num_heads, 1, head_dim), f"{keys.shape}, {values.shape}"
+        column = self.ring + self.step % self.width
+        self.keys[:, :, column : column + 1] = keys
+        self.values[:, :, column : column + 1] = values
         self.step += 1
-        own = all_keys[:, :, :written], all_values[:, :, :written]
-        if self.num_copied:
-            return own
-        window, length = slice(self.first, self.last), self.prompts.length
-        assert self.prompts.keys is not None and self.prompts.values is not None
-        return [(self.prompts.keys[window, :, :length], self.prompts.values[window, :, :length]), own]
+        end = self.ring + min(self.step, self.width)
+        own = self.keys[:, :, :end], self.values[:, :, :end]
+        return own if self.ring else [self.prompts.written(self.in_use), own]
 
 
-class SlotCache:
+class SlotCache(Cache):
     """
     The cache of a decode batch whose slots pass from finished rows to waiting ones.
 
@@ -244,27 +231,17 @@ class SlotCache:
     their order does not matter.
     """
 
-    def __init__(self, prompts: KVCache, prompt_lengths: list[int], width: int, share: bool = True):
-        self.prompts, self.prompt_lengths, self.share = prompts, prompt_lengths, share
-        self.layers = [SlotLayer(layer, round_up(width), share) for layer in prompts.layers]
+    def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
+        self.prompts, self.num_slots, self.share = prompts, num_slots, share
+        self.layers: list[SlotLayer] = [SlotLayer(one, num_slots, round_up(width), share) for one in prompts.layers]
+        self.most_bytes = sum(array.nbytes for array in prompts.arrays() + self.arrays())  # until slots are dropped
         self.prompt_of: list[int] = []  # each slot's prompt
         self.starts: list[int] = []  # the step at which each slot's row started
-        self._most_bytes = 0  # before slots were dropped
 
     @property
     def step(self) -> int:
         """Decode steps so far."""
         return self.layers[0].step
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by prompts and slots."""
-        return self.prompts.nbytes + sum(buffer.nbytes for layer in self.layers for buffer in layer.arrays())
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes ever held."""
-        return max(self._most_bytes, self.nbytes)
 
     def advance(self, num_steps: int) -> None:
         """Skips steps, with zeros as their keys, to time the middle of a completion."""
@@ -276,20 +253,19 @@ class SlotCache:
         assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
         new = [s for s, p in enumerate(prompt_of) if s >= len(self.prompt_of) or self.prompt_of[s] != p]
         self.prompt_of, self.starts = prompt_of, starts
-        self.first_position = mx.array([self.prompt_lengths[p] - s for p, s in zip(prompt_of, starts, strict=True)])
+        padding = 0 if self.prompts.pad is None else self.prompts.pad[mx.array(prompt_of)]
         self.start = mx.array(starts)
+        self.first_position = self.prompts.length - padding - self.start
         if not self.share:
+            self.prompt_mask = self.prompts.unpadded(mx.array(prompt_of))
             for layer in self.layers if new else []:
-                layer.copy(new, [prompt_of[slot] for slot in new], len(prompt_of))
+                layer.copy(mx.array(new), mx.array([prompt_of[slot] for slot in new]))
             return
         first, last = min(prompt_of), max(prompt_of) + 1
+        self.prompt_mask = self.prompts.unpadded(slice(first, last))
+        self.readers = make_group([prompt - first for prompt in prompt_of], last - first, self.prompt_mask)
         for layer in self.layers:
-            layer.first, layer.last = first, last
-        prompt_mask = None
-        if self.prompts.pad is not None:
-            pad = self.prompts.pad[first:last]
-            prompt_mask = (mx.arange(self.prompts.length) >= pad[:, None])[:, None, None]
-        self.readers = make_group([prompt - first for prompt in prompt_of], last - first, prompt_mask)
+            layer.in_use = slice(first, last)
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each slot, (N,) int32."""
@@ -299,30 +275,27 @@ class SlotCache:
     def mask(self, num_new: int) -> Mask:
         """The mask of the next step: a layout if prompts are shared, else (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
-        own_mask = None
         width = self.layers[0].width
-        used = min(self.step + 1, width)
+        used, own_mask = min(self.step + 1, width), None
         if any(self.starts):
             written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
             own_mask = (written_at >= self.start[:, None])[:, None, None]
         if self.share:
             return Layout([self.readers, Group(None, None, own_mask)])
-        if self.prompts.pad is None and own_mask is None:
+        if self.prompt_mask is None and own_mask is None:
             return None
-        num_slots = len(self.starts)
-        seen = mx.ones((num_slots, 1, 1, used), mx.bool_) if own_mask is None else own_mask
-        before = mx.ones((num_slots, 1, 1, self.prompts.length), mx.bool_)
-        if self.prompts.pad is not None:
-            pad = self.prompts.pad[mx.array(self.prompt_of)]
-            before = (mx.arange(self.prompts.length) >= pad[:, None])[:, None, None]
-        return mx.concatenate([before, seen], axis=-1)
+        before, own = (
+            mx.ones((len(self.starts), 1, 1, length), mx.bool_) if mask is None else mask
+            for mask, length in ((self.prompt_mask, self.prompts.length), (own_mask, used))
+        )
+        return mx.concatenate([before, own], axis=-1)
 
     def keep(self, slots: list[int]) -> None:
         """Drops all slots but these, in this order."""
-        index, self._most_bytes = mx.array(slots), self.most_bytes
+        index = mx.array(slots)
         for layer in self.layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        self.num_slots = len(slots)
         self.prompt_of = [self.prompt_of[slot] for slot in slots]
         self.assign(self.prompt_of, [self.starts[slot] for slot in slots])
 
@@ -343,7 +316,7 @@ class TreeLayer:
         return [array for part in self.parts for array in part]
 
 
-class TreeCache:
+class TreeCache(Cache):
     """
     The cache of a tree of token runs: each row is a child of a row in the level above and sees all its ancestors.
 
@@ -358,7 +331,7 @@ class TreeCache:
     """
 
     def __init__(self, num_layers: int):
-        self.layers = [TreeLayer([]) for _ in range(num_layers)]
+        self.layers: list[TreeLayer] = [TreeLayer([]) for _ in range(num_layers)]
         self.lengths: list[list[int]] = []  # of each level's rows, root first
         self.parents: list[list[int]] = []  # of each level's rows except the root's: rows of the level above
 
@@ -386,15 +359,6 @@ class TreeCache:
             rows = [self.parents[level - 1][row] for row in used] if level else None
         return held
 
-    def arrays(self) -> list[mx.array]:
-        """Every key and value, for `mx.eval`."""
-        return [array for layer in self.layers for array in layer.arrays()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(array.nbytes for array in self.arrays())
-
     def _ancestors(self) -> list[list[int]]:
         """For each level above the newest, the ancestor of each row of the newest."""
         rows = list(range(len(self.lengths[-1])))
@@ -415,25 +379,22 @@ class TreeCache:
     def mask(self, num_new: int) -> Layout:
         """Which rows read which part of each level; the newest level is causal."""
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
-        groups, seen, padded = [], [], False
+        groups, parts = [], []
         for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
-            width, mask = self.layers[0].parts[level][0].shape[2], None
-            if min(lengths) < width:
-                mask = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
-                padded = True
-            groups.append(make_group(rows, len(lengths), mask))
-            seen.append(mx.arange(width) < mx.array([lengths[row] for row in rows])[:, None])
+            width = self.layers[0].parts[level][0].shape[2]
+            seen = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
+            groups.append(make_group(rows, len(lengths), seen if min(lengths) < width else None))
+            parts.append(seen[mx.array(rows)])
         whole = None
-        if padded:
-            num_rows = len(self.lengths[-1])
-            before = [mx.broadcast_to(part[:, None, None], (num_rows, 1, num_new, part.shape[1])) for part in seen]
-            own = mx.broadcast_to(mx.tri(num_new, dtype=mx.bool_), (num_rows, 1, num_new, num_new))
-            whole = mx.concatenate([*before, own], axis=-1)
+        if any(group.mask is not None for group in groups):
+            parts.append(mx.tri(num_new, dtype=mx.bool_))
+            shape = len(self.lengths[-1]), 1, num_new
+            whole = mx.concatenate([mx.broadcast_to(part, (*shape, part.shape[-1])) for part in parts], axis=-1)
         return Layout([*groups, Group(None, None, "causal")], whole)
 
-    def flat(self) -> tuple[KVCache, list[int]]:
+    def flat(self) -> KVCache:
         """
-        A plain cache with the newest level's rows, each after a copy of its ancestors, and the rows' lengths.
+        A plain cache with the newest level's rows, each after a copy of its ancestors.
 
         Right-aligned, for rows that continue token by token.
         """
@@ -444,10 +405,10 @@ class TreeCache:
             for row, held in zip(rows, columns, strict=True):
                 held += range(begin + row * width, begin + row * width + self.lengths[level][row])
             begin += num_rows * width
-        lengths = [len(held) for held in columns]
-        padding = [max(lengths) - length for length in lengths]
+        length = max(map(len, columns))
+        padding = [length - len(held) for held in columns]
         index = mx.array([[0] * pad + held for pad, held in zip(padding, columns, strict=True)])
-        cache = KVCache(len(self.layers), max(lengths), mx.array(padding) if any(padding) else None)
+        cache = KVCache(len(self.layers), length, mx.array(padding) if any(padding) else None)
 
         def gather(arrays: list[mx.array]) -> mx.array:  # of (R, K, S, D) -> (N, K, W, D)
             joined = mx.concatenate([a.swapaxes(1, 2).reshape(-1, a.shape[1], a.shape[3]) for a in arrays])
@@ -455,4 +416,4 @@ class TreeCache:
 
         for layer, target in zip(self.layers, cache.layers, strict=True):
             target.update(gather([keys for keys, _ in layer.parts]), gather([values for _, values in layer.parts]))
-        return cache, lengths
+        return cache

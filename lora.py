@@ -274,7 +274,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--export", choices=adapters.LAYOUTS, help="write the adapter alone, in this layout")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
-    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
     args = parser.parse_args(argv)
     try:
@@ -282,14 +281,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
-        run_files.check(args.run, args.step, args.adapter)
-        name, adapter = args.model, args.adapter
-        if args.run:
-            name = name or run_files.settings_of(args.run)["model"]
-            adapter = run_files.adapter_of(args.run, args.step)
+        adapter = run_files.settle(args, model=None)
         if not adapter:
             raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-        scratch = args.out.with_name(args.out.name + ".partial")
+        name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
         try:
             said = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
             if args.run:

@@ -32,6 +32,8 @@ class Completions(Protocol):
     def logprobs(self) -> mx.array: ...
     @property
     def mask(self) -> mx.array: ...
+    @property
+    def lengths(self) -> np.ndarray: ...  # N
 
 
 class Prefix(NamedTuple):
@@ -74,10 +76,9 @@ def micro_batches(
 
     prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`.
     """
-    num_tokens = np.array(rollout.mask).sum(-1).astype(int)
-    shared, cut = plan(prompts, num_tokens, token_budget, sharing)
+    shared, cut = plan(prompts, rollout.lengths, token_budget, sharing)
     make = _make_shared if shared else _make_plain
-    return [make(part, prompts, rollout, num_tokens) for part, _ in cut]
+    return [make(part, prompts, rollout, rollout.lengths) for part, _ in cut]
 
 
 Cut = list[tuple[list[int], int]]  # each micro-batch's rows, and its positions with padding

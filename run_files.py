@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ START = "adapter-start"  # the adapter of --init-adapter, as the run had it befo
 
 
 def add_flags(parser: Parser) -> None:
-    """Adds the flags that name a run and a step."""
+    """Adds the flags that `settle` reads."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
     parser.add_argument(
         "--step",
@@ -32,14 +33,25 @@ def add_flags(parser: Parser) -> None:
         metavar="N",
         help="its checkpoint after step N, 0 is before training (default: newest)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
 
 
-def check(run: str | None, step: int | None, adapter: str | None) -> None:
-    """Raises ValueError for contradictory flags."""
-    if step is not None and run is None:
-        raise ValueError(f"--step {step} is a step of a run; name it with --run")
-    if run is not None and adapter is not None:
-        raise ValueError(f"--adapter {adapter} and --run {run}, which has its own; leave one of them out")
+def settle(args: Namespace, **defaults: Any) -> str | None:
+    """
+    The path of the adapter that the flags name, or None.
+
+    Flags in `defaults` that were left out become the run's settings; without a run, or where it has none, the defaults.
+    Raises ValueError for contradictory flags, and what `settings_of` and `adapter_of` raise.
+    """
+    if args.step is not None and args.run is None:
+        raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
+    if args.run is not None and args.adapter is not None:
+        raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
+    held = settings_of(args.run) if args.run else {}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, held.get(name, default))
+    return adapter_of(args.run, args.step) if args.run else args.adapter
 
 
 def config_file(run: str) -> Path:

@@ -15,7 +15,6 @@ import itertools
 import sys
 import time
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ import tasks
 import world
 from config import Config
 from flags import Parser, check_least, fail
-from kv_cache import KVCache, SlotCache
+from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from problems.examples import check_text
 
@@ -69,15 +68,11 @@ def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> S
 
 
 class Stats(NamedTuple):
-    """The cost of a rollout, in wall-clock seconds and completion tokens."""
+    """The cost of a rollout."""
 
-    prefill_s: float
+    prefill_s: float  # wall-clock seconds
     decode_s: float  # the rest
-    num_tokens: int
-    num_prompt_tokens: int  # prefilled, each distinct prompt once
     cache_bytes: int  # of the largest cache
-    peak_bytes: int  # MLX's peak since `mx.reset_peak_memory`, weights included
-    batch_size: int  # final rows at once; fewer than requested if memory ran out
     speeds: tuple[float, ...] = ()  # completion tokens a second of each machine, by rank
 
 
@@ -91,24 +86,18 @@ class Rollout(NamedTuple):
     stats: Stats
     entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, the end token included, (N,)."""
+        return np.array(self.mask).sum(-1).astype(int)
 
-class BatchSize:
-    """
-    The most rows to decode at once: permanently halved when memory runs out.
-
-    All rollouts of a run share one object, so later ones keep the reduced size.
-    """
-
-    def __init__(self, rows: int):
-        assert rows >= 1, rows
-        self.rows = rows
-
-    def halve(self, num_rows: int) -> None:
-        """Halves the number of rows tried, at most `num_rows`."""
-        self.rows = max(min(self.rows, num_rows) // 2, 1)
+    @property
+    def ids(self) -> list[list[int]]:
+        """The tokens of each row, the end token included."""
+        return [ids[:length] for ids, length in zip(np.array(self.completion_ids).tolist(), self.lengths, strict=True)]
 
 
-def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
+def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
     """
     Four numbers in [0, 1) for each (row, position), (len(rows), num_positions, 4) float32.
 
@@ -116,7 +105,7 @@ def uniforms(key: int, rows: Sequence[int], num_positions: int) -> mx.array:
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
     """
     streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows)
-    return mx.array(np.stack([stream.random((num_positions, 4), dtype=np.float32) for stream in streams]))
+    return np.stack([stream.random((num_positions, 4), dtype=np.float32) for stream in streams])
 
 
 def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -> tuple[mx.array, mx.array, mx.array]:
@@ -181,171 +170,121 @@ class NotFinite(ValueError):
         self.prompt = prompt
 
 
-class Job(NamedTuple):
-    """A row to sample."""
-
-    row: int
-    prompt: int  # its index in the prefilled batch
-    limit: int  # most tokens
-
-
 class Record:
-    """A rollout's rows on the host: their sampling parameters, what was drawn, and which are complete."""
+    """A rollout's rows on the host: how they are sampled, what was drawn, which have ended, and what it cost."""
 
-    def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: Any = None):
-        self.params, self.key = params, key
-        self.limits = params.limits(num_rows)
-        shape = (num_rows, max(self.limits))
+    def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: tqdm | None = None):
+        self.params, self.key, self.progress = params, key, progress
+        self.limits = np.array(params.limits(num_rows))
+        self.lengths = np.zeros(num_rows, int)  # tokens drawn
+        self.ended = np.zeros(num_rows, bool)
+        shape = num_rows, self.limits.max()
         self.ids = np.full(shape, params.pad_id, np.int32)
-        self.logprobs = np.zeros(shape, np.float32)
-        self.entropies = np.zeros(shape, np.float32) if params.entropy else None
-        self.done = np.zeros(num_rows, bool)
-        self.progress, self.num_drawn = progress, 0
+        # what is recorded of each token: id, log-probability and, if asked for, entropy
+        self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
+        self.prefill_s, self.cache_bytes = 0.0, 0  # for `Stats`
 
-    @property
-    def columns(self) -> list[np.ndarray]:
-        """The arrays that receive one value per token."""
-        return [self.ids, self.logprobs] + ([] if self.entropies is None else [self.entropies])
+    def at_end(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the newest token of each of the rows is an end token."""
+        return np.isin(self.ids[rows, self.lengths[rows] - 1], list(self.params.eos_ids))
 
-    def write(self, jobs: list[Job], starts: list[int], step: int, drawn: list[tuple[mx.array, ...]]) -> None:
-        """Adds the slots' draws from `step` on; drops those past a row's limit."""
-        new = [np.stack([np.array(x) for x in column], axis=1) for column in zip(*drawn, strict=True)]  # wait
-        for slot, (job, start) in enumerate(zip(jobs, starts, strict=True)):
-            begin, end = step - start, min(step - start + len(drawn), job.limit)
-            if begin < end:
-                for out, column in zip(self.columns, new, strict=True):
-                    out[job.row, begin:end] = column[slot, : end - begin]
+    def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
+        """Adds a token to each of the rows that has not ended."""
+        values, going = [np.array(column) for column in drawn], ~self.ended[rows]  # wait
+        rows = rows[going]
+        for out, column in zip(self.columns, values, strict=True):
+            out[rows, self.lengths[rows]] = column[going]
+        self.lengths[rows] += 1
+        self.ended[rows] = self.at_end(rows) | (self.lengths[rows] == self.limits[rows])
 
-    def tick(self, num_tokens: int) -> None:
-        """Counts new tokens, for the progress bar only."""
-        self.num_drawn += num_tokens
+    def show(self) -> None:
+        """Brings the progress bar up to date."""
         if self.progress is not None and not self.progress.disable:
-            speed = self.num_drawn / self.progress.format_dict["elapsed"]
+            speed = self.lengths.sum() / self.progress.format_dict["elapsed"]
             self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
-            self.progress.update(0)
+            self.progress.update(int(self.ended.sum()) - self.progress.n)
 
-    def complete(self, jobs: list[Job]) -> None:
-        """Marks rows as ended and written."""
-        self.done[[job.row for job in jobs]] = True
-        if self.progress is not None:
-            self.progress.update(len(jobs))
-
-    def bring_together(
-        self, mine: list[int], seconds: float, prompts: list[list[int]]
-    ) -> list[tuple[list[int], float]]:
+    def bring_together(self, mine: list[int], seconds: float, prompts: list[list[int]]) -> tuple[float, ...]:
         """
-        Adds the rows that other machines sampled; returns the rows of each, and the seconds that they took it.
+        Adds the rows that other machines sampled; returns the completion tokens a second of each machine.
 
         mine: the rows of this machine. Raises ValueError if the machines have other prompts.
         """
-        if world.size() == 1:
-            return [(mine, seconds)]
+        columns, speeds = [*self.columns, self.lengths], []
         about = f"rollout of the prompts {zlib.crc32(repr(prompts).encode()):x}"
-        parts = world.share((mine, seconds, [column[mine] for column in self.columns]), about)
-        for rows, _, columns in parts:
-            for out, column in zip(self.columns, columns, strict=True):
-                out[rows] = column
-        return [(rows, its_seconds) for rows, its_seconds, _ in parts]
-
-
-class Slots:
-    """Rows decoded together: each slot's job and the step it began at, the jobs that wait, the draws of these steps."""
-
-    def __init__(self, cache: SlotCache, jobs: Sequence[Job], record: Record, num_slots: int):
-        self.cache, self.record = cache, record
-        table = uniforms(record.key, [job.row for job in jobs], max(job.limit for job in jobs))
-        self.first_uniform = {job.row: index * table.shape[1] for index, job in enumerate(jobs)}
-        self.table = table.reshape(-1, 4)
-        self.waiting = deque(jobs)
-        self.running = [self.waiting.popleft() for _ in range(min(num_slots, len(jobs)))]
-        self.starts = [0] * len(self.running)
-        self.drawn: list[tuple[mx.array, ...]] = []  # per unrecorded step: ids, logprobs and optionally entropies
-        self.num_recorded = self.num_idle = 0  # steps recorded, and slots idle at the last check
-        self.assign()
-
-    @property
-    def prompts(self) -> list[int]:
-        return [job.prompt for job in self.running]
-
-    def assign(self) -> None:
-        """Tells the cache who runs; finds each slot's place in the table and its last step."""
-        self.cache.assign(self.prompts, self.starts)
-        last = [start + job.limit - 1 for job, start in zip(self.running, self.starts, strict=True)]
-        places = [self.first_uniform[job.row] - start for job, start in zip(self.running, self.starts, strict=True)]
-        self.places, self.last, self.last_of_all = mx.array(places), mx.array(last), max(last)
-
-    def uniforms(self, step: int) -> mx.array:
-        """Four numbers for each slot's draw at this step."""
-        return self.table[mx.minimum(self.places + step, len(self.table) - 1)]
-
-    def write(self, finished: Sequence[int]) -> None:
-        """Records the draws since the last time, and the finished slots' rows as complete."""
-        self.record.write(self.running, self.starts, self.num_recorded, self.drawn)
-        self.record.complete([self.running[slot] for slot in finished])
-        self.num_recorded, self.drawn = self.num_recorded + len(self.drawn), []
-
-    def hand_on(self, idle: list[int]) -> tuple[list[int], list[int]]:
-        """
-        Gives idle slots to waiting jobs once they are a sixteenth of all; if no job waits, drops a quarter or more.
-
-        Returns the slots that have a new job, and those that are kept.
-        """
-        self.record.tick(LOOK_EVERY * (len(self.running) - (self.num_idle + len(idle)) // 2))
-        handed = idle[: len(self.waiting)] if len(idle) >= len(self.running) / 16 else []
-        dropped = idle if not self.waiting and 4 * len(idle) >= len(self.running) else []
-        kept = [slot for slot in range(len(self.running)) if slot not in set(dropped)]
-        self.num_idle = len(idle) - len(handed + dropped)
-        if not handed + dropped:
-            return [], kept
-        self.write(handed + dropped)
-        for slot in handed:
-            self.running[slot], self.starts[slot] = self.waiting.popleft(), self.num_recorded
-        self.running, self.starts = [self.running[slot] for slot in kept], [self.starts[slot] for slot in kept]
-        if dropped:
-            self.cache.keep(kept)
-        self.assign()
-        return handed, kept
+        for rows, its_seconds, parts in world.share((mine, seconds, [column[mine] for column in columns]), about):
+            for out, part in zip(columns, parts, strict=True):
+                out[rows] = part
+            speeds.append(float(self.lengths[rows].sum()) / its_seconds if rows else 0.0)
+        return tuple(speeds)
 
 
 def decode(
-    model: gwen.Model,
-    cache: SlotCache,
-    prompt_logits: mx.array,
-    jobs: Sequence[Job],
-    record: Record,
-    num_slots: int,
+    model: gwen.Model, cache: SlotCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: Record
 ) -> None:
     """
-    Samples every job, at most `num_slots` at once; a slot whose row has ended takes the next job.
+    Samples rows in the slots of a cache; a slot whose row has ended takes the next row.
 
-    Step t + 1 is queued before anything of step t is read. The only wait is the check, every LOOK_EVERY steps, for rows
-    that ended one step earlier.
+    prompt_of: rows in the order in which they begin, each with the index of its prompt in the prefilled batch.
+    Step t + 1 is queued before anything of step t is read. The only wait is the look, every LOOK_EVERY steps, at all
+    draws but the newest.
     """
-    params, eos_ids = record.params, mx.array(list(record.params.eos_ids) or [-1])
-    slots = Slots(cache, jobs, record, num_slots)
-    logits, ended = prompt_logits[mx.array(slots.prompts)], mx.zeros((len(slots.running),), dtype=mx.bool_)
+    rows, prompts = np.array(list(prompt_of)), np.array(list(prompt_of.values()))
+    record.lengths[rows] = 0  # what an attempt drew that ran out of memory is drawn again
+    table = uniforms(record.key, rows.tolist(), record.limits[rows].max())
+    slots = np.arange(cache.num_slots)  # what each slot samples: a place in `rows`
+    starts = np.zeros_like(slots)  # the step at which it began
+    num_begun = len(slots)
+    cache.assign(prompts[slots].tolist(), starts.tolist())
+    logits = prompt_logits[mx.array(prompts[slots])]
+    queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not looked at
     for step in itertools.count():
-        token, *others = choose_token(logits, slots.uniforms(step), params)
-        token, ended_before = mx.where(ended, params.pad_id, token), ended
-        ended = ended | (token[:, None] == eos_ids).any(-1) | (slots.last <= step)
-        slots.drawn.append((token, *others)[: len(record.columns)])
-        if step == slots.last_of_all and not slots.waiting:
+        positions = np.minimum(step - starts, table.shape[1] - 1)  # until the look, an ended row runs on
+        drawn = choose_token(logits, mx.array(table[slots, positions]), record.params)[: len(record.columns)]
+        queued.append((rows[slots], drawn))
+        if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
             break
-        logits = model.hidden(token[:, None], cache)[:, -1] @ model.head_weight.T
-        mx.async_eval(slots.drawn[-1], ended, logits)
+        logits = model.hidden(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
+        mx.async_eval(drawn, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
-        idle = np.flatnonzero(np.array(ended_before)).tolist()  # wait
-        if len(idle) == len(slots.running) and not slots.waiting:
-            break
-        handed, kept = slots.hand_on(idle)
-        if handed:
-            fresh = mx.array(np.isin(np.arange(len(ended)), handed))
-            begun = prompt_logits[mx.array(slots.prompts)]
-            logits, ended = mx.where(fresh[:, None], begun, logits), ended & ~fresh
-        if len(kept) < len(ended):
-            logits, ended = logits[mx.array(kept)], ended[mx.array(kept)]
-    slots.write(range(len(slots.running)))
+        while len(queued) > 1:
+            record.write(*queued.pop(0))  # wait
+        record.show()
+        ended = record.ended[rows[slots]]
+        idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
+        if num_waiting and 16 * len(idle) >= len(slots):
+            idle = idle[:num_waiting]
+            slots[idle], starts[idle] = np.arange(num_begun, num_begun + len(idle)), step + 1
+            num_begun += len(idle)
+            cache.assign(prompts[slots].tolist(), starts.tolist())
+            logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
+        elif not num_waiting and 4 * len(idle) >= len(slots):
+            kept = np.flatnonzero(~ended)
+            if not len(kept):
+                break
+            cache.keep(kept.tolist())
+            slots, starts, logits = slots[kept], starts[kept], logits[mx.array(kept)]
+    for step_rows, drawn in queued:
+        record.write(step_rows, drawn)
+    mx.synchronize()  # wait: a queued step holds the cache
+
+
+def continue_greedily(
+    model: gwen.Model, tree: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """
+    Greedy continuations of the rows of a tree's newest level; `logits` (N, V) are those of the first tokens.
+
+    Each ends with the first id in `ends`, or after `limit` ids.
+    """
+    num_rows = len(logits)
+    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
+    share = not gpu.on_gpu() or attention.slot_attention.runs(logits.dtype)
+    record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
+    cache = SlotCache(tree.flat(), num_rows, limit, share)
+    decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
+    return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
 
 
 def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
@@ -363,29 +302,73 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 
-def sample_batch(
-    model: gwen.Model,
-    rows_of: dict[tuple[int, ...], list[int]],
-    record: Record,
-    batch_size: int,
-    share_prefix: bool | None,
-) -> tuple[float, int]:
-    """
-    Prefills prompts and samples the rows of each into the record.
+RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
-    Returns the seconds of the prefill and the bytes of the largest cache. All memory allocated here is free after the
-    call, whether it returns or fails.
-    """
+
+def plan(prompts: list[list[int]], group_size: int) -> RowsOf:
+    """What this machine samples; neighbours have similar lengths, so little padding."""
+    rows_of: RowsOf = {}
+    for index, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
+    ordered = sorted(rows_of.items(), key=lambda item: len(item[0]))
+    return dict(ordered[number] for number in world.part([len(rows) for _, rows in ordered]))
+
+
+def sample_batch(
+    model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share_prefix: bool | None
+) -> None:
+    """Prefills prompts and samples the rows of each. All memory allocated here is free afterwards, also on failure."""
     begin = time.perf_counter()
     prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
-    prefill_s = time.perf_counter() - begin
-    jobs = [Job(row, place, record.limits[row]) for place, rows in enumerate(rows_of.values()) for row in rows]
-    lengths = [len(prompt) for prompt in rows_of]
+    record.prefill_s += time.perf_counter() - begin
+    prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share_prefix is None:
-        share_prefix = shares_prefix(len(jobs), lengths, batch_size, prompt_logits.dtype)
-    cache = SlotCache(prompt_cache, lengths, max(job.limit for job in jobs), share_prefix)
-    decode(model, cache, prompt_logits, jobs, record, batch_size)
-    return prefill_s, cache.most_bytes
+        share_prefix = shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
+    width = int(record.limits[list(prompt_of)].max())
+    cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share_prefix)
+    record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
+    decode(model, cache, prompt_logits, prompt_of, record)
+
+
+def sample(
+    model: gwen.Model, rows_of: RowsOf, record: Record, group_size: int, size: gpu.BatchSize, share_prefix: bool | None
+) -> None:
+    """
+    Samples the rows of each prompt, batch by batch; those lost when memory ran out once more.
+
+    Raises ValueError if memory is too small for one row.
+    """
+    while left := {p: rest for p, rows in rows_of.items() if (rest := [row for row in rows if not record.ended[row]])}:
+        # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
+        most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
+        num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
+        batch = dict(itertools.islice(left.items(), num_prompts))
+        gpu.attempt(sample_batch, model, batch, record, size.rows, share_prefix)
+        rows = [row for rows in batch.values() for row in rows]
+        if record.ended[rows].all():
+            continue
+        if min(size.rows, len(rows)) == 1:
+            length = max(map(len, batch)) + record.limits.max()
+            raise ValueError(
+                f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
+                "lower --max-tokens"
+            )
+        size.halve(len(rows))
+        tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
+
+
+def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: Stats) -> Rollout:
+    """The rollout of rows that have all ended. Raises NotFinite."""
+    width = int(record.lengths.max())
+    mask = np.arange(width) < record.lengths[:, None]
+    for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[:1]:
+        raise NotFinite(row // group_size, position, dtype)
+    ids, logprobs, *entropies = (
+        mx.array(np.where(mask, column[:, :width], fill))
+        for column, fill in zip(record.columns, (record.params.pad_id, 0, 0), strict=False)
+    )
+    reasons = ["stop" if ended else "length" for ended in record.at_end(np.arange(len(mask)))]
+    return Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, *entropies)
 
 
 def rollout(
@@ -395,7 +378,7 @@ def rollout(
     *,
     group_size: int,
     key: int,
-    batch_size: int | BatchSize = 64,
+    batch_size: int | gpu.BatchSize = 64,
     share_prefix: bool | None = None,
 ) -> Rollout:
     """
@@ -409,89 +392,29 @@ def rollout(
     Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
     one row.
     """
-    num_rows = len(prompts) * group_size
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")
-    size = batch_size if isinstance(batch_size, BatchSize) else BatchSize(batch_size)
-
-    rows_of: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> its rows
-    for index, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
-    waiting = sorted(rows_of, key=len)  # neighbours have similar lengths, so little padding
-    waiting = [waiting[number] for number in world.part([len(rows_of[prompt]) for prompt in waiting])]
-    mine = sorted(row for prompt in waiting for row in rows_of[prompt])
-
-    begin, prefill_s, cache_bytes = time.perf_counter(), 0.0, 0
+    size = batch_size if isinstance(batch_size, gpu.BatchSize) else gpu.BatchSize(batch_size)
+    rows_of = plan(prompts, group_size)
+    mine = sorted(itertools.chain.from_iterable(rows_of.values()))
+    begin = time.perf_counter()
     with tqdm(total=len(mine), desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
-        record = Record(num_rows, params, key, progress)
-        while waiting:
-            # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
-            most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
-            prompts_now = waiting[: len(waiting) // -(-len(waiting) // most_prompts)]  # batches of about one size
-            todo = {prompt: [row for row in rows_of[prompt] if not record.done[row]] for prompt in prompts_now}
-            num_todo, failed = sum(map(len, todo.values())), False
-            try:
-                seconds, num_bytes = sample_batch(model, todo, record, size.rows, share_prefix)
-            except (RuntimeError, MemoryError) as error:
-                if not gpu.is_out_of_memory(error):
-                    raise
-                if min(size.rows, num_todo) == 1:
-                    length = max(map(len, todo)) + max(record.limits)
-                    raise ValueError(
-                        f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
-                        "lower --max-tokens"
-                    ) from error
-                failed = True
-            mx.synchronize()  # wait: a queued step holds the caches of this batch
-            if failed:  # not in the handler: the traceback holds every array of the attempt
-                mx.clear_cache()
-                size.halve(num_todo)
-                tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
-                waiting = [prompt for prompt in waiting if not record.done[rows_of[prompt]].all()]
-                continue
-            prefill_s, cache_bytes = prefill_s + seconds, max(cache_bytes, num_bytes)
-            waiting = waiting[len(prompts_now) :]
-    decode_s = time.perf_counter() - begin - prefill_s
-    parts = record.bring_together(mine, prefill_s + decode_s, prompts)
-    limits = np.array(record.limits)
-    is_end: np.ndarray = np.isin(record.ids, list(params.eos_ids)) & (np.arange(limits.max()) < limits[:, None])
-    ended = np.asarray(is_end.any(-1))
-    lengths_of = np.where(ended, is_end.argmax(-1) + 1, limits)
-    width = int(lengths_of.max())
-    mask = np.arange(width) < lengths_of[:, None]
-    for row, position in np.argwhere(mask & ~np.isfinite(record.logprobs[:, :width])).tolist()[:1]:
-        raise NotFinite(row // group_size, position, model.head_weight.dtype)
-    logprobs, *entropies = (mx.array(np.where(mask, x[:, :width], np.float32(0))) for x in record.columns[1:])
-    return Rollout(
-        mx.array(np.where(mask, record.ids[:, :width], params.pad_id)),
-        logprobs,
-        mx.array(mask.astype(np.float32)),
-        ["stop" if ended[row] else "length" for row in range(num_rows)],
-        Stats(
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            num_tokens=int(lengths_of.sum()),
-            num_prompt_tokens=sum(map(len, rows_of)),
-            cache_bytes=cache_bytes,
-            peak_bytes=mx.get_peak_memory(),
-            batch_size=size.rows,
-            speeds=tuple(float(lengths_of[rows].sum()) / seconds if rows else 0.0 for rows, seconds in parts),
-        ),
-        entropies[0] if params.entropy else None,
-    )
+        record = Record(len(prompts) * group_size, params, key, progress)
+        sample(model, rows_of, record, group_size, size, share_prefix)
+    seconds = time.perf_counter() - begin
+    speeds = record.bring_together(mine, seconds, prompts)
+    stats = Stats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds)
+    return assemble(record, group_size, model.head_weight.dtype, stats)
 
 
 def columns(rollout: Rollout) -> dict[str, list[Any]]:
     """Each row's columns for rewards: its token ids without padding, and their number."""
-    lengths = np.array(rollout.mask).sum(-1).astype(int).tolist()
-    ids = np.array(rollout.completion_ids).tolist()
-    return {"completion_ids": [row[:num] for row, num in zip(ids, lengths, strict=True)], "num_tokens": lengths}
+    return {"completion_ids": rollout.ids, "num_tokens": rollout.lengths.tolist()}
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
     """The text of each row, without its end token and other control tokens."""
-    rows = zip(np.array(result.completion_ids), np.array(result.mask), strict=True)
-    kept = ([i for i in ids[mask > 0].tolist() if i not in eos_ids] for ids, mask in rows)
+    kept = ([i for i in ids if i not in eos_ids] for ids in result.ids)
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
 
 
@@ -499,7 +422,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser("sampler.py", "Sample completions of one prompt.")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
-    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter in mlx_lm's layout")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_argument("--system", help="what stands before it")
     parser.add_argument("--num", type=int, default=1, help="completions")
@@ -509,13 +431,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     args = parser.parse_args(argv)
     try:
-        run_files.check(args.run, args.step, args.adapter)
-        held, adapter = {"max_tokens": 256, "thinking": False}, args.adapter
-        if args.run:
-            held, adapter = run_files.settings_of(args.run), run_files.adapter_of(args.run, args.step)
-        for name in ("model", "max_tokens", "thinking"):
-            if getattr(args, name) is None:
-                setattr(args, name, held.get(name))
+        adapter = run_files.settle(args, model=None, max_tokens=256, thinking=False)
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:

@@ -121,13 +121,9 @@ def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Tim
         share_prefix=share_prefix,
     )
     seconds = time.perf_counter() - begin
-    lengths = np.array(result.mask).sum(-1).astype(int)
-    completions, logprobs = (
-        [row[:length].tolist() for row, length in zip(np.array(column), lengths, strict=True)]
-        for column in (result.completion_ids, result.logprobs)
-    )
+    logprobs = [row[:length] for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)]
     stats = result.stats
-    return Timing(completions, logprobs, stats.prefill_s, seconds - stats.prefill_s, stats.cache_bytes)
+    return Timing(result.ids, logprobs, stats.prefill_s, seconds - stats.prefill_s, stats.cache_bytes)
 
 
 def our_engine(args: argparse.Namespace, model: gwen.Model) -> Engine:

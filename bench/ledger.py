@@ -235,11 +235,9 @@ def decode(work: StepWork, num_layers: int) -> Traced:
         layer.length = length
         layer.keys = layer.values = mx.zeros((*shape[:2], layer.capacity, shape[3]), work.dtype)
     share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
-    cache = SlotCache(prompts, lengths, work.config.max_tokens, share)
+    cache = SlotCache(prompts, num_rows, work.config.max_tokens, share)
     cache.advance(work.config.max_tokens // 2)
     cache.assign([row // work.config.groups for row in range(num_rows)], [0] * num_rows)
-    for slots in cache.layers:
-        slots.reserve(num_rows)
     places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
     places += [(held, name) for held in cache.layers for name in ("keys", "values")]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
@@ -248,8 +246,7 @@ def decode(work: StepWork, num_layers: int) -> Traced:
     def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
         drawn = sampler.choose_token(logits, numbers, params)
         hidden = model.hidden(drawn[0][:, None], cache)
-        written = [array for slots in cache.layers for array in slots.arrays()]
-        return [*drawn[:2], hidden[:, -1] @ model.head_weight.T, *written]
+        return [*drawn[:2], hidden[:, -1] @ model.head_weight.T, *cache.arrays()]
 
     given = [mx.zeros((num_rows, config.vocab_size), work.dtype), mx.zeros((num_rows, 4))]
     return closed(model, run, given, places)

@@ -20,7 +20,6 @@ import gpu
 import gwen
 from kv_cache import TreeCache
 
-GROW_AFTER = 32  # successful chunks before a halved chunk grows by a quarter
 MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
 
 Prompt = tuple[tuple[int, ...], ...]  # runs of ids
@@ -47,23 +46,6 @@ def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
     return last + [Node(ids, tree_of(rest)) for ids, rest in shared.items()]
 
 
-class Chunk:
-    """How many prompts end at once: halved when memory runs out, then slowly grown back to the requested size."""
-
-    def __init__(self, size: int):
-        self.size = self.most = size
-        self.num_good = 0  # chunks that fitted since the last resize
-        self.in_flight = size  # prompts of the batch being computed
-
-    def fitted(self) -> None:
-        self.num_good += 1
-        if self.size < self.most and self.num_good >= GROW_AFTER:
-            self.size, self.num_good = min(self.most, -(-self.size * 5 // 4)), 0
-
-    def halve(self) -> None:
-        self.size, self.num_good = max(1, min(self.size, self.in_flight) // 2), 0
-
-
 class PromptTree:
     """
     Prompts that all begin with `head`. Computes the head once, so the model's weights must not change.
@@ -73,23 +55,24 @@ class PromptTree:
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
         self.model, self.head, self.name = model, tuple(head), name
-        self.chunk = Chunk(chunk_size)
+        self.chunk = gpu.BatchSize(chunk_size)
+        self.in_flight = chunk_size  # prompts of the batch being computed
         self.num_tokens = 0  # positions processed by the model, with padding
         self._root: tuple[TreeCache, mx.array] | None = None
 
     def root(self) -> tuple[TreeCache, mx.array]:
         """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
         if self._root is None:
-            cache = TreeCache(len(self.model.layers)).child([len(self.head)])
-            try:
-                end = self.forward(cache, [self.head])[0, -1]
-                mx.eval(end, cache.arrays())
-            except (RuntimeError, MemoryError) as error:
-                if gpu.is_out_of_memory(error):
-                    raise self._too_little() from error
-                raise
-            self._root = cache, end
+            self._root = gpu.attempt(self._compute_root)
+            if self._root is None:
+                raise self._too_little()
         return self._root
+
+    def _compute_root(self) -> tuple[TreeCache, mx.array]:
+        cache = TreeCache(len(self.model.layers)).child([len(self.head)])
+        end = self.forward(cache, [self.head])[0, -1]
+        mx.eval(end, cache.arrays())
+        return cache, end
 
     def walk(self, prompts: Sequence[Prompt], read: Read) -> None:
         """
@@ -107,19 +90,12 @@ class PromptTree:
 
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
-            try:
-                self._level(self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, finish)
-            except (RuntimeError, MemoryError) as error:
-                if not gpu.is_out_of_memory(error):
-                    raise
-            else:
-                break
-            # not in the handler, where the exception keeps the arrays of its frames alive
-            if self.chunk.size == 1:
-                raise self._too_little()
-            self.chunk.halve()
-            mx.clear_cache()
-            tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.size}", file=sys.stderr)
+            gpu.attempt(self._level, self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, finish)
+            if left:  # memory ran out
+                if self.chunk.rows == 1:
+                    raise self._too_little()
+                self.chunk.halve(self.in_flight)
+                tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}", file=sys.stderr)
 
     def _too_little(self) -> ValueError:
         return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")
@@ -134,9 +110,9 @@ class PromptTree:
         is_last = not waiting[0][1].below
         ends = 1 if is_last else ends_of_a_row
         while waiting:
-            size = batch_size([len(node.ids) for _, node in waiting], max(1, self.chunk.size // ends))
+            size = batch_size([len(node.ids) for _, node in waiting], max(1, self.chunk.rows // ends))
             batch, waiting = waiting[:size], waiting[size:]
-            self.chunk.in_flight = size * ends
+            self.in_flight = size * ends
             child = cache.child([len(node.ids) for _, node in batch], [parent for parent, _ in batch])
             hidden = self.forward(child, [node.ids for _, node in batch])
             if is_last:

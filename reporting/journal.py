@@ -99,7 +99,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
     seconds, draws, advantages, result = step.seconds, step.draws, step.choice.advantages, step.result
     stats = [draw.rollout.stats for draw in draws]
-    num_tokens, num_rows = sum(one.num_tokens for one in stats), len(draws) * advantages.size
+    num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * advantages.size
     num_trained = round(float(step.rollout.mask.sum()))
     train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "teacher", "update"))
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
@@ -221,8 +221,7 @@ def packed(values: np.ndarray) -> str:
 def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
     """One record per completion, without its advantage; groups are numbered from `first_group`."""
     rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
-    ids, lengths = np.array(rollout.completion_ids).tolist(), np.array(rollout.mask).sum(-1).astype(int)
-    logprobs = np.array(rollout.logprobs)
+    ids, logprobs = rollout.ids, np.array(rollout.logprobs)
     total = rewards.total.reshape(-1)
     for row, completion in enumerate(rewards.completions):
         group = row // config.groups
@@ -236,8 +235,8 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
             "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
             "category": example.get("category"),
             "completion": completion,
-            "ids": ids[row][: lengths[row]],
-            "logprobs": packed(logprobs[row, : lengths[row]]),
+            "ids": ids[row],
+            "logprobs": packed(logprobs[row, : len(ids[row])]),
             "reward": None if np.isnan(total[row]) else float(total[row]),
             "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
             "judge_scores": scores,
@@ -339,11 +338,16 @@ class Journal:
         return health.best(scored, name)["step"] if scored else None
 
     def print_summary(self) -> None:
-        """Repeats the warnings, and compares the first and the last evaluation."""
+        """Repeats the warnings, compares the first and the last evaluation, and says what the run has written."""
         for warning in self.warnings.read():
             print(f"warned after step {warning['step']}: {warning['name']}")
         if len(self.evaluations) > 1:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
+        print(f"adapter: {self.dir / 'adapter'}")
+        if (best := self.best_step()) is not None:
+            print(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if (written := self.dir / "report.html").is_file():
+            print(f"page: {written}")
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

@@ -244,7 +244,7 @@ def overflowing(monkeypatch):
 
     def spoiled(record, *args):
         write(record, *args)
-        record.logprobs[-1, 2] = np.nan
+        record.columns[1][-1, 2] = np.nan
 
     monkeypatch.setattr(sampler.Record, "write", spoiled)
 

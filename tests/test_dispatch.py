@@ -350,7 +350,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
     decode = sampler.decode
 
     def failing(*args, **how):
-        sizes.append(args[-1])
+        sizes.append(args[1].num_slots)
         if not failed:
             failed.append(True)
             raise RuntimeError(NO_MEMORY)

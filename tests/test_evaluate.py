@@ -11,6 +11,7 @@ import pytest
 from small_run import make_config
 
 import evaluate
+import gpu
 import gwen
 import judge
 import lora
@@ -29,7 +30,7 @@ def demo():
 
 
 def run(demo, **settings):
-    params = evaluate.EvalParams(12, sampler.BatchSize(64), limit=24)._replace(**settings)
+    params = evaluate.EvalParams(12, gpu.BatchSize(64), limit=24)._replace(**settings)
     return evaluate.evaluate(*demo, tasks.load("demo"), params)
 
 
@@ -82,7 +83,7 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
 
 def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
     first, _ = run(demo, limit=12)
-    second, _ = run(demo, limit=12, batch_size=sampler.BatchSize(5))
+    second, _ = run(demo, limit=12, batch_size=gpu.BatchSize(5))
     for record in (first, second):
         record.pop("eval/s")
     entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise
@@ -214,7 +215,7 @@ def test_repetition_is_the_share_of_runs_of_four_words_that_were_there_before():
 # ---- a witness
 
 
-class Always(judge.Grader):
+class Always(rubrics.Grader):
     """A judge that gives every criterion the same score."""
 
     def __init__(self, rubric, score):

@@ -18,9 +18,11 @@ import pytest
 from conftest import QWEN2, write_checkpoint
 from test_remote_judge import Server, completion
 
+import gpu
 import gwen
 import judge
 import lora
+import sampler
 import tasks
 from bench import harness
 from config import JudgeSettings
@@ -194,7 +196,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
             return [[9, end], [9, 9, 9], [digit, model.config.eos_ids[0]]]
         return [[digit, model.config.eos_ids[0]]] * rows
 
-    monkeypatch.setattr(judge, "continue_greedily", scripted)
+    monkeypatch.setattr(sampler, "continue_greedily", scripted)
     judged = evaluate(grader, [("Add one and two.", "Three.")])
     assert judged.scores.tolist() == [[4, 4, 4]]
     close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
@@ -207,8 +209,8 @@ def test_a_gpu_s_copied_cache_gives_the_same_replies(demo, monkeypatch):
     prompts, completions = groups_of_answers(2, 3)
     pairs = list(zip(prompts, completions, strict=True))
     expected = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
-    shared, made = judge.SlotCache, []
-    monkeypatch.setattr(judge, "SlotCache", lambda *a, share: made.append(share) or shared(*a, share=False))
+    shared, made = sampler.SlotCache, []
+    monkeypatch.setattr(sampler, "SlotCache", lambda *a: made.append(a[-1]) or shared(*a[:-1], False))
     got = evaluate(judge.Judge(*demo, UNEVEN, mode="decode"), pairs)
     assert made and (got.said == expected.said).all()
 
@@ -403,9 +405,9 @@ def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monk
     failing_above(monkeypatch, 5, message, kind=kind)
     grader = judge.Judge(*demo, RUBRIC, 24, mode)
     got = grader.score(prompts, completions)
-    assert grader.tree.chunk.size in (3, 6)
+    assert grader.tree.chunk.rows in (3, 6)
     np.testing.assert_allclose(got.scores, expected.scores, atol=1e-4)
-    assert grader.restore(grader.state()) is None and grader.state()["chunk_size"] == grader.tree.chunk.size
+    assert grader.restore(grader.state()) is None and grader.state()["chunk_size"] == grader.tree.chunk.rows
 
 
 def test_what_was_scored_before_memory_ran_out_is_not_scored_again(demo, monkeypatch):
@@ -425,18 +427,18 @@ def test_what_was_scored_before_memory_ran_out_is_not_scored_again(demo, monkeyp
 
 
 def test_a_halved_chunk_grows_slowly_to_what_was_asked_for_and_no_further(demo, monkeypatch):
-    monkeypatch.setattr(prompt_tree, "GROW_AFTER", 4)
+    monkeypatch.setattr(gpu, "GROW_AFTER", 4)
     grader = judge.Judge(*demo, RUBRIC, 9)
     failing_above(monkeypatch, 4, METAL, until=3)  # the preamble, one prompt each, then five completions
     seen = []
     for round_ in range(14):
         prompts, completions, _ = some_answers(12, seed=round_)
         grader.score(prompts, completions)
-        seen.append(grader.tree.chunk.size)
+        seen.append(grader.tree.chunk.rows)
     assert seen[-1] == 9 and all(b >= a for a, b in itertools.pairwise(seen))
     restored = judge.Judge(*demo, RUBRIC, 9)
     restored.restore(grader.state() | {"chunk_size": 2})
-    assert (restored.tree.chunk.size, restored.tree.chunk.most) == (2, 9)
+    assert (restored.tree.chunk.rows, restored.tree.chunk.most) == (2, 9)
 
 
 def test_memory_that_does_not_hold_one_evaluation_is_an_error_in_one_line(demo, monkeypatch):

@@ -58,3 +58,17 @@ def test_another_error_is_not_taken_for_it():
     with pytest.raises(ValueError) as caught:
         mx.eval(mx.zeros((2, 3)) @ mx.zeros((2, 3)))
     assert not gpu.is_out_of_memory(RuntimeError(str(caught.value)))
+
+
+def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more():
+    def holding(words):
+        array = mx.zeros((1 << 20,))
+        mx.eval(array)
+        raise RuntimeError(words)
+
+    held = mx.get_active_memory()
+    assert gpu.attempt(holding, "out of memory") is None
+    assert mx.get_active_memory() - held < 1 << 20
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        gpu.attempt(holding, "shapes do not fit")
+    assert gpu.attempt(max, 2, 3) == 3

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import gpu
 import gwen
 from judging import prompt_tree
 
@@ -63,11 +64,11 @@ def test_batches_hold_little_padding_and_no_more_rows_than_allowed():
 
 
 def test_the_sizes_of_growing_are_a_quarter_more_each():
-    chunk, sizes = prompt_tree.Chunk(24), []
-    chunk.size = 1
-    for _ in range(12 * prompt_tree.GROW_AFTER):
+    chunk, sizes = gpu.BatchSize(24), []
+    chunk.rows = 1
+    for _ in range(12 * gpu.GROW_AFTER):
         chunk.fitted()
-        sizes.append(chunk.size)
+        sizes.append(chunk.rows)
     changes = [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b]
     assert changes == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
-    assert sizes[: prompt_tree.GROW_AFTER] == [1] * (prompt_tree.GROW_AFTER - 1) + [2]
+    assert sizes[: gpu.GROW_AFTER] == [1] * (gpu.GROW_AFTER - 1) + [2]

@@ -231,10 +231,10 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--groups 8 --temp 1", "--groups, --temp: --loss-type sft samples and judges nothing; leave that out"),
-        ("--target-kl 0.01", "--target-kl: --loss-type sft"),
-        ("--early-stopping 2 --eval-every 0", "--early-stopping 2 needs evaluations; set --eval-every"),
-        ("--init-adapter x --lora-rank 0", "--init-adapter x has no place with --lora-rank 0; merge it"),
+        ("--groups 8 --temp 1", "--groups 8, --temp 1.0: --loss-type sft samples and judges nothing; leave that out"),
+        ("--target-kl 0.01", "--target-kl 0.01: --loss-type sft"),
+        ("--early-stopping 2 --eval-every 0", "--early-stopping 2: there are no evaluations; set --eval-every"),
+        ("--init-adapter x --lora-rank 0", "--init-adapter x: --lora-rank 0 trains no adapter; merge it"),
     ],
 )
 def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):

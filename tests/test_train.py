@@ -39,6 +39,8 @@ import tasks
 import train
 import update
 from config import Config
+from judging import rubrics
+from judging.remote_judge import RemoteJudge
 from losses import trust_region
 from reporting import journal
 from reporting.journal import records_of_draw
@@ -80,8 +82,7 @@ def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_o
     )
     run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
-    ids, lengths = np.array(rollouts[0].completion_ids), np.array(rollouts[0].mask).sum(-1).astype(int)
-    drawn = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    drawn = rollouts[0].ids
     read = [run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn]
     assert sum(a != b for a, b in zip(drawn, read, strict=True)) > 6
     for batch in batches:
@@ -415,7 +416,7 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     def score(self, prompts, completions):
         rewards = np.arange(12.0)
         rewards[[1, 8, 9, 10, 11]] = np.nan
-        return judge.Judgement(rewards, np.full((12, 3), np.nan), 15, judge.Stats(0.1, 36, 0.1))
+        return rubrics.Judgement(rewards, np.full((12, 3), np.nan), 15, rubrics.Stats(0.1, 36, 0.1))
 
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(rewards={}, reward_weights={"rubric": 1.0})
@@ -439,7 +440,7 @@ def test_a_verifier_s_difference_counts_where_the_judge_was_unreadable(tmp_path,
     answers = [example["answer"] for example in examples for _ in range(4)]
     monkeypatch.setattr(sampler, "texts", lambda *_: ["zero" if row % 4 else text for row, text in enumerate(answers)])
     rubric = np.array([1.0, 0.0, np.nan, np.nan] * 3)
-    judged = judge.Judgement(rubric, np.full((12, 3), 3.0), 18, judge.Stats(0.1, 36, 0.1))
+    judged = rubrics.Judgement(rubric, np.full((12, 3), 3.0), 18, rubrics.Stats(0.1, 36, 0.1))
     monkeypatch.setattr(judge.Judge, "score", lambda *_: judged)
     rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     assert run.task.reward_weights == {"correct": 1.0, "rubric": 0.5}
@@ -590,7 +591,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
         "0",
     )
     run = train.Run(make_config(*flags), tmp_path)
-    assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
+    assert run.base is None and isinstance(run.judge, RemoteJudge)
     settings = run.judge.server.settings
     assert (settings.judge_model, settings.judge_retries) == ("demo", 0)
     run.open()
@@ -602,7 +603,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
-    run.step, run.num_draws, run.judge.tree.chunk.size = 7, 19, 6
+    run.step, run.num_draws, run.judge.tree.chunk.rows = 7, 19, 6
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.end_step()

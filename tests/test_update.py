@@ -821,7 +821,7 @@ def test_pushes_are_what_the_update_added_to_the_log_probability_of_each_token(t
     before = update.logprobs_of_step(run.learner, run.model, batches, rollout.mask.shape)[0]
     result = update_once(run)
     after = update.logprobs_of_step(run.learner, run.model, batches, rollout.mask.shape)[0]
-    lengths = np.array(rollout.mask).sum(-1).astype(int)
+    lengths = rollout.lengths
     assert result.pushes and any(np.abs(push).max() > 1e-3 for push in result.pushes.values())
     for row, push in result.pushes.items():
         np.testing.assert_allclose(push, np.array(after - before)[row, : lengths[row]], atol=1e-5)

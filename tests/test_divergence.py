@@ -120,6 +120,7 @@ def test_what_one_model_finds_impossible_stays_finite(beta):
     assert mx.isfinite(d_hidden).all().item()
 
 
+@pytest.mark.slow
 def test_it_takes_hardly_more_memory_than_log_probabilities():
     """Peaks with their inputs, though a teacher brings a second head and second hidden states."""
     num, vocab, width = 512, 20_000, 16

@@ -225,8 +225,8 @@ def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, 
 def test_rows_run_side_by_side(reward_file, tmp_path):
     (tmp_path / "met").mkdir()
     spec = f"{reward_file(TRL_STYLE)}:meets"
-    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=6, timeout=60.0))
-    assert rewards.call_reward(name, fn, ["p"] * 12, [f"{tmp_path / 'met'}|6"] * 12, {}) == [1.0] * 12
+    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=3, timeout=60.0))
+    assert rewards.call_reward(name, fn, ["p"] * 6, [f"{tmp_path / 'met'}|3"] * 6, {}) == [1.0] * 6
     fn.pool.close()
 
 

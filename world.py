@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -77,6 +77,15 @@ def part(costs: Sequence[float]) -> list[int]:
         if owner == rank():
             mine.append(number)
     return sorted(mine)
+
+
+def part_together(keys: Iterable[Hashable]) -> list[int]:
+    """The places that this machine does, ascending, where those of equal keys stay together and cost the same."""
+    places_of: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        places_of.setdefault(key, []).append(place)
+    groups = list(places_of.values())
+    return sorted(place for number in part([len(places) for places in groups]) for place in groups[number])
 
 
 # ---- meetings

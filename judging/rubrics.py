@@ -17,7 +17,6 @@ import re
 import reprlib
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -392,10 +391,7 @@ class Grader:
         known = world.first(lambda: [self.cache.held.get(key) for key in keys])
         scores = dict(zip(questions, known, strict=True))
         asked = [place for place, question in enumerate(questions) if scores[question] is None]
-        counts = Counter(questions[place].prompt for place in asked)  # all or none about a prompt
-        names = list(counts)
-        dealt = {names[number] for number in world.part(list(counts.values()))}
-        mine = [place for place in asked if questions[place].prompt in dealt]
+        mine = [asked[number] for number in world.part_together(questions[place].prompt for place in asked)]
         new: dict[Question, Evaluation] = {}
 
         def tell(place: int, evaluation: Evaluation) -> None:

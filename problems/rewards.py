@@ -200,11 +200,7 @@ def call_reward(
 
     if world.size() == 1:
         return call(name, fn, arguments, len(completions))
-    rows_of: dict[str, list[int]] = {}  # a prompt's completions stay together
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(repr(prompt), []).append(row)
-    groups = list(rows_of.values())
-    mine = [row for number in world.part([len(rows) for rows in groups]) for row in groups[number]]
+    mine = world.part_together(map(repr, prompts))
     own = {column: [values[row] for row in mine] for column, values in arguments.items()}
     rewards = [math.nan] * len(completions)
     for rows, values in world.share((mine, call(name, fn, own, len(mine)) if mine else []), f"reward {name}"):

@@ -33,8 +33,9 @@ import lora
 import run_files
 import sampler
 import tasks
-from config import Config, JudgeSettings, resolve
+from config import JUDGE, Config, given, resolve
 from flags import Parser, add_flags, check_least, fail
+from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from losses.policy import completion_hidden
 from micro_batch import MicroBatch, in_rows, micro_batches, my_part
@@ -114,7 +115,7 @@ def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
     return call_rewards(rewards, answers.problems, answers.texts, sampler.columns(answers.rollout))
 
 
-def judged(grader: judge.Grader, answers: Answers) -> judge.Judgement:
+def judged(grader: Grader, answers: Answers) -> Judgement:
     """The judge's scores of each completion."""
     return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
 
@@ -127,7 +128,7 @@ class Earned(NamedTuple):
     scores: np.ndarray | None  # (N, J), the judge's, 1..5
 
 
-def earn(task: tasks.Task, grader: judge.Grader | None, answers: Answers) -> Earned:
+def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
     """Calls each reward once and computes the reported value of each completion."""
     rewards = call(task.rewards, answers)
     scores = None
@@ -208,8 +209,8 @@ def evaluate(
     task: tasks.Task,
     params: EvalParams,
     *,
-    grader: judge.Grader | None = None,
-    witness: judge.Grader | None = None,
+    grader: Grader | None = None,
+    witness: Grader | None = None,
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
@@ -344,7 +345,7 @@ def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[
 
 
 def by_criterion(
-    kind: str, scores: np.ndarray, grader: judge.Grader, problems: list[Example], samples: int
+    kind: str, scores: np.ndarray, grader: Grader, problems: list[Example], samples: int
 ) -> dict[str, np.ndarray]:
     """Each problem's mean score by criterion, for the judge also by category; 5 is bad if the criterion is reversed."""
     measured = {}
@@ -358,9 +359,7 @@ def by_criterion(
     return measured
 
 
-def make_judge(
-    config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any
-) -> judge.Judge | judge.RemoteJudge | None:
+def make_judge(config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any) -> Grader | None:
     """The judge whose scores are rewards; None without a rubric. base: the model before training."""
     if task.rubric is None:
         return None
@@ -369,8 +368,8 @@ def make_judge(
 
 
 def make_witness(
-    config: Config, task: tasks.Task, grader: judge.Grader | None, base: gwen.Model, tokenizer: Any
-) -> judge.Grader | None:
+    config: Config, task: tasks.Task, grader: Grader | None, base: gwen.Model, tokenizer: Any
+) -> Grader | None:
     """
     The judge that only evaluations use; None if the task has no rubric for it.
 
@@ -397,7 +396,7 @@ def make_witness(
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric", "eval_judge_model"),
     *("reward", "reward_weights", "reward_format", "reward_workers", "reward_timeout"),
-    *("max_tokens", "rollout_batch_size", "thinking", *(field.name for field in dataclasses.fields(JudgeSettings))),
+    *("max_tokens", "rollout_batch_size", "thinking", *JUDGE),
 )
 
 
@@ -414,7 +413,7 @@ def load_policy(name: str, adapter: str | None, start: str | None = None) -> tup
     return model, tokenizer, True
 
 
-def remember(log: run_files.JsonLines, grader: judge.Grader) -> None:
+def remember(log: run_files.JsonLines, grader: Grader) -> None:
     """Writes the judge's new scores."""
     for record in grader.cache.take_fresh():
         log.write({"step": 0} | record)
@@ -432,7 +431,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
-    flags = {name: value for name in TAKEN if (value := getattr(args, name)) is not None}
+    flags = given(args, TAKEN)
     try:
         check_least(args, limit=1, samples=1, temp=0, seed=0)
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):

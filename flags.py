@@ -11,7 +11,7 @@ import reprlib
 import sys
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
@@ -104,11 +104,17 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help, and optionally `low`, `high`, `choices`, `nargs` and `parse` (reads a flag's text)."""
+    """A field with its help, and optionally `low`, `high`, `nargs` and `parse` (reads a flag's text)."""
     metadata = {"help": text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The words that a field of this type takes, a Literal or a list of one; none for any other."""
+    kind = get_args(kind)[0] if get_origin(kind) is list else kind
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[str] | None = None) -> None:
@@ -122,7 +128,9 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = field.metadata.get("parse", kind if kind in (int, float) else None)
-        options |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
+            options["choices"] = choices_of(field.type) or None
+        if "nargs" in field.metadata:
+            options["nargs"] = field.metadata["nargs"]
         parser.add_argument(flag_of(field.name), **options)
 
 
@@ -142,7 +150,9 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
         value, name = values[field.name], flag_of(field.name)
         if value is None and field.type in OPTIONAL:
             continue
-        kind = OPTIONAL.get(field.type, field.type)
+        kind, choices = OPTIONAL.get(field.type, field.type), choices_of(field.type)
+        if choices:
+            kind = list[str] if get_origin(kind) is list else str
         if not _is_a(value, kind):
             raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[kind]}")
         low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
@@ -150,7 +160,6 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {value}; it must be at least {low}")
         if high is not None and value > high:
             raise ValueError(f"{name} is {reprlib.repr(value)}; it must be at most {high}")
-        choices = field.metadata.get("choices")
         for one in value if isinstance(value, list) else [value]:
             if choices and one not in choices:
                 raise ValueError(f"{name} is {one!r:.60}; it must be one of {', '.join(choices)}")

@@ -9,7 +9,7 @@ Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completi
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -280,14 +280,6 @@ class Terms(NamedTuple):
         policy = self.policy if weights is None else self.policy * mx.stop_gradient(weights)
         return policy if self.kl is None else policy + objective.beta * self.kl
 
-    def stats(self, mask: mx.array) -> Stats:
-        """Means over the counted tokens."""
-
-        def mean(values: mx.array | None) -> Any:
-            return None if values is None else mx.stop_gradient((values * mask).sum() / mx.maximum(mask.sum(), 1))
-
-        return Stats(mean(self.kl), mean(self.removed))
-
 
 def token_terms(
     logprobs: mx.array,
@@ -344,4 +336,6 @@ def policy_loss(
     mask (M, T), 1 = counted, arbitrary values elsewhere -> (), Stats. num_items: see `aggregate`.
     """
     terms = token_terms(logprobs, old_logprobs, advantages, mask, objective, ref_logprobs=ref_logprobs)
-    return aggregate(terms.losses(objective), mask, objective, num_items=num_items), terms.stats(mask)
+    measured = (None if x is None else (x * mask).sum() / mx.maximum(mask.sum(), 1) for x in (terms.kl, terms.removed))
+    stats = Stats(*(None if mean is None else mx.stop_gradient(mean) for mean in measured))
+    return aggregate(terms.losses(objective), mask, objective, num_items=num_items), stats

@@ -13,34 +13,28 @@ server if the settings name one (`judging/remote_judge.py`).
 Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
 
-import json
 import math
 import os
-import re
-import reprlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-import config
 import gwen
 import lora
 import sampler
-from config import JudgeSettings
+from config import JUDGE, JudgeSettings, given, of_environment
 from flags import Parser, add_flags, fail
-from judging import prompt_tree, rubrics
+from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
-from judging.rubrics import Evaluation, Grader, Judgement, Question, Stats, Tell
+from judging.rubrics import Evaluation, Grader, Question, Tell
 from kv_cache import TreeCache
 from layers import softmax
-
-__all__ = ["Grader", "Judge", "Judgement", "RemoteJudge", "Stats"]  # re-exported names
 
 
 class Judge(Grader):
@@ -65,7 +59,7 @@ class Judge(Grader):
         min_mass: float = 0.5,
     ):
         super().__init__(rubric)
-        config.check_judge(JudgeSettings("", mode, think, min_mass, chunk_size))
+        assert mode == "decode" or (mode == "logits" and not think), f"mode {mode!r}, think {think}"
         self.model, self.tokenizer, self.mode, self.think, self.min_mass = model, tokenizer, mode, think, min_mass
         self.prompts = rubrics.PromptBuilder(tokenizer, self.rubric, thinking=think > 0)
         self.score_ids = rubrics.score_token_ids(tokenizer) if mode == "logits" else []
@@ -190,7 +184,6 @@ def make(
     load: Callable[[], tuple[gwen.Model, Any]],
 ) -> Judge | RemoteJudge:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
-    config.check_judge(settings)
     if settings.judge_url:
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     model, tokenizer = load()
@@ -208,87 +201,6 @@ def make(
 # ---- the command: compare a judge's scores with human labels
 
 
-class Label(NamedTuple):
-    """A person's score of an answer on one criterion."""
-
-    prompt: str
-    completion: str
-    criterion: str
-    score: int
-
-
-def load_labels(path: str | Path, rubric: rubrics.Rubric) -> list[Label]:
-    """The labels of a JSONL file. Raises ValueError naming an invalid line."""
-    names = [criterion.name for criterion in rubric.criteria]
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON strings may contain other line separators
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--labels {path} cannot be read: {error}") from error
-    labels = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"--labels {path}, line {number}"
-        try:
-            held = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
-        if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in Label._fields[:3]):
-            raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
-        if re.search("[\ud800-\udfff]", held["prompt"] + held["completion"]):
-            raise ValueError(f"{where}: it holds half of a surrogate pair, which is no character; remove it")
-        if held["criterion"] not in names:
-            raise ValueError(f"{where}: criterion {held['criterion']!r:.60}; the rubric's are {', '.join(names)}")
-        if type(held.get("score")) is not int or not 1 <= held["score"] <= 5:
-            raise ValueError(f"{where}: score {reprlib.repr(held.get('score'))}; it must be a whole number from 1 to 5")
-        labels.append(Label(*(held[key] for key in Label._fields)))
-    if not labels:
-        raise ValueError(f"--labels {path} holds no label")
-    return labels
-
-
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's rank correlation; ties get their mean rank; nan if all values of x or of y are equal."""
-
-    def ranks(values: np.ndarray) -> np.ndarray:
-        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-        return (np.cumsum(count) - (count - 1) / 2)[place]
-
-    x, y = ranks(x) - (len(x) + 1) / 2, ranks(y) - (len(y) + 1) / 2
-    norm = math.sqrt((x @ x) * (y @ y))
-    return float(x @ y) / norm if norm else math.nan
-
-
-def table(labels: list[Label], given: np.ndarray) -> str:
-    """
-    Compares the scores `given` (nan: unreadable) with the labels: agreement, rank correlation, confusion table.
-
-    An unreadable score counts as disagreement; the rank correlation leaves it out.
-    """
-    wanted = np.array([label.score for label in labels])
-    rounded = np.floor(given + 0.5)
-    readable = ~np.isnan(given)
-
-    def line(name: str, part: np.ndarray) -> str:
-        same, near = (rounded == wanted)[part].mean(), (np.abs(rounded - wanted) <= 1)[part].mean()
-        rank = rank_correlation(given[part & readable], wanted[part & readable])
-        return f"{name:<24} {part.sum():>6} {same:>9.1%} {near:>10.1%} {rank:>16.3f}"
-
-    names = list(dict.fromkeys(label.criterion for label in labels))
-    by_name = np.array([names.index(label.criterion) for label in labels])
-    out = [f"{'criterion':<24} {'labels':>6} {'the same':>9} {'within one':>10} {'rank correlation':>16}"]
-    out += [line(name, by_name == index) for index, name in enumerate(names)] if len(names) > 1 else []
-    out += [line("all", np.ones(len(labels), bool)), ""]
-    out += ["labelled  judged 1     2     3     4     5  unreadable"]
-    for score in range(1, 6):
-        row = [int(((rounded == judged) & (wanted == score)).sum()) for judged in range(1, 6)]
-        unread = int((~readable & (wanted == score)).sum())
-        out.append(
-            f"{score:>8}  " + "".join(f"{count:>{8 if i == 0 else 6}}" for i, count in enumerate(row)) + f"{unread:>12}"
-        )
-    return "\n".join(out)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("judge.py", "Compare a judge with labelled answers.")
     parser.add_argument("--rubric", required=True, help="YAML with the criteria")
@@ -298,20 +210,16 @@ def main(argv: list[str] | None = None) -> None:
     add_flags(parser, JudgeSettings)
     args = parser.parse_args(argv)
     try:
-        settings = config.judge_of_flags(args)
+        settings = JudgeSettings(**of_environment() | given(args, JUDGE))
         rubric = rubrics.load_rubric(args.rubric)
-        labels = load_labels(args.labels, rubric)
+        known = labels.load(args.labels, rubric)
         name, why = settings.judge_model, settings.judge_url
         if not settings.judge_url:
             name, why = gwen.choose_model(settings.judge_model)
         print(f"judge: {name}, {why}; mode {settings.judge_mode}", file=sys.stderr)
-        its = make(settings, rubric, lambda: gwen.load(name))
-        judged = its.score([label.prompt for label in labels], [label.completion for label in labels])
+        print(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known))
     except (ValueError, OSError) as error:
         fail(error)
-    columns = [criterion.name for criterion in rubric.criteria]
-    given = [judged.scores[row, columns.index(label.criterion)] for row, label in enumerate(labels)]
-    print(table(labels, np.array(given)))
 
 
 if __name__ == "__main__":

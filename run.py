@@ -34,7 +34,7 @@ from losses import distill, sft
 from problems import chats, curriculum, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import page
-from reporting.console import CONSOLE_COLUMNS, SFT_COLUMNS, sft_line, warn
+from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from run_files import START
 
@@ -42,7 +42,7 @@ from run_files import START
 class Core:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
-    columns = CONSOLE_COLUMNS
+    columns: str  # what the figures of a step's line are, for the console
     learner: update.Learner
     journal: Journal
     report: page.LivePage | None = None  # the page, while the run goes
@@ -218,8 +218,9 @@ class Run(Core):
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
-        tasks.refuse_lone_rewards(config, self.task)
+        tasks.refuse_useless_rewards(config, self.task)
         super().__init__(config, run_dir)
+        self.columns = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)

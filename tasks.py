@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config
+from flags import flag_of
 from judging import rubrics
 from problems import procedural
 from problems.examples import (
@@ -213,9 +214,14 @@ def _check_arguments(task: Task, own: bool) -> None:
 # ---- prompts
 
 
-def refuse_lone_rewards(config: Config, task: Task) -> None:
-    """Raises ValueError where rewards count and no other completion of a prompt is there to compare them with."""
+def refuse_useless_rewards(config: Config, task: Task) -> None:
+    """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
     counted = [name for name, weight in task.reward_weights.items() if weight]
+    for name in ("dynamic_sampling", "curriculum"):
+        if getattr(config, name) and not counted:
+            raise ValueError(
+                f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
+            )
     if config.groups == 1 and config.loss_type != "distill" and counted:
         weights = ",".join(f"{name}=0" for name in counted)
         raise ValueError(

@@ -195,7 +195,9 @@ def command(args: argparse.Namespace) -> None:
     with run.shown(), stoppable(run):
         loop(config, run)
     if world.is_first():
-        say_end(run, args.open)
+        run.journal.print_summary()
+        if args.open and (written := run.dir / "report.html").is_file():
+            page.show(written)
 
 
 def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, str]:
@@ -229,18 +231,6 @@ def make_dir(run: Any, args: argparse.Namespace) -> str:
     run_files.record_changes(run.config, run.dir, run.step)
     run_files.write(run.config, run.dir)
     return str(run.dir)
-
-
-def say_end(run: Any, show: bool) -> None:
-    """Says what came of a run and where it is."""
-    run.journal.print_summary()
-    print(f"adapter: {run.dir / 'adapter'}")
-    if (best := run.journal.best_step()) is not None:
-        print(f"best: {run.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
-    if (written := run.dir / "report.html").is_file():
-        print(f"page: {written}")
-        if show:
-            page.show(written)
 
 
 if __name__ == "__main__":

@@ -28,17 +28,8 @@ import sampler
 import world
 from config import Config
 from layers import lm_head
-from losses import trust_region
-from losses.policy import (
-    MEASURED,
-    MISMATCH,
-    MakeLoss,
-    PolicyLoss,
-    Share,
-    Targets,
-    TokenLoss,
-    completion_logprobs,
-)
+from losses import policy, trust_region
+from losses.policy import MakeLoss, TokenLoss
 from micro_batch import MicroBatch, in_rows, my_part, of_all
 
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -84,7 +75,7 @@ def logprobs_of_step(
 ) -> list[mx.array]:
     """Log-probabilities and entropies of the step, (N, T) each, 0 outside the micro-batches; without gradient."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    found = ((batch, completion_logprobs(model, batch, learner.config, "none")) for batch in my_part(batches))
+    found = ((batch, policy.completion_logprobs(model, batch, learner.config, "none")) for batch in my_part(batches))
     return in_rows(found, [mx.zeros(shape), mx.zeros(shape)])
 
 
@@ -121,7 +112,7 @@ def update(
     advantages: mx.array,
     ref_logprobs: mx.array | None,
     lr: float,
-    make_loss: MakeLoss = PolicyLoss,
+    make_loss: MakeLoss = policy.PolicyLoss,
 ) -> UpdateResult:
     """
     `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
@@ -131,16 +122,15 @@ def update(
     Raises ValueError if the gradient fails too often in a row.
     """
     config = learner.config
+    nothing = dict.fromkeys(policy.MEASURED)
     if not batches:  # every row was truncated and left out
-        return UpdateResult(
-            lr, learner.rate, learner.num_skipped, learner.loss_scale.value, dict.fromkeys(MEASURED), {}
-        )
+        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
     chosen = rollout.mask
     if config.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
         _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
         chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy_quantile)
     num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
-    loss = make_loss(config, Targets(advantages, ref_logprobs, chosen, len(advantages), num_items, num_chosen))
+    loss = make_loss(config, policy.Targets(advantages, ref_logprobs, chosen, len(advantages), num_items, num_chosen))
     if config.old_logprobs == "sampler":
         batches = [batch._replace(old_logprobs=batch.sampled_logprobs) for batch in batches]
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
@@ -163,28 +153,27 @@ def update(
     rate = learner.rate
     if moved is not None and moved < target / 2:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
-    num_positions = sum(batch.num_positions for batch in batches)
-    merged = {name: [one[name] for one in (steps[:1] if name in MISMATCH else steps)] for name in steps[0]}
+
+    def mean(name: str) -> float:
+        values = [one[name] for one in (steps[:1] if name in policy.MISMATCH else steps)]
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    means = {name: mean(name) / (1 if name.endswith("_max") else num_items) for name in steps[0] if name in nothing}
     num_forwards, learner.num_forwards = learner.num_forwards, 0
     return UpdateResult(
-        loss=sum(merged["loss"]) / len(steps),
-        grad_norm=sum(merged["grad_norm"]) / len(steps),
-        lr=lr,
-        rate=rate,
+        lr,
+        rate,
+        learner.num_skipped,
+        learner.loss_scale.value,
+        nothing | means,
+        pushes,
+        loss=mean("loss"),
+        grad_norm=mean("grad_norm"),
         moved=moved,
         repeats=repeats,
-        skipped=int(sum(merged["skipped"])),
-        num_skipped=learner.num_skipped,
+        skipped=int(sum(one["skipped"] for one in steps)),
         num_forwards=num_forwards,
-        loss_scale=learner.loss_scale.value,
-        pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions,
-        means=dict.fromkeys(MEASURED)
-        | {
-            name: max(values) if name.endswith("_max") else sum(values) / len(values) / num_items
-            for name, values in merged.items()
-            if name in MEASURED
-        },
-        pushes=pushes,
+        pad_frac=1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
     )
 
 
@@ -250,7 +239,7 @@ def gradient(
 def share_and_gradient(learner: Learner, batch: MicroBatch, loss: TokenLoss) -> tuple[Any, Any]:
     """A micro-batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
 
-    def scaled(model: gwen.Model) -> Share:
+    def scaled(model: gwen.Model) -> policy.Share:
         share = loss(model, batch)
         return share._replace(loss=share.loss * learner.loss_scale.value)
 
@@ -277,7 +266,7 @@ def under(learner: Learner, probe: list[MicroBatch], weights: trust_region.Weigh
     found = []
     learner.num_forwards += sum(len(batch.rows) for batch in probe)
     for batch in my_part(probe):
-        new, _ = completion_logprobs(learner.model, batch, learner.config, "none")
+        new, _ = policy.completion_logprobs(learner.model, batch, learner.config, "none")
         mx.eval(new)  # wait: the next micro-batch may use this one's memory
         found.append(new)
     return of_all(probe, found)

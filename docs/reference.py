@@ -11,7 +11,8 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-from config import Config  # the only thing the reference knows of the code
+from config import Config  # all that the reference knows of the code, besides how a flag is read
+from flags import choices_of, flag_of
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -157,9 +158,9 @@ def flag_row(field: dataclasses.Field[Any]) -> str:
         value = " ".join(value)
     default = f"`{value}`" if value not in (None, "", {}) else ""
     meaning = field.metadata["help"]
-    if choices := field.metadata.get("choices"):
+    if choices := choices_of(field.type):
         meaning += f" ({', '.join(f'`{choice}`' for choice in choices)})"
-    return f"| `--{field.name.replace('_', '-')}` | {default} | {meaning} |"
+    return f"| `{flag_of(field.name)}` | {default} | {meaning} |"
 
 
 def table(header: list[str], rows: list[str]) -> list[str]:

@@ -51,8 +51,6 @@ class Endpoint:
             parts = httpx2.URL("")
         if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
             raise ValueError(f"--judge-url {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
-        if parts.userinfo:
-            raise ValueError("--judge-url holds a password, which logs would show; put the key into JUDGE_API_KEY")
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ValueError("JUDGE_API_KEY has characters that no key has; set it again")
         self.settings, self.first_pause = settings, first_pause

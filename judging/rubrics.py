@@ -356,7 +356,8 @@ class Grader:
         self.cache = ScoreCache()
         self.on_score: Callable[[], None] = lambda: None  # called for every new score in the cache
         self.num_tokens = 0  # positions that the latest call put through a local model
-        self.num_seen = self.num_unread = self.num_warned = 0
+        self.num_seen = self.num_unread = 0
+        self.has_warned = False
 
     def state(self) -> dict[str, int]:
         """Sizes reduced because memory ran out; small JSON values."""
@@ -419,13 +420,13 @@ class Grader:
         return Judgement(rubric_reward(found, self.rubric), found, int(np.isnan(found).sum()), stats)
 
     def _warn(self, new: dict[Question, Evaluation]) -> None:
-        """Warns, with an example, once a fifth of all evaluations is unreadable, and again when their count doubles."""
+        """Warns once, with an example, when over a fifth of all evaluations so far is unreadable."""
         unread = [question for question, evaluation in new.items() if math.isnan(evaluation.score)]
         self.num_seen += len(new)
         self.num_unread += len(unread)
-        if not unread or self.num_unread <= LOUD * self.num_seen or self.num_unread < 2 * self.num_warned:
+        if not unread or self.num_unread <= LOUD * self.num_seen or self.has_warned:
             return
-        self.num_warned = self.num_unread
+        self.has_warned = True
         prompt, completion, column = unread[0]
         tqdm.write(
             f"WARNING: {self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "

@@ -116,13 +116,14 @@ class PolicyLoss:
         ref = None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]]
         advantages = self.advantages_of(batch)
         terms = grpo.token_terms(logprobs, old, advantages, mask, objective, ref_logprobs=ref, clipped=clipped)
-        losses, stats = terms.losses(objective, weights), terms.stats(mask)
-        loss = grpo.aggregate(losses, mask, objective, num_rows=targets.num_rows, num_items=targets.num_items)
+        loss = grpo.aggregate(
+            terms.losses(objective, weights), mask, objective, num_rows=targets.num_rows, num_items=targets.num_items
+        )
         if config.entropy_coef:
             loss = loss - config.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
         sums = {"loss": loss, "entropy": (entropy * mask).sum()} | gaps(logprobs, batch, config.mismatch_cap)
-        means = {"kl": stats.kl, "clip_frac": stats.clip_frac}
-        sums |= {name: value * mask.sum() for name, value in means.items() if value is not None}
+        found = {"kl": terms.kl, "clip_frac": terms.removed}
+        sums |= {name: (values * mask).sum() for name, values in found.items() if values is not None}
         return Share(loss, logprobs, sums)
 
     def advantages_of(self, batch: MicroBatch) -> mx.array:

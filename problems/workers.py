@@ -165,6 +165,7 @@ def _on_alarm(_: int, __: FrameType | None) -> None:
 def _seal() -> None:
     """Takes from this process what no answer needs: files to write, programs, connections, memory without end."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lasts)
+    sys.dont_write_bytecode = True  # of a module that is first imported for an answer
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (SEALED_BYTES, SEALED_BYTES))
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -34,14 +34,18 @@ def warn(line: str) -> None:
 
 # ---- the lines
 
-# names the figures, since a step's line has no room for names
-CONSOLE_COLUMNS = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained, groups without signal"
 WIDTH = 100  # columns of a step's line
+
+
+def console_columns(config: Config) -> str:
+    """Names the figures of a step's line, which has no room for names."""
+    compared = ", groups without signal" if config.compares_rewards else ""
+    return f"columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained{compared}"
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    One step's line, within `WIDTH` columns; `CONSOLE_COLUMNS` names its content.
+    One step's line, within `WIDTH` columns; `console_columns` names its content.
 
     Other people's scripts parse its beginning, so append at the end only. If the line is too long, it loses its end
     first, then digits: 1234567.891 becomes 1.2e6.
@@ -120,7 +124,8 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
     if sum(name.startswith("reward/") for name in nested) == 1:  # duplicates the figure or its comparison
         nested = [name for name in nested if not name.startswith("reward/")]
     lines = []
-    for name in (figure, "perplexity", "witness", "greedy", *nested, "tokens", "refusals", "repeated"):
+    others = ["perplexity"] if figure == "loss" else ["witness", "greedy", *nested, "tokens", "refusals", "repeated"]
+    for name in (figure, *others):
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")

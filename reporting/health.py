@@ -2,7 +2,8 @@
 Diagnoses a run from its own figures: each illness found gives a warning that suggests what to try.
 
 Records in, warnings out. The records are those of `metrics.jsonl` and `eval.jsonl`, so a resumed run sees the same as
-an uninterrupted one. Left out: where and how often to print warnings.
+an uninterrupted one. Left out: where and how often to print warnings; scores that cannot be read, of which the judge
+itself warns (judging/rubrics.py).
 """
 
 import math
@@ -15,7 +16,7 @@ Records = list[dict[str, Any]]
 FEW = 5  # steps to average, so that one odd step triggers nothing
 SPAN = 20  # steps over which a reward has to rise
 HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
-MOST_TRUNCATED, MOST_UNREADABLE, MOST_OVER_CAP = 0.5, 0.2, 0.01
+MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
 LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # relative to the first steps
 LEAST_HELD_OUT = 0.5  # relative to the first or the best evaluation
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
@@ -128,13 +129,6 @@ def truncated(steps: Records, _: Records) -> str:
     return f"{share:.0%} of the completions of the last {FEW} steps ran into --max-tokens"
 
 
-def unreadable(steps: Records, _: Records) -> str:
-    share = recent(steps, "judge/unparsed_frac")
-    if share is None or share <= MOST_UNREADABLE:
-        return ""
-    return f"{share:.0%} of the judge's scores of the last {FEW} steps could not be read; rewards come from the rest"
-
-
 def mismatched(steps: Records, _: Records) -> str:
     share = recent(steps, "mismatch/over_cap_frac")
     if share is None or share <= MOST_OVER_CAP:
@@ -191,7 +185,6 @@ ILLNESSES = (
         truncated,
         f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate",
     ),
-    Illness("unreadable", unreadable, "Try another --judge-model, or --judge-mode decode with --judge-think 512"),
     Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),
     Illness(
         "collapse",

@@ -338,11 +338,16 @@ class Journal:
         return health.best(scored, name)["step"] if scored else None
 
     def print_summary(self) -> None:
-        """Repeats the warnings, and compares the first and the last evaluation."""
+        """Repeats the warnings, compares the first and the last evaluation, and says what the run has written."""
         for warning in self.warnings.read():
             print(f"warned after step {warning['step']}: {warning['name']}")
         if len(self.evaluations) > 1:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
+        print(f"adapter: {self.dir / 'adapter'}")
+        if (best := self.best_step()) is not None:
+            print(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if (written := self.dir / "report.html").is_file():
+            print(f"page: {written}")
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

@@ -9,6 +9,7 @@ obey, and the page's policy lets no script run but ours.
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -327,6 +328,7 @@ def page(runs: list[History]) -> str:
     )
 
 
+@functools.cache  # a run writes its page again and again
 def template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

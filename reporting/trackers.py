@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ MOST_WAIT = 30.0  # seconds that a run waits for its trackers at the end
 TABLE_EVERY, MOST_ROWS = 10, 16  # steps between two tables of completions, and rows of a table
 
 
-def check(names: list[str]) -> None:
+def check(names: Iterable[str]) -> None:
     """ValueError for a tracker that is not installed, with the command that installs it."""
     for name in names:
         if importlib.util.find_spec(MODULES[name]) is None:
@@ -50,7 +50,7 @@ def _command(name: str, script: str = "train.py") -> str:
 class Trackers:
     """The processes that report a run while it goes on."""
 
-    def __init__(self, names: list[str], run_dir: Path, tell: Callable[[str], None]):
+    def __init__(self, names: Iterable[str], run_dir: Path, tell: Callable[[str], None]):
         self.dir, self.tell = run_dir, tell
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         for name in dict.fromkeys(names):

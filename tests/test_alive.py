@@ -89,6 +89,7 @@ def test_what_a_run_leaves_free_is_what_the_cache_may_take(mac):
     assert mac["set_cache_limit"] == gpu.LEAST_CACHE
 
 
+@pytest.mark.slow
 def test_a_run_bounds_the_cache_by_its_own_preflight(tmp_path, monkeypatch, capsys):
     bounded = []
     monkeypatch.setattr(gpu, "limit_cache", bounded.append)
@@ -125,6 +126,7 @@ def test_other_errors_are_not_the_watchdogs():
     assert not gpu.is_watchdog(RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"))
 
 
+@pytest.mark.slow
 def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_do(tmp_path, monkeypatch, capsys):
     calls, original = [], update.gradient
 
@@ -261,6 +263,7 @@ def test_what_stands_after_the_end_of_a_row_is_not_looked_at(overflowing):
     assert mx.isfinite(held.logprobs).all().item()
 
 
+@pytest.mark.slow
 def test_a_run_says_which_prompt_it_was_and_is_saved(overflowing, tmp_path, capsys):
     flags = ["--model", "demo", "--task", "demo", "--batch", "1", "--groups", "2", "--max-tokens", "8", "--steps", "1"]
     with pytest.raises(SystemExit) as exit_:

@@ -243,7 +243,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--mismatch sequence_mask --mismatch-cap 1.0", "--mismatch-cap is 1; --mismatch sequence_mask would leave out"),
     (
         "--mismatch token_mask --old-logprobs sampler",
-        "--mismatch compares the trainer's old policy .*--old-logprobs step",
+        "--mismatch token_mask: --old-logprobs sampler leaves .*--old-logprobs step",
     ),
     ("--top-entropy-quantile 1.2", "--top-entropy-quantile is 1.2; it must be at most 1"),
     ("--num-iterations 0", "--num-iterations is 0; it must be at least 1"),
@@ -256,11 +256,14 @@ FLAGS: list[tuple[str, str]] = [
         "--loss-type cispo",
         "--epsilon-high is 0.2; with --loss-type cispo it caps the ratio itself: at least 1, usually 5",
     ),
-    ("--loss-type sapo --delta 2", "--delta is 2.0; --loss-type sapo does not clip, so leave it out"),
+    ("--loss-type sapo --delta 2", "--delta 2.0: --loss-type sapo does not clip; leave that out"),
     ("--delta 1.1", r"--delta is 1.1; it must be more than 1 \+ --epsilon-high, 1.2"),
     ("--advantage mean", "--advantage: .*'mean' .*rloo"),
     ("--advantage reinforce", "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"),
-    ("--advantage reinforce --scale-rewards none --dynamic-sampling", "--dynamic-sampling has no use for"),
+    (
+        "--advantage reinforce --scale-rewards none --dynamic-sampling",
+        "--dynamic-sampling True: to --advantage reinforce equal rewards are",
+    ),
     ("--combine-rewards normalize --scale-rewards none", "--combine-rewards normalize normalizes within groups"),
     ("--dynamic-sampling --dynamic-sampling-cap 1", "--dynamic-sampling-cap is 1; it must be at least 2"),
     ("--old-logprobs yes", "--old-logprobs: .*'yes' .*sampler"),
@@ -275,6 +278,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--columns prompt=question", "--columns prompt=question renames columns of --data, which is not given"),
     ("--data {at}/sums.jsonl --columns question", "--columns: 'question' is not OURS=THEIRS"),
     ("--data {at}/sums.jsonl --columns prompt=question", "has no column 'question'; it has .*'prompt'"),
+    ("--judge-url http://me:secret@host/v1 --loss-type sft", "^error: --judge-url holds a password, [^@]*$"),
     ("--resume {at}/nothing", "--resume .*nothing: no config.yaml there"),
     ("--resume {at}/empty_directory", "--resume .*empty_directory: no config.yaml there"),
 ]
@@ -397,7 +401,7 @@ BOUNDS = [
 EMPTY = [
     (f"--{field.name.replace('_', '-')}=", f"--{field.name.replace('_', '-')}: '' is empty")
     for field in dataclasses.fields(Config)
-    if field.type is str and "choices" not in field.metadata
+    if field.type is str
 ]
 
 

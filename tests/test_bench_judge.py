@@ -76,6 +76,7 @@ def test_ids_that_the_tokenizer_has_no_text_for_are_shown_apart():
 
 
 @pytest.mark.parametrize("mode", ("logits", "decode"))
+@pytest.mark.slow
 def test_a_timed_run_of_ours_knows_no_score_from_before(mode):
     model, tokenizer = gwen.load("demo")
     work = harness.make_judge_work(settings(), tokenizer)

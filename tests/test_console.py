@@ -11,6 +11,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from config import Config
 from reporting import console
 
@@ -36,7 +38,23 @@ def test_the_line_begins_as_other_peoples_scripts_expect():
 def test_the_line_ends_with_the_share_of_groups_without_signal():
     line = console.console_line(STEP | {"reward/zero_std_frac": 1.0}, 100)
     assert line.endswith(" | 100%") and len(line) <= 100
-    assert len(line.split(" | ")) == len(console.CONSOLE_COLUMNS.split(", "))
+    assert len(line.split(" | ")) == len(console.console_columns(Config()).split(", "))
+
+
+@pytest.mark.parametrize("settings", [{"loss_type": "distill"}, {"groups": 1}])
+def test_where_no_rewards_are_compared_neither_the_line_nor_its_columns_have_groups_without_signal(settings):
+    line = console.console_line(STEP | {"reward/zero_std_frac": None}, 100)
+    columns = console.console_columns(Config(**settings))
+    assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
+
+
+def test_the_summary_of_a_run_that_samples_nothing_has_loss_and_perplexity_alone():
+    record = {"eval/loss": 2.0, "eval/perplexity": 7.4, "eval/entropy": 1.0, "eval/tokens": 9.0, "eval/num": 3}
+    lines = console.comparison(record, record | {"eval/loss": 1.0, "eval/perplexity": 2.7}).splitlines()
+    assert lines == [
+        "held-out loss: before 2.000, after 1.000 (3 conversations)",
+        "perplexity: before 7.400, after 2.700",
+    ]
 
 
 def test_what_was_not_measured_is_no_number():

@@ -306,6 +306,7 @@ def no_measuring(*args, **how):
 SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit": 16}
 
 
+@pytest.mark.slow
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
     its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
@@ -314,6 +315,7 @@ def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeyp
     evaluate.evaluate(its.model, its.tokenizer, task, evaluate.EvalParams(4, limit=2))
 
 
+@pytest.mark.slow
 def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_chose(tmp_path, monkeypatch, capsys):
     asked = []
 

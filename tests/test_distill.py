@@ -1,5 +1,6 @@
 """What a teacher says of the student's completions, and what becomes of it, on the bundled model."""
 
+import itertools
 import json
 import types
 import warnings
@@ -13,6 +14,7 @@ from small_run import SMALL, Recorder, make_config, make_run, sample
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
 import checkpoint
+import config
 import gpu
 import groups
 import gwen
@@ -259,7 +261,7 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     train.main([*SMALL, *DISTILL, teacher, *flags])
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(
-        step["loss"] == pytest.approx(step["distill/kl"], rel=1e-6) and step["teacher/s"] > 0 for step in metrics
+        step["loss"] == pytest.approx(step["distill/kl"], rel=1e-5) and step["teacher/s"] > 0 for step in metrics
     )
     empty = {"reward/mean", "reward/std", "reward/zero_std_frac", "sampling/signal_groups", "kl", "clip_frac"}
     empty |= {f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")}
@@ -337,23 +339,42 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
     "flags, said",
     [
         ("--loss-type distill", "--loss-type distill learns from a teacher; name one with --teacher"),
-        ("--distill-coef 1", "--distill-coef 1.0 needs a teacher"),
-        ("--teacher-prompt x", "--teacher-prompt x needs a teacher"),
-        ("--distill-beta 0.1", "--distill-beta 0.1 is for --loss-type distill"),
+        ("--distill-coef 1", "--distill-coef 1.0: there is no teacher; name one"),
+        ("--teacher-prompt x", "--teacher-prompt x: there is no teacher; name one"),
+        ("--distill-beta 0.1", "--distill-beta 0.1: only for --loss-type distill"),
         ("--teacher demo", "--teacher demo is not asked anything"),
-        ("--teacher demo --loss-type distill --distill-coef 1", "--distill-coef 1.0 is for losses on advantages"),
+        ("--teacher demo --loss-type distill --distill-coef 1", "--distill-coef 1.0: only for losses on advantages"),
         ("--teacher self --loss-type distill", "--teacher self knows no more than the student"),
         ("--teacher demo --loss-type distill --beta 0.1", "--beta 0.1: --loss-type distill has no advantages"),
         ("--teacher demo --loss-type distill --dynamic-sampling", "--dynamic-sampling True: --loss-type distill has"),
         ("--teacher demo --distill-coef 1 --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
         ("--teacher demo --loss-type distill --truncated punish", "--truncated punish is a reward"),
-        ("--teacher demo --distill-coef 1 --groups 1 --curriculum", "--curriculum goes by rewards that differ"),
+        (
+            "--teacher demo --distill-coef 1 --groups 1 --curriculum",
+            "--curriculum True: in groups of one no rewards differ",
+        ),
         ("--teacher demo --loss-type distill --distill-beta 2", "--distill-beta is 2.0; it must be at most 1.0"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_by_name(flags, said):
     with pytest.raises(ValueError, match=f"^{said}"):
         make_config(*flags.split())
+
+
+@pytest.mark.parametrize("flag", ["--dynamic-sampling", "--curriculum"])
+def test_groups_are_not_chosen_by_rewards_where_a_teacher_alone_trains(tmp_path, flag):
+    alone = "--teacher demo --distill-coef 1 --reward-weights correct=0,rubric=0".split()
+    with pytest.raises(ValueError, match=f"^{flag} goes by rewards, and none has a weight; "):
+        make_run(tmp_path, *alone, flag)
+
+
+def test_what_a_run_has_no_use_for_are_settings():
+    runs = {"loss_type": ("sft", "distill", "sapo", "dapo"), "teacher": ("", "demo"), "groups": (1, 2)}
+    runs |= {"old_logprobs": ("step", "sampler"), "advantage": ("group", "reinforce"), "lora_rank": (0, 16)}
+    for values in itertools.product(*runs.values()):
+        its = config.Config(**dict(zip(runs, values, strict=True)), eval_every=0)
+        for names, why in config.unused(its):
+            assert names <= vars(its).keys() and "; " in why
 
 
 def test_a_teacher_that_is_not_there_is_named_with_its_own_flag(tmp_path):

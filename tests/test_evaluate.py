@@ -82,13 +82,13 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
 
 
 def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
-    first, _ = run(demo)
-    second, _ = run(demo, batch_size=gpu.BatchSize(7))
+    first, _ = run(demo, limit=12)
+    second, _ = run(demo, limit=12, batch_size=gpu.BatchSize(5))
     for record in (first, second):
         record.pop("eval/s")
     entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise
     assert first == second
-    assert entropies[0] == pytest.approx(entropies[1], rel=1e-6)
+    assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)
 
 
 def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
@@ -215,7 +215,7 @@ def test_repetition_is_the_share_of_runs_of_four_words_that_were_there_before():
 # ---- a witness
 
 
-class Always(judge.Grader):
+class Always(rubrics.Grader):
     """A judge that gives every criterion the same score."""
 
     def __init__(self, rubric, score):

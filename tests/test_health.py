@@ -14,7 +14,6 @@ STEP = {
     "entropy": 1.0,
     "completion/mean_tokens": 10.0,
     "completion/truncated_frac": 0.1,
-    "judge/unparsed_frac": 0.0,
     "mismatch/over_cap_frac": 0.0,
 }
 
@@ -74,13 +73,6 @@ ILL_AND_WELL = {
             (steps_of("completion/truncated_frac", then=(0.6,)),),
             (steps_of("completion/truncated_frac", then=(0.6, 0.5)),),
         ),
-    ],
-    "unreadable": [
-        (
-            (steps_of("judge/unparsed_frac", then=(0.0, 0.25)),),
-            (steps_of("judge/unparsed_frac", *[0.25] * 4, 0.0),),
-        ),
-        ((steps_of("judge/unparsed_frac", then=(1.0,)),), (steps_of("judge/unparsed_frac", then=(None,)),)),
     ],
     "mismatch": [
         (

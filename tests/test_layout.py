@@ -46,6 +46,7 @@ def path_id(path: Path) -> str:
 each_module = pytest.mark.parametrize("path", MODULES + PARTS, ids=path_id)
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -94,6 +95,7 @@ def imports_of(path: Path) -> set[str]:
     return {name for node in ast.walk(parse(path)) for name in imported(node) if name in ROOMS}
 
 
+@functools.cache
 def floors() -> dict[str, int]:
     """Of each room: 0 where it imports none, else one more than the highest that it imports."""
     arrows = {name: imports_of(path) for name, path in ROOMS.items()}

@@ -254,7 +254,7 @@ SHAPES = {  # hidden, mlp, heads, kv heads, head dim, vocabulary
 
 @pytest.mark.parametrize("layers_again", ["off", "on"])
 @pytest.mark.parametrize(("sharing", "prompt"), [("off", 128), ("on", 512)])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "Qwen3-0.6B")) for n in SHAPES])
 def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, sharing, prompt, layers_again):
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
     flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}

@@ -1,4 +1,4 @@
-"""Answers that are formulas: a table read by math-verify and by our reader; 500 answers meant to hang or fool them."""
+"""Answers that are formulas: a table read by math-verify and by our reader; 300 answers meant to hang or fool them."""
 
 import json
 import random
@@ -158,7 +158,7 @@ def test_a_table_of_200_answers_is_read_right_and_the_readers_agree_on_most_of_i
 
 
 def hostile_answers() -> list[str]:
-    """500 answers: towers, nests, long sums, calls, half-finished LaTeX."""
+    """300 answers: towers, nests, long sums, calls, half-finished LaTeX."""
     rng = random.Random(0)
     parts = [
         "10^{",
@@ -195,22 +195,22 @@ def hostile_answers() -> list[str]:
         "__import__('os')",
     ]
     found += [part * size + end for part in parts for size in (3, 40, 10_000) for end in ends[:4]]
-    while len(found) < 500:
+    while len(found) < 300:
         found.append("".join(rng.choice(parts + ends) for _ in range(rng.randint(1, 25))))
     return found
 
 
 @library
 @pytest.mark.slow
-def test_500_hostile_answers_end_within_the_limit_and_none_is_right(monkeypatch):
+def test_300_hostile_answers_end_within_the_limit_and_none_is_right(monkeypatch):
     monkeypatch.setattr(rewards, "MATH_LIMIT", 1.0)
     rewards._math_pool.cache_clear()
-    texts = [*HOSTILE, *(f"\\boxed{{{said}}}" for said in hostile_answers()), *hostile_answers()[:100]]
-    assert len(texts) > 500
+    texts = [*HOSTILE, *(f"\\boxed{{{said}}}" for said in hostile_answers()), *hostile_answers()[::6]]
+    assert len(texts) > 300
     for text in texts:
         begin = time.process_time()
         assert tasks.gsm8k_correct(completions=[text], answer=["42"]) == [0]
-        assert time.process_time() - begin < 2, "300,000 characters"
+        assert time.process_time() - begin < 2, "100,000 characters"
     assert rewards.math_correct(completions=texts, answer=["42"] * len(texts)) == [0] * len(texts)
     rewards._math_pool.cache_clear()
 

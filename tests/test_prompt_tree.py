@@ -31,24 +31,24 @@ def some_prompts(num_runs, seed=0):
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
-@pytest.mark.parametrize("chunk_size", [1, 5, 100])
-def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs, chunk_size):
-    prompts, found = some_prompts(num_runs), {}
+def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
+    prompts = some_prompts(num_runs)
     prompts.append(prompts[0])  # twice the same
-    tree = prompt_tree.PromptTree(model, HEAD, chunk_size, "test")
-
-    def read(places, hidden, _):
-        assert len(places) <= chunk_size and not found.keys() & set(places)
-        found.update(zip(places, np.array(hidden), strict=True))
-
-    tree.walk(prompts, read)
-    assert found.keys() == set(range(len(prompts)))
-    for place, prompt in enumerate(prompts):
-        ids = HEAD + [i for run in prompt for i in run]
-        np.testing.assert_allclose(found[place], np.array(model.hidden(mx.array([ids]))[0, -1]), atol=1e-3)
+    whole = [HEAD + [i for run in prompt for i in run] for prompt in prompts]
+    expected = np.array([np.array(model.hidden(mx.array([ids]))[0, -1]) for ids in whole])
     shared = {prompt[:end] for prompt in prompts for end in range(1, num_runs)}
     distinct = len(HEAD) + sum(len(path[-1]) for path in shared) + sum(len(prompt[-1]) for prompt in prompts)
-    assert distinct <= tree.num_tokens <= 1.1 * distinct
+    for chunk_size in (1, 5, 100):
+        tree, found = prompt_tree.PromptTree(model, HEAD, chunk_size, "test"), {}
+
+        def read(places, hidden, _, chunk_size=chunk_size, found=found):
+            assert len(places) <= chunk_size and not found.keys() & set(places)
+            found.update(zip(places, np.array(hidden), strict=True))
+
+        tree.walk(prompts, read)
+        assert found.keys() == set(range(len(prompts)))
+        np.testing.assert_allclose([found[place] for place in range(len(prompts))], expected, atol=1e-3)
+        assert distinct <= tree.num_tokens <= 1.1 * distinct
 
 
 def test_batches_hold_little_padding_and_no_more_rows_than_allowed():

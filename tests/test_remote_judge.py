@@ -307,15 +307,16 @@ def test_an_empty_message_is_an_empty_reply(serve):
         ("http://", "must be like"),
         ("http://host/v1?key=secret", "must be like"),
         ("http://me:secret@host/v1", "holds a password"),
+        ("HTTPS://me:secret@host", "holds a password"),
     ],
 )
 def test_a_url_that_is_none_is_refused_without_showing_what_is_secret(url, said):
     with pytest.raises(ValueError, match=said) as error:
-        remote_judge.Endpoint(JudgeSettings(judge_url=url))
+        remote_judge.Endpoint(JudgeSettings(judge_url=url, judge_model="tiny"))
     assert "me:secret" not in str(error.value)
 
 
 def test_a_key_that_would_break_the_header_is_refused_without_showing_it():
     with pytest.raises(ValueError, match="JUDGE_API_KEY") as error:
-        remote_judge.Endpoint(JudgeSettings(judge_url="http://host/v1"), key="secret\nX-Other: 1")
+        remote_judge.Endpoint(JudgeSettings(judge_url="http://host/v1", judge_model="tiny"), key="secret\nX-Other: 1")
     assert "secret" not in str(error.value)

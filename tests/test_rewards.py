@@ -3,7 +3,6 @@
 import asyncio
 import math
 import sys
-import time
 from fractions import Fraction
 
 import pytest
@@ -183,7 +182,7 @@ def test_a_reward_that_does_not_apply_to_a_row_says_none():
 
 
 TRL_STYLE = """
-import asyncio, time
+import asyncio, os, pathlib, time
 def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("seen", len(prompts)), log_extra("answer", answer)
     texts = [completion[0]["content"] for completion in completions]
@@ -193,6 +192,13 @@ def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_e
 async def awaited(completions, **kwargs):
     await asyncio.sleep(0.01)
     return [float(len(completion[0]["content"])) for completion in completions]
+def meets(completions, **kwargs):
+    for text in completions:
+        folder, num = text.split("|")
+        (pathlib.Path(folder) / str(os.getpid())).touch()
+        while len(os.listdir(folder)) < int(num):
+            time.sleep(0.01)
+    return [1.0] * len(completions)
 def naps(completions, **kwargs):
     for text in completions:
         time.sleep(float(text))
@@ -216,13 +222,17 @@ def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, 
     assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
 
 
-def test_slow_rows_run_side_by_side_and_one_that_takes_too_long_earns_the_lowest(reward_file, capsys):
+def test_rows_run_side_by_side(reward_file, tmp_path):
+    (tmp_path / "met").mkdir()
+    spec = f"{reward_file(TRL_STYLE)}:meets"
+    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=3, timeout=60.0))
+    assert rewards.call_reward(name, fn, ["p"] * 6, [f"{tmp_path / 'met'}|3"] * 6, {}) == [1.0] * 6
+    fn.pool.close()
+
+
+def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys):
     spec = f"{reward_file(TRL_STYLE)}:naps"
-    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=6, timeout=3.0))
-    rewards.call_reward(name, fn, ["p"] * 6, ["0.3"] * 6, {})  # the workers have started
-    begin = time.monotonic()
-    assert rewards.call_reward(name, fn, ["p"] * 12, ["0.5"] * 12, {}) == [-0.5] * 12
-    assert time.monotonic() - begin < 5, "12 naps of half a second, six at once"
+    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=2, timeout=3.0))
     assert rewards.call_reward(name, fn, ["p"] * 3, ["0.1", "30", "0.2"], {}) == [-0.1, -0.2, -0.2]
     assert "1 of 3 rows passed --reward-timeout 3 and count as -0.2, the lowest" in capsys.readouterr().err
     assert math.isnan(rewards.call_reward(name, fn, ["p"], ["30"], {})[0])

@@ -42,6 +42,14 @@ def rows_of(rollout):
     return [(ids, logprobs[: len(ids)]) for ids, logprobs in zip(rollout.ids, np.array(rollout.logprobs), strict=True)]
 
 
+def hidden_of(model, rollout):
+    """Of each row the hidden states that its tokens were drawn from, by one forward pass without a cache."""
+    rows = [(PROMPTS[row // 4], ids) for row, (ids, _) in enumerate(rows_of(rollout))]
+    width = max(len(prompt) + len(ids) for prompt, ids in rows)
+    hidden = model.hidden(mx.array([[*prompt, *ids, *[0] * (width - len(prompt + ids))] for prompt, ids in rows]))
+    return [hidden[row, len(prompt) - 1 :][: len(ids)] for row, (prompt, ids) in enumerate(rows)]
+
+
 def test_greedy_rollouts_equal_mlx_lm_token_for_token(model, tiny_qwen3):
     peer, _ = mlx_lm_load_model(tiny_qwen3)
     rows = rows_of(roll(model, group_size=1, temperature=0.0, max_tokens=20))
@@ -54,18 +62,14 @@ def test_greedy_rollouts_equal_mlx_lm_token_for_token(model, tiny_qwen3):
         assert ids == expected
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
 @pytest.mark.parametrize("support", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}])
 def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(model, temperature, support):
     """Where two tokens tie within rounding at the edge of the support, scoring may keep one that sampling did not."""
     rollout = roll(model, temperature=temperature, **support)
-    gaps = []
-    for row, (ids, logprobs) in enumerate(rows_of(rollout)):
-        prompt = PROMPTS[row // 4]
-        hidden = model.hidden(mx.array([prompt + ids]))[:, len(prompt) - 1 : -1]
-        expected, _ = lm_head.token_logprobs(
-            hidden, model.head_weight, mx.array([ids]), temperature=temperature, support=softmax.Support(**support)
-        )
+    gaps, how = [], {"temperature": temperature, "support": softmax.Support(**support)}
+    for hidden, (ids, logprobs) in zip(hidden_of(model, rollout), rows_of(rollout), strict=True):
+        expected, _ = lm_head.token_logprobs(hidden[None], model.head_weight, mx.array([ids]), **how)
         gaps.extend(np.abs(logprobs - np.array(expected)[0]))
     assert (np.array(gaps) > 1e-4).mean() <= (0.01 if support else 0)
 
@@ -147,7 +151,7 @@ def test_the_rows_of_equal_prompts_differ_and_another_key_draws_others(model):
 
 
 def test_the_mask_ends_with_the_end_token_and_truncated_rows_get_none(model):
-    rollout = roll(model, group_size=32, max_tokens=30)
+    rollout = roll(model, group_size=16, max_tokens=30)
     reasons = rollout.finish_reasons
     assert {"stop", "length"} == set(reasons)
     width = rollout.completion_ids.shape[1]
@@ -162,7 +166,7 @@ def test_the_mask_ends_with_the_end_token_and_truncated_rows_get_none(model):
 
 
 def test_every_end_token_ends_a_row(model):
-    ended_with = {ids[-1] for ids, _ in rows_of(roll(model, group_size=64, max_tokens=60))}
+    ended_with = {ids[-1] for ids, _ in rows_of(roll(model, group_size=16, max_tokens=60))}
     assert set(EOS) <= ended_with
 
 
@@ -380,7 +384,7 @@ def test_a_prompt_without_tokens_is_refused(model):
         roll(model, prompts=[[1], []])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("support", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}])
 def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled(model, temperature, support):
     ends = tuple(range(0, 320, 10))
@@ -388,16 +392,15 @@ def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled
     assert rollout.entropy.shape == rollout.logprobs.shape
     recorded, mask = np.array(rollout.entropy), np.array(rollout.mask)
     assert (recorded[mask == 0] == 0).all() and (mask == 0).any()
-    for row, (ids, _) in enumerate(rows_of(rollout)):
-        prompt = PROMPTS[row // 4]
-        logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]
+    for row, hidden in enumerate(hidden_of(model, rollout)):
+        logits = hidden @ model.head_weight.T
         if temperature:
             logits = softmax.truncate_logits(logits / temperature, softmax.Support(**support))
         wide = np.array(logits, dtype=np.float64)
         probs = np.exp(wide - wide.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)
         expected = -(probs * np.log(np.where(probs > 0, probs, 1))).sum(-1)
-        np.testing.assert_allclose(recorded[row, : len(ids)], expected, atol=1e-4)
+        np.testing.assert_allclose(recorded[row, : len(hidden)], expected, atol=1e-4)
 
 
 def test_entropies_are_not_computed_unless_asked_for(model, monkeypatch):

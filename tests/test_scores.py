@@ -154,7 +154,7 @@ def test_no_pairs_are_no_work():
     assert judged.scores.shape == (0, 3) and judged.rewards.shape == (0,) and judged.unparsed == 0
 
 
-def test_a_fifth_of_unreadable_evaluations_is_warned_of_with_an_example_and_again_when_they_double(capsys):
+def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_example(capsys):
     made = Made()
 
     def warned(*completions):
@@ -166,7 +166,7 @@ def test_a_fifth_of_unreadable_evaluations_is_warned_of_with_an_example_and_agai
     assert "5 of 21 evaluations" in said and "(24%)" in said and "'correct' of the answer 'd?'" in said
     assert "Add one and two." in said and "'hm', with 0.250" in said and "\n" not in said.strip()
     assert warned("h?", "i?") == ""
-    assert "10 of 36" in warned("j?", "k?", "l?")
+    assert warned("j?", "k?", "l?") == ""  # 10 of 36
 
 
 def test_a_few_unreadable_evaluations_are_not_warned_of(capsys):

@@ -176,9 +176,9 @@ def test_the_gradient_of_the_loss_alone_is_that_of_its_formula_in_float64():
             scores /= scores.sum()
             scores[rows[row].ids[place]] -= 1
             expected[number, place - 1] = scores @ head / count(rows)
-    assert np.abs(np.array(ours) - expected).max() < 1e-6 * np.abs(expected).max()
+    assert np.abs(np.array(ours) - expected).max() < 1e-5 * np.abs(expected).max()
     logits = [states[number, : len(row.ids)] @ head.T for number, row in enumerate(rows)]
-    assert value.item() == pytest.approx(oracle(logits, rows), rel=1e-6)
+    assert value.item() == pytest.approx(oracle(logits, rows), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
@@ -203,7 +203,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
         batches = sft.make_batches(rows, budget)
         assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
         grads, _, measured = update.gradient(learner, batches, sft.CrossEntropy(config, count(rows)))
-        assert measured["loss"] == pytest.approx(right, rel=1e-6)
+        assert measured["loss"] == pytest.approx(right, rel=1e-5)
         ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
         assert set(ours) == set(expected)
         for key, value in expected.items():
@@ -218,7 +218,7 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)
-    assert record["eval/loss"] == pytest.approx(loss, rel=1e-6)
+    assert record["eval/loss"] == pytest.approx(loss, rel=1e-5)
     assert record["eval/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert (record["eval/num"], record["eval/tokens"]) == (3, count(rows) / 3)
     off = [part - loss * count(of) for part, of in zip(parts, conversations, strict=True)]
@@ -231,10 +231,10 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--groups 8 --temp 1", "--groups, --temp: --loss-type sft samples and judges nothing; leave that out"),
-        ("--target-kl 0.01", "--target-kl: --loss-type sft"),
-        ("--early-stopping 2 --eval-every 0", "--early-stopping 2 needs evaluations; set --eval-every"),
-        ("--init-adapter x --lora-rank 0", "--init-adapter x has no place with --lora-rank 0; merge it"),
+        ("--groups 8 --temp 1", "--groups 8, --temp 1.0: --loss-type sft samples and judges nothing; leave that out"),
+        ("--target-kl 0.01", "--target-kl 0.01: --loss-type sft"),
+        ("--early-stopping 2 --eval-every 0", "--early-stopping 2: there are no evaluations; set --eval-every"),
+        ("--init-adapter x --lora-rank 0", "--init-adapter x: --lora-rank 0 trains no adapter; merge it"),
     ],
 )
 def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):

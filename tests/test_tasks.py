@@ -317,48 +317,31 @@ def test_the_scorer_reads_answers_in_all_their_clothes(completion, reference, ri
     assert tasks.gsm8k_correct(completions=[completion], answer=[reference]) == [float(right)]
 
 
-HOSTILE = [
-    "9" * 300_000,
-    "9," * 150_000,
-    "1,234" * 60_000,
-    "1 " * 150_000,
-    "1 1/" * 75_000,
-    "1/" * 150_000,
-    "-" * 300_000,
-    ".5" * 150_000,
-    "e9" * 150_000,
-    " " * 300_000,
-    "\t \n" * 100_000,
-    "{" * 300_000,
-    "}" * 300_000,
-    "\\boxed{" * 40_000,
-    "\\boxed{}" * 40_000,
-    "\\boxed{\\boxed{" * 20_000 + "}" * 40_000,
-    "\\frac{" * 50_000,
-    "\\frac{1}" * 40_000,
-    "1 \\frac" * 40_000,
-    "#" * 300_000,
-    "#### " * 60_000,
-    "answer " * 43_000,
-    "answer is " * 30_000,
-    "answer=" * 43_000,
-    "x^" * 150_000,
-    "10^" * 100_000,
-    "1 x 10 ^ " * 33_000,
-    "$" * 300_000,
-    "\\" * 300_000,
-    "`*_~" * 75_000,
-    "\ud800\x00\u202e" * 100_000,
+REPEATED = ["9", "9,", "1,234", "1 ", "1 1/", "1/", "-", ".5", "e9", " ", "\t \n", "{", "}", "#", "#### ", "$", "\\"]
+REPEATED += [
+    "\\boxed{",
+    "\\boxed{}",
+    "\\frac{",
+    "\\frac{1}",
+    "1 \\frac",
+    "answer ",
+    "answer is ",
+    "answer=",
+    "x^",
+    "10^",
 ]
+REPEATED += ["1 x 10 ^ ", "`*_~", "\ud800\x00\u202e"]
+HOSTILE = [text * (100_000 // len(text)) for text in REPEATED] + ["\\boxed{\\boxed{" * 6_000 + "}" * 12_000]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
 def test_a_hostile_completion_takes_bounded_time(text):
+    """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
     begin = time.process_time()  # seconds of this process, whatever else the machine does
     tasks.gsm8k_correct(completions=[text], answer=["42"])
     rewards.boxed_once(completions=[text])
     parse_number(text)
-    assert time.process_time() - begin < 8, "300,000 characters, a hundred times what a model writes"
+    assert time.process_time() - begin < 4
 
 
 @pytest.mark.slow

@@ -39,6 +39,8 @@ import tasks
 import train
 import update
 from config import Config
+from judging import rubrics
+from judging.remote_judge import RemoteJudge
 from losses import trust_region
 from reporting import journal
 from reporting.journal import records_of_draw
@@ -414,7 +416,7 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     def score(self, prompts, completions):
         rewards = np.arange(12.0)
         rewards[[1, 8, 9, 10, 11]] = np.nan
-        return judge.Judgement(rewards, np.full((12, 3), np.nan), 15, judge.Stats(0.1, 36, 0.1))
+        return rubrics.Judgement(rewards, np.full((12, 3), np.nan), 15, rubrics.Stats(0.1, 36, 0.1))
 
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(rewards={}, reward_weights={"rubric": 1.0})
@@ -438,7 +440,7 @@ def test_a_verifier_s_difference_counts_where_the_judge_was_unreadable(tmp_path,
     answers = [example["answer"] for example in examples for _ in range(4)]
     monkeypatch.setattr(sampler, "texts", lambda *_: ["zero" if row % 4 else text for row, text in enumerate(answers)])
     rubric = np.array([1.0, 0.0, np.nan, np.nan] * 3)
-    judged = judge.Judgement(rubric, np.full((12, 3), 3.0), 18, judge.Stats(0.1, 36, 0.1))
+    judged = rubrics.Judgement(rubric, np.full((12, 3), 3.0), 18, rubrics.Stats(0.1, 36, 0.1))
     monkeypatch.setattr(judge.Judge, "score", lambda *_: judged)
     rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     assert run.task.reward_weights == {"correct": 1.0, "rubric": 0.5}
@@ -589,7 +591,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
         "0",
     )
     run = train.Run(make_config(*flags), tmp_path)
-    assert run.base is None and isinstance(run.judge, judge.RemoteJudge)
+    assert run.base is None and isinstance(run.judge, RemoteJudge)
     settings = run.judge.server.settings
     assert (settings.judge_model, settings.judge_retries) == ("demo", 0)
     run.open()
@@ -1036,9 +1038,9 @@ def test_a_run_never_trains_on_its_evaluation_problems():
 
 
 def test_the_main_job_learns(tmp_path):
-    """60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
-    flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 60]
-    done = command(*flags, "--eval-every", "60", "--run-dir", tmp_path / "run")
+    """45 of its 60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
+    flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 45, "--eval-limit", 256]
+    done = command(*flags, "--eval-every", "45", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     first, last = records(tmp_path / "run" / "eval.jsonl")
     assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.7
@@ -1050,13 +1052,13 @@ def test_a_rate_that_destroys_the_policy_without_a_bound_does_not_with_it(tmp_pa
     """Shares of right answers over the last ten steps; before training it is 0.47."""
     right = {}
     for target in ("0", "0.02"):
-        flags = ["--batch", "4", "--learning-rate", "0.1", "--steps", "30", "--eval-every", "0", "--target-kl", target]
+        flags = ["--batch", "4", "--learning-rate", "0.1", "--steps", "15", "--eval-every", "0", "--target-kl", target]
         (tmp_path / target).mkdir()
         run = make_run(tmp_path / target, *flags)
         train.train(run.config, run)
         metrics = records(tmp_path / target / "metrics.jsonl")
         right[target] = sum(record["reward/correct"] for record in metrics[-10:]) / 10
-    assert right["0"] < 0.1 < 0.3 < right["0.02"]
+    assert right["0"] < 0.1 < 0.3 < right["0.02"], right
 
 
 def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):

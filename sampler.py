@@ -175,7 +175,7 @@ class Record:
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: tqdm | None = None):
         self.params, self.key, self.progress = params, key, progress
-        self.limits = np.array(params.limits(num_rows))
+        self.limits, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
         shape = num_rows, self.limits.max()
@@ -186,7 +186,7 @@ class Record:
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token."""
-        return np.isin(self.ids[rows, self.lengths[rows] - 1], list(self.params.eos_ids))
+        return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1)
 
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
         """Adds a token to each of the rows that has not ended."""

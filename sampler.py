@@ -67,7 +67,7 @@ def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> S
     return SamplingParams(config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id)
 
 
-class Stats(NamedTuple):
+class RolloutStats(NamedTuple):
     """The cost of a rollout."""
 
     prefill_s: float  # wall-clock seconds
@@ -83,7 +83,7 @@ class Rollout(NamedTuple):
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
     finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens
-    stats: Stats
+    stats: RolloutStats
     entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
 
     @property
@@ -182,7 +182,7 @@ class Record:
         self.ids = np.full(shape, params.pad_id, np.int32)
         # what is recorded of each token: id, log-probability and, if asked for, entropy
         self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
-        self.prefill_s, self.cache_bytes = 0.0, 0  # for `Stats`
+        self.prefill_s, self.cache_bytes = 0.0, 0  # for `RolloutStats`
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token."""
@@ -357,7 +357,7 @@ def sample(
         tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
 
 
-def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: Stats) -> Rollout:
+def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
     """The rollout of rows that have all ended. Raises NotFinite."""
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
@@ -403,7 +403,7 @@ def rollout(
         sample(model, rows_of, record, group_size, size, share_prefix)
     seconds = time.perf_counter() - begin
     speeds = record.bring_together(mine, seconds, prompts)
-    stats = Stats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds)
+    stats = RolloutStats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds)
     return assemble(record, group_size, model.head_weight.dtype, stats)
 
 

@@ -177,7 +177,7 @@ def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion)
 # ---- reading a judge's replies
 
 
-class Stats(NamedTuple):
+class JudgeStats(NamedTuple):
     """The cost of judging."""
 
     seconds: float
@@ -193,7 +193,7 @@ class Judgement(NamedTuple):
     rewards: np.ndarray
     scores: np.ndarray
     unparsed: int  # evaluations without a readable score
-    stats: Stats
+    stats: JudgeStats
 
 
 class Question(NamedTuple):
@@ -412,7 +412,7 @@ class Grader:
         found = found.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
         seconds, num_cached = time.perf_counter() - begin, len(questions) - len(new)
-        stats = Stats(seconds, len(new), mass, self.num_tokens, num_cached)
+        stats = JudgeStats(seconds, len(new), mass, self.num_tokens, num_cached)
         return Judgement(rubric_reward(found, self.rubric), found, int(np.isnan(found).sum()), stats)
 
     def _warn(self, new: dict[Question, Evaluation]) -> None:

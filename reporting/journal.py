@@ -171,7 +171,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     return finite(metrics)
 
 
-def of_machines(seconds: dict[str, float], stats: list[sampler.Stats]) -> dict[str, float]:
+def of_machines(seconds: dict[str, float], stats: list[sampler.RolloutStats]) -> dict[str, float]:
     """What a step waited for other machines, and the mean speed of each in its rollouts; empty for one machine."""
     if "wait" not in seconds:
         return {}

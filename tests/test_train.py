@@ -416,7 +416,7 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     def score(self, prompts, completions):
         rewards = np.arange(12.0)
         rewards[[1, 8, 9, 10, 11]] = np.nan
-        return rubrics.Judgement(rewards, np.full((12, 3), np.nan), 15, rubrics.Stats(0.1, 36, 0.1))
+        return rubrics.Judgement(rewards, np.full((12, 3), np.nan), 15, rubrics.JudgeStats(0.1, 36, 0.1))
 
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(rewards={}, reward_weights={"rubric": 1.0})
@@ -440,7 +440,7 @@ def test_a_verifier_s_difference_counts_where_the_judge_was_unreadable(tmp_path,
     answers = [example["answer"] for example in examples for _ in range(4)]
     monkeypatch.setattr(sampler, "texts", lambda *_: ["zero" if row % 4 else text for row, text in enumerate(answers)])
     rubric = np.array([1.0, 0.0, np.nan, np.nan] * 3)
-    judged = rubrics.Judgement(rubric, np.full((12, 3), 3.0), 18, rubrics.Stats(0.1, 36, 0.1))
+    judged = rubrics.Judgement(rubric, np.full((12, 3), 3.0), 18, rubrics.JudgeStats(0.1, 36, 0.1))
     monkeypatch.setattr(judge.Judge, "score", lambda *_: judged)
     rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     assert run.task.reward_weights == {"correct": 1.0, "rubric": 0.5}

@@ -5,6 +5,7 @@ What is left out: the algorithm (train.py), logs and console lines (reporting/),
 """
 
 import contextlib
+import functools
 import shlex
 import signal
 import sys
@@ -33,7 +34,7 @@ from config import Config
 from losses import distill, sft
 from problems import chats, curriculum, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
-from reporting import page
+from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from run_files import START
@@ -265,10 +266,16 @@ class Run(Core):
         self.keep_start()
         is_paid = self.judge is not None and self.judge.is_paid
         self.journal = Journal(self.config, self.dir, self.task.metric, self.step, keep_scores=is_paid)
+        for name, grader in {"unreadable": self.judge, "unreadable witness": self.witness}.items():
+            if grader is not None:
+                grader.warn = functools.partial(self._warn_of, name)
         if self.judge is not None:
             self.judge.cache.fill(self.journal.judge_scores.read())
             if is_paid:  # write at once: the step may never finish
                 self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
+
+    def _warn_of(self, name: str, text: str) -> None:
+        self.journal.warn_of(self.step, health.Finding(name, text))
 
     def evaluate(self) -> None:
         """Evaluates the held-out problems and logs the result."""

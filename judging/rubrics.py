@@ -354,6 +354,7 @@ class Grader:
         self.rubric = load_rubric(rubric)
         self.cache = ScoreCache()
         self.on_score: Callable[[], None] = lambda: None  # called for every new score in the cache
+        self.warn: Callable[[str], None] = lambda text: tqdm.write(f"WARNING: {text}.", file=sys.stderr)
         self.num_tokens = 0  # positions that the latest call put through a local model
         self.num_seen = self.num_unread = 0
         self.has_warned = False
@@ -407,7 +408,7 @@ class Grader:
             parts = world.share([(place, *new[questions[place]]) for place in mine], f"judge's {len(asked)} questions")
             for place, *told in itertools.chain(*parts[: world.rank()], *parts[world.rank() + 1 :]):
                 tell(place, Evaluation(*told))
-            self._warn(new)
+            self._count(new)
         found = np.array([scores[question] for question in self.questions(pairs)], float)
         found = found.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
@@ -415,7 +416,7 @@ class Grader:
         stats = JudgeStats(seconds, len(new), mass, self.num_tokens, num_cached)
         return Judgement(rubric_reward(found, self.rubric), found, int(np.isnan(found).sum()), stats)
 
-    def _warn(self, new: dict[Question, Evaluation]) -> None:
+    def _count(self, new: dict[Question, Evaluation]) -> None:
         """Warns once, with an example, when over a fifth of all evaluations so far is unreadable."""
         unread = [question for question, evaluation in new.items() if math.isnan(evaluation.score)]
         self.num_seen += len(new)
@@ -424,13 +425,12 @@ class Grader:
             return
         self.has_warned = True
         prompt, completion, column = unread[0]
-        tqdm.write(
-            f"WARNING: {self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
+        self.warn(
+            f"{self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
             f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. For example criterion "
             f"{self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}: it said "
             f"{new[unread[0]].said[:80]!r}, with {new[unread[0]].mass:.3f} of its probability on 1 to 5. "
-            "Try another --judge-model; or, if answers fit its context, --judge-mode decode with --judge-think 512",
-            file=sys.stderr,
+            "Try another --judge-model; or, if answers fit its context, --judge-mode decode with --judge-think 512"
         )
 
 

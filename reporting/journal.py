@@ -325,11 +325,14 @@ class Journal:
 
     def warn(self, step: int) -> None:
         """Prints and records each warning once, with the step at which it first applied."""
-        given = {warning["name"] for warning in self.warnings.read()}
         for finding in health.examine(self.steps, self.evaluations):
-            if finding.name not in given:
-                self.warnings.write({"step": step} | finding._asdict())
-                warn(f"WARNING after step {step}: {finding.text}.")
+            self.warn_of(step, finding)
+
+    def warn_of(self, step: int, finding: health.Finding) -> None:
+        """Prints and records a warning, unless this run has given it."""
+        if finding.name not in {warning["name"] for warning in self.warnings.read()}:
+            self.warnings.write({"step": step} | finding._asdict())
+            warn(f"WARNING after step {step}: {finding.text}.")
 
     def best_step(self) -> int | None:
         """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""

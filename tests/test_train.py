@@ -409,6 +409,16 @@ def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
     assert {id(array) for array in made} <= {id(array) for array in waited["update"]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("least_mass", "names"), [("1.0", ["unreadable"]), ("0.5", [])])
+def test_a_judge_that_cannot_be_read_is_on_record_once(tmp_path, capsys, least_mass, names):
+    run = make_run(tmp_path, "--steps", "2", "--eval-every", "0", "--judge-min-mass", least_mass)
+    train.train(run.config, run)
+    found = [warning for warning in run.journal.warnings.read() if warning["name"] == "unreadable"]
+    assert [warning["name"] for warning in found] == names and all(warning["step"] == 0 for warning in found)
+    assert capsys.readouterr().err.count("no readable score") == len(names)
+
+
 def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     examples, _, rollout = sample(run)

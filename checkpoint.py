@@ -122,7 +122,8 @@ def path_of(run_dir: str | Path, step: int) -> Path:
 
 def saved(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, intact or not."""
-    return sorted((Path(run_dir) / "checkpoints").glob("step-*"))
+    named = (Path(run_dir) / "checkpoints").glob("step-*")
+    return sorted(path for path in named if path.name.removeprefix("step-").isdecimal())  # else of a killed process
 
 
 def _sha256(path: Path) -> str:

@@ -236,8 +236,9 @@ def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
         unasked = {name: value for name, value in unasked.items() if name in SFT}
     config = checked(asked | unasked | flags, flags)
-    if flags.get("lora_rank") == 0 and (asked | unasked).get("lora_rank") != 0 and "learning_rate" not in flags:
-        config.learning_rate /= 10  # the recipe's is one for adapters
+    its_rate = "learning_rate" in flags or ("learning_rate" in asked and asked.get("lora_rank") == 0)
+    if config.lora_rank == 0 and not its_rate:
+        config.learning_rate /= 10  # the recipe's or the default is one for adapters
     return config
 
 
@@ -295,7 +296,7 @@ ON_ADVANTAGES = set(
 
 def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     """
-    The settings, every one of the right type, in range, and of use to this run. Raises ValueError otherwise.
+    The settings, each of the right type and in range, without contradiction. Raises ValueError otherwise.
 
     flags: the names of those given as flags.
     """
@@ -326,7 +327,7 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 
 
 def unused(config: Config) -> Iterator[tuple[set[str], str]]:
-    """The settings that this run has no use for, why, and what to do instead."""
+    """Settings that would mislead, since this run has no use for them; why, and what to do instead."""
     if config.loss_type == "sft":
         yield set(NAMES) - SFT, "--loss-type sft samples and judges nothing; leave that out"
     else:
@@ -335,7 +336,7 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"distill_coef"}, "only for losses on advantages; leave that out, or --loss-type distill"
         yield ON_ADVANTAGES, "--loss-type distill has no advantages; leave that out"
     else:
-        yield {"distill_beta"}, "only for --loss-type distill; leave that out, or set it"
+        yield {"distill_beta"}, "only for --loss-type distill; leave that out, or choose that loss"
     if config.teacher:
         yield SUPPORT, f"--teacher {config.teacher} scores the whole vocabulary; leave that out"
     else:

@@ -55,12 +55,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def mean(values: np.ndarray) -> float | None:
-    """The mean of the readable values; None if there are none."""
-    readable = values[~np.isnan(values)]
-    return float(readable.mean()) if readable.size else None
-
-
 def half_width(by_problem: np.ndarray) -> float | None:
     """
     Half the width of the 95% confidence interval of a mean over problems; None below two values.
@@ -255,7 +249,7 @@ def evaluate(
         measured["witness"] = by_problem(witnessed.rewards, samples)
     record: dict[str, Any] = {}
     for name, values in measured.items():
-        record |= {f"eval/{name}": mean(values), f"eval/{name}_ci95": half_width(values)}
+        record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
     mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
     rows = [prompt for prompt in prompts for _ in range(samples)]
     record |= {
@@ -316,7 +310,7 @@ def listed(values: np.ndarray, place: int, samples: int) -> list[Any]:
 
 def by_problem(values: np.ndarray, samples: int) -> np.ndarray:
     """Means over each problem's samples, (N,) -> (P,); nan where none is readable."""
-    return np.array([np.nan if (m := mean(row)) is None else m for row in values.reshape(-1, samples)])
+    return np.array([np.nan if (m := run_files.mean(row)) is None else m for row in values.reshape(-1, samples)])
 
 
 def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) -> dict[str, np.ndarray]:

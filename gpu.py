@@ -495,7 +495,7 @@ class BatchSize:
         self.num_good = 0  # batches that fitted since the last change
 
     def halve(self, num_rows: int) -> None:
-        """Halves the number of rows that was tried, at most `num_rows`."""
+        """Halves `rows`, or `num_rows` if fewer were tried."""
         self.rows, self.num_good = max(min(self.rows, num_rows) // 2, 1), 0
 
     def fitted(self) -> None:

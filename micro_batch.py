@@ -33,7 +33,7 @@ class Completions(Protocol):
     @property
     def mask(self) -> mx.array: ...
     @property
-    def lengths(self) -> np.ndarray: ...  # N
+    def ids(self) -> list[list[int]]: ...  # N, without padding
 
 
 class Prefix(NamedTuple):
@@ -76,9 +76,10 @@ def micro_batches(
 
     prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`.
     """
-    shared, cut = plan(prompts, rollout.lengths, token_budget, sharing)
+    completions = rollout.ids
+    shared, cut = plan(prompts, np.array(list(map(len, completions))), token_budget, sharing)
     make = _make_shared if shared else _make_plain
-    return [make(part, prompts, rollout, rollout.lengths) for part, _ in cut]
+    return [make(part, prompts, completions, rollout) for part, _ in cut]
 
 
 Cut = list[tuple[list[int], int]]  # each micro-batch's rows, and its positions with padding
@@ -157,23 +158,20 @@ def padded(rows: list[list[int]]) -> mx.array:
     return mx.array(out)
 
 
-def _completions(part: list[int], rollout: Completions, num_tokens: np.ndarray) -> list[list[int]]:
-    ids = np.array(rollout.completion_ids)
-    return [ids[row, : num_tokens[row]].tolist() for row in part]
-
-
-def _make_plain(part: list[int], prompts: list[list[int]], rollout: Completions, num_tokens: np.ndarray) -> MicroBatch:
-    completions = _completions(part, rollout, num_tokens)
-    whole = [[*prompts[row], *completion[:-1]] for row, completion in zip(part, completions, strict=True)]
-    most = max(map(len, completions))
+def _make_plain(
+    part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Completions
+) -> MicroBatch:
+    whole = [[*prompts[row], *completions[row][:-1]] for row in part]
+    most = max(len(completions[row]) for row in part)
     # completion token t stands at len(prompt) + t and is predicted one position earlier
     first = np.array([len(prompts[row]) - 1 for row in part])
     positions = np.minimum(first[:, None] + np.arange(most), max(map(len, whole)) - 1)
     return _finish(part, None, whole, positions, rollout)
 
 
-def _make_shared(part: list[int], prompts: list[list[int]], rollout: Completions, num_tokens: np.ndarray) -> MicroBatch:
-    completions = _completions(part, rollout, num_tokens)
+def _make_shared(
+    part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Completions
+) -> MicroBatch:
     distinct = list(dict.fromkeys(tuple(prompts[row]) for row in part))
     place = {prompt: index for index, prompt in enumerate(distinct)}
     prefix = Prefix(
@@ -181,9 +179,9 @@ def _make_shared(part: list[int], prompts: list[list[int]], rollout: Completions
         [len(prompt) for prompt in distinct],
         [place[tuple(prompts[row])] for row in part],
     )
-    most = max(map(len, completions))
+    most = max(len(completions[row]) for row in part)
     positions = np.broadcast_to(np.arange(most), (len(part), most))
-    return _finish(part, prefix, [completion[:-1] for completion in completions], positions, rollout)
+    return _finish(part, prefix, [completions[row][:-1] for row in part], positions, rollout)
 
 
 def _finish(

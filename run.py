@@ -5,6 +5,7 @@ What is left out: the algorithm (train.py), logs and console lines (reporting/),
 """
 
 import contextlib
+import errno
 import functools
 import shlex
 import signal
@@ -43,13 +44,14 @@ from run_files import START
 class Core:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
-    columns: str  # what the figures of a step's line are, for the console
+    legend: str  # what the figures of a step's line are, for the console
     learner: update.Learner
     journal: Journal
     report: page.LivePage | None = None  # the page, while the run goes
     _kept: dict[str, Any] | None = None  # see `end_step`
     memory: str  # what the run needs, for the console
     longest: int  # positions of the longest row that it may train
+    boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
 
     def __init__(self, config: Config, run_dir: Path):
         """Raises ValueError if the model or the initial adapter cannot be loaded, or if they do not match."""
@@ -57,11 +59,14 @@ class Core:
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.model, self.tokenizer = gwen.load(config.model)
         self.compare()
-        if not config.lora_rank:
-            return
-        begun = None
+        if config.lora_rank:
+            self._add_adapters()
+
+    def _add_adapters(self) -> None:
+        """New ones; with --init-adapter they begin as that one."""
+        config, begun = self.config, None
         if config.init_adapter:
-            kept = run_dir / START  # on resume, our copy: the original may have been trained further
+            kept = self.dir / START  # on resume, our copy: the original may have been trained further
             path = str(kept) if kept.is_dir() else config.init_adapter
             begun = lora.Fused(*world.first(lambda: lora.read_start(self.model, path)))
         lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
@@ -75,14 +80,14 @@ class Core:
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
             world.compare({"Gwen": world.code_checksum()} | facts)
 
-    def settle_memory(self, lengths: list[int], prompt_ids: object) -> preflight.Need:
+    def settle_memory(self, lengths: list[int], data: object) -> preflight.Need:
         """
         Replaces each `auto` in the settings, on several machines by the least of all; returns what the run will need.
 
-        lengths: of the rows that it trains, without completions. prompt_ids: what it trains on. Raises ValueError, on
+        lengths: of the rows that it trains, without completions. data: what it trains on. Raises ValueError, on
         every machine, if one has others.
         """
-        world.compare({"data": zlib.crc32(repr(prompt_ids).encode())} if world.size() > 1 else {})
+        world.compare({"data": zlib.crc32(repr(data).encode())} if world.size() > 1 else {})
         demand = (self.model.config, self.model.head_weight.dtype, self.config, lengths)
         preflight.settle(*demand)
         preflight.agree(self.config, self.model.config.num_hidden_layers)
@@ -165,7 +170,7 @@ class Core:
     @property
     def is_whole(self) -> bool:
         """Whether nothing has changed since the last logged step; only then may the run be saved."""
-        return self._boundary == (self.step, self.learner.num_changes)
+        return self.boundary == (self.step, self.learner.num_changes)
 
     def end_step(self) -> None:
         """
@@ -174,7 +179,7 @@ class Core:
         Where another machine may spoil the next step, this state is kept; only with adapters, which are small. A run
         that trains all weights goes back to its newest checkpoint.
         """
-        self._boundary = (self.step, self.learner.num_changes)
+        self.boundary = (self.step, self.learner.num_changes)
         if world.size() > 1 and self.config.lora_rank:
             self._kept = self.learner.state()
         if self.stopping:
@@ -182,13 +187,13 @@ class Core:
 
     def go_back(self) -> None:
         """Undoes what another machine has left half done."""
-        if self._kept and not self.is_whole and self._boundary[0] == self.step:
+        if self._kept and not self.is_whole and self.boundary[0] == self.step:
             self.learner.load(self._kept)
             self._kept = None
 
     def extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""
-        counts = {name: getattr(self.learner, name) for name in ("failures", "rate", "num_skipped")}
+        counts = {name: getattr(self.learner, name) for name in update.COUNTS}
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
         return {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()} | scale | counts
 
@@ -199,7 +204,7 @@ class Core:
 
     def restore(self, state: checkpoint.State) -> None:
         checkpoint.refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
-        counts = {name: state.extra[name] for name in ("failures", "rate", "num_skipped")}
+        counts = {name: state.extra[name] for name in update.COUNTS}
         scale = {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
         tensors = {"trainable": state.trainable, "moments": state.optimizer}
         self.learner.load(tensors | scale | counts)
@@ -221,7 +226,7 @@ class Run(Core):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
         super().__init__(config, run_dir)
-        self.columns = console_columns(config)
+        self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
@@ -231,7 +236,7 @@ class Run(Core):
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
         self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
-        self._render(held_out, "held-out prompt")
+        self._render(held_out, "held-out prompt")  # only to refuse what is too long
         before_training = (self.base or self.model, self.tokenizer)
         self.judge = evaluate.make_judge(config, self.task, *before_training)
         self.witness = evaluate.make_witness(config, self.task, self.judge, *before_training) if held_out else None
@@ -320,7 +325,7 @@ class Run(Core):
 class SftRun(Core):
     """A run of supervised fine-tuning: the conversations besides."""
 
-    columns = SFT_COLUMNS
+    legend = SFT_COLUMNS
 
     def __init__(self, config: Config, run_dir: Path):
         train, held_out = split_examples(chats.load(config.data, config.columns or None))
@@ -384,9 +389,9 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
 @contextlib.contextmanager
 def stoppable(run: Core) -> Iterator[None]:
     """
-    On Ctrl-C, a failing reward or a lack of memory, saves the run after its last whole step and says how to continue.
+    On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
 
-    No copy of that state exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
+    No copy of all weights exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
     Ctrl-C does not wait, and only the newest checkpoint is left. Of several machines only the first does so; where
     another one spoils a step of adapters, it returns to the one before.
     """
@@ -401,7 +406,12 @@ def stoppable(run: Core) -> Iterator[None]:
     before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
     try:
         yield
-    except (KeyboardInterrupt, ValueError, RuntimeError, MemoryError) as error:
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise OSError(f"{error}; {_newest(run, error, 'free some space and ' if is_full else '')}") from error
+    except (KeyboardInterrupt, Exception) as error:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
         if not world.is_first():
             if gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
                 raise ValueError(str(error)) from error
@@ -418,15 +428,13 @@ def stoppable(run: Core) -> Iterator[None]:
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
-            said = f"{what}step {run.step + 1} is lost; {_newest(run, error)}"
+            said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
         if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
         if what:  # a bug of ours or of MLX's: show the traceback
             raise
         sys.exit(130)
-    except OSError as error:  # the disk is full or gone
-        raise OSError(f"{error}; {_newest(run, error, 'free some space and ')}") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -442,6 +450,8 @@ def _go_on(run: Core, error: BaseException) -> str:
     too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
     if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
         budget = run.config.train_token_budget // 2
+        if budget < run.longest and run.config.checkpoint_layers == "on":
+            return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):
         return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"

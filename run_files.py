@@ -1,7 +1,7 @@
 """
 A run's directory: creates it with its settings, and finds it for commands with `--run runs/NAME [--step N]`.
 
-Left out: the logs (run.py) and the state to resume from (checkpoint.py).
+Left out: what its logs hold (reporting/journal.py) and the state to resume from (checkpoint.py).
 """
 
 import itertools
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_blas  # before mlx
+import numpy as np
 import yaml
 
 import gpu
@@ -84,7 +85,8 @@ def adapter_of(run: str, step: int | None) -> str | None:
     path = Path(run) / "adapter" if step is None else folder / f"step-{step:06d}" / "adapter"
     if (path / "adapter_config.json").is_file():
         return str(path)
-    saved = [int(name.parent.name.removeprefix("step-")) for name in sorted(folder.glob("step-*/adapter"))]
+    numbers = [name.parent.name.removeprefix("step-") for name in sorted(folder.glob("step-*/adapter"))]
+    saved = [int(number) for number in numbers if number.isdecimal()]
     if step is None:
         raise ValueError(f"--run {run} has saved no adapter yet; --step 0 is the model before training")
     raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved})))}")
@@ -217,13 +219,16 @@ class JsonLines:
     def cut_after(self, step: int) -> None:
         """Drops the records of later steps, and a last line that a crash left unfinished."""
         kept = []
-        for line in self.path.read_text().splitlines():
+        lines = self.path.read_text().splitlines()
+        for number, line in enumerate(lines, 1):
             try:
-                if json.loads(line)["step"] > step:
-                    continue
-            except (ValueError, KeyError, TypeError):
-                break
-            kept.append(line + "\n")
+                is_later = json.loads(line)["step"] > step
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines):
+                    break
+                raise ValueError(f"{self.path}, line {number} is damaged; remove it to go on without it") from error
+            if not is_later:
+                kept.append(line + "\n")
         replace_text(self.path, "".join(kept))
 
 
@@ -239,6 +244,12 @@ class Unwritten(JsonLines):
         return []
 
     def cut_after(self, step: int) -> None: ...
+
+
+def mean(values: np.ndarray) -> float | None:
+    """The mean of the readable values; None if there are none."""
+    readable = values[~np.isnan(values)]
+    return float(readable.mean()) if readable.size else None
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from layers import attention, softmax
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
+REFILL, SHRINK = 1 / 16, 1 / 4  # shares of idle slots at which they take waiting rows, or go where none waits
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
@@ -253,13 +254,13 @@ def decode(
         record.show()
         ended = record.ended[rows[slots]]
         idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
-        if num_waiting and 16 * len(idle) >= len(slots):
+        if num_waiting and len(idle) >= REFILL * len(slots):
             idle = idle[:num_waiting]
             slots[idle], starts[idle] = np.arange(num_begun, num_begun + len(idle)), step + 1
             num_begun += len(idle)
             cache.assign(prompts[slots].tolist(), starts.tolist())
             logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
-        elif not num_waiting and 4 * len(idle) >= len(slots):
+        elif not num_waiting and len(idle) >= SHRINK * len(slots):
             kept = np.flatnonzero(~ended)
             if not len(kept):
                 break
@@ -334,7 +335,7 @@ def sample(
     model: gwen.Model, rows_of: RowsOf, record: Record, group_size: int, size: gpu.BatchSize, share_prefix: bool | None
 ) -> None:
     """
-    Samples the rows of each prompt, batch by batch; those lost when memory ran out once more.
+    Samples the rows of each prompt, batch by batch, and again those lost when memory ran out.
 
     Raises ValueError if memory is too small for one row.
     """

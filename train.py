@@ -100,7 +100,8 @@ def tune(config: Config, run: SftRun) -> None:
         seconds, peak = clock.lap(), mx.get_peak_memory()
         run.write_step(sft.Step(run.step, seconds, batches, loss.num_items, measured, lr, peak))
     if run.step < config.steps:
-        say(f"stopped after step {run.step}: {config.early_stopping} evaluations in a row had no lower eval/loss")
+        said = f"stopped after step {run.step}: {config.early_stopping} evaluations in a row had no lower eval/loss"
+        say(f"{said}; to go on, resume with --early-stopping 0")
 
 
 def draw_groups(run: Run, clock: PhaseClock) -> list[Draw]:
@@ -191,7 +192,7 @@ def command(args: argparse.Namespace) -> None:
     run.open()
     print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True)
     print(run.memory, flush=True)
-    print(run.columns, flush=True)
+    print(run.legend, flush=True)
     with run.shown(), stoppable(run):
         loop(config, run)
     if world.is_first():

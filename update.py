@@ -33,6 +33,7 @@ from losses.policy import MakeLoss, TokenLoss
 from micro_batch import MicroBatch, in_rows, my_part, of_all
 
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
+COUNTS = ("failures", "rate", "num_skipped")  # what a checkpoint keeps of a learner beside tensors and loss scale
 
 
 class Learner:
@@ -60,11 +61,11 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """What outlives a step."""
-        names = ("trainable", "loss_scale", "failures", "num_skipped", "rate", "num_changes")
-        return {name: getattr(self, name) for name in names} | {"moments": dict(tree_flatten(self.optimizer.state))}
+        held = {name: getattr(self, name) for name in ("trainable", "loss_scale", "num_changes", *COUNTS)}
+        return held | {"moments": dict(tree_flatten(self.optimizer.state))}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Returns to such a state, or to a part of it."""
+        """Returns to such a state, or to a part of it with `trainable` and `moments`."""
         self.optimizer.state = tree_unflatten(list(state["moments"].items()))
         vars(self).update({name: value for name, value in state.items() if name != "moments"})
         install(self.model, self.trainable)
@@ -151,7 +152,7 @@ def update(
         steps.append(measured)
     keep_equal(learner)
     rate = learner.rate
-    if moved is not None and moved < target / 2:
+    if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
     def mean(name: str) -> float:
@@ -197,7 +198,7 @@ def optimizer_step(
         learner.optimizer.learning_rate = lr
         masters = tree_unflatten(list(learner.trainable.items()))
         learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
-        # Otherwise the old tensors would stay alive, here and in the model, until the last new one is computed.
+        # Otherwise the model's old tensors, and without --target-kl the masters, would stay until all new are computed.
         del grads, masters
         install(learner.model, learner.trainable)
         mx.eval(learner.trainable, learner.optimizer.state)

@@ -80,7 +80,7 @@ def part(costs: Sequence[float]) -> list[int]:
 
 
 def part_together(keys: Iterable[Hashable]) -> list[int]:
-    """The places that this machine does, ascending, where those of equal keys stay together and cost the same."""
+    """The places that this machine does, ascending; those of equal keys go to one machine, and each costs 1."""
     places_of: dict[Hashable, list[int]] = {}
     for place, key in enumerate(keys):
         places_of.setdefault(key, []).append(place)
@@ -216,8 +216,8 @@ def joined() -> Iterator[None]:
 
 
 def endings() -> list[signal.Signals]:
-    """The signals that end a run and let it save: those of a launcher too, where there is one."""
-    others = [signal.SIGTERM, signal.SIGHUP] if _link else []
+    """The signals that end a run and let it save: Ctrl-C, and those of a launcher, a scheduler or a closed terminal."""
+    others = (signal.SIGTERM, signal.SIGHUP)
     return [signal.SIGINT] + [one for one in others if signal.getsignal(one) != signal.SIG_IGN]
 
 

@@ -93,7 +93,8 @@ def hold(
         factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         share *= factor
         after = {name: old + factor * (after[name] - old) for name, old in before.items()}
-    return BoundedStep(before, share, 0.0, MOST_TRIES, _pushes(probe, place(before)))
+    present = place(before)
+    return BoundedStep(before, share, world.first(functools.partial(distance, probe, present)), MOST_TRIES, {})
 
 
 def _pushes(probe: list[MicroBatch], present: list[mx.array]) -> dict[int, np.ndarray]:

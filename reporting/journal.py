@@ -31,7 +31,7 @@ from losses import policy
 from problems.examples import spread
 from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
-from run_files import JsonLines, Unwritten, finite
+from run_files import JsonLines, Unwritten, finite, mean
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -87,12 +87,6 @@ class Step(NamedTuple):
     result: update.UpdateResult
     peak_bytes: int
     curriculum: dict[str, float]  # figures of the choice of prompts
-
-
-def mean(values: np.ndarray) -> float | None:
-    """The mean of the readable values; None if there are none."""
-    readable = values[~np.isnan(values)]
-    return float(readable.mean()) if readable.size else None
 
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:

@@ -120,6 +120,9 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
     assert resolve(full | {"learning_rate": 0.002}, None, None)[0].learning_rate == 0.002
     for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
         assert resolve(flags, str(recipe), None)[0].learning_rate == 0.0003
+    recipe.write_text("lora_rank: 0\n")
+    for flags in (full, {"model": "demo"}):
+        assert resolve(flags, str(recipe), None)[0].learning_rate == pytest.approx(1e-5)
 
 
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):

@@ -684,9 +684,11 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
     run = far(tmp_path)
     update_once(run)
     masters, weights = dict(run.learner.trainable), dict(tree_flatten(run.model.parameters()))
-    monkeypatch.setattr(trust_region, "distance", lambda *_: distance)
+    found = iter([distance] * trust_region.MOST_TRIES + [1e-4])  # the last is that of the step before, if any
+    monkeypatch.setattr(trust_region, "distance", lambda *_: next(found))
     result = update_once(run)
-    assert (result.moved, result.repeats) == (0, trust_region.MOST_TRIES)
+    assert (result.moved, result.repeats) == (1e-4, trust_region.MOST_TRIES)
+    assert run.learner.rate == result.rate  # no recovery after a step that was dropped
     assert all(mx.array_equal(array, masters[name]).item() for name, array in run.learner.trainable.items())
     assert all(mx.array_equal(array, weights[name]).item() for name, array in tree_flatten(run.model.parameters()))
 

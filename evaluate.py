@@ -106,7 +106,8 @@ def answer(
 
 def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
     """The values of each completion, (N,), by each reward or verifier."""
-    return call_rewards(rewards, answers.problems, answers.texts, sampler.columns(answers.rollout))
+    called = call_rewards(rewards, answers.problems, answers.texts, sampler.columns(answers.rollout))
+    return {name: np.array(values) for name, values in called.items()}
 
 
 def judged(grader: Grader, answers: Answers) -> Judgement:

@@ -407,7 +407,7 @@ def stoppable(run: Core) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # MLX gives no number
         raise OSError(f"{error}; {_newest(run, error, 'free some space and ' if is_full else '')}") from error
     except (KeyboardInterrupt, Exception) as error:
         for number in before:

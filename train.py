@@ -23,6 +23,7 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
+import numpy as np
 
 import checkpoint
 import gwen
@@ -142,8 +143,9 @@ def reward_completions(run: Run, examples: list[Example], rollout: sampler.Rollo
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     repeated = [example for example in examples for _ in range(config.groups)]
     with clock.phase("reward") as done:
-        components = call_rewards(task.rewards, repeated, completions, sampler.columns(rollout))
+        called = call_rewards(task.rewards, repeated, completions, sampler.columns(rollout))
         done()
+    components = {name: np.array(values) for name, values in called.items()}
     judgement = None
     if run.judge is not None:
         with clock.phase("judge") as done:

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
@@ -168,9 +167,9 @@ def _import_file(spec: str, path: Path) -> Any:
 
 def call_rewards(
     rewards: dict[str, Reward], examples: Sequence[Example], completions: Sequence[str], columns: dict[str, list[Any]]
-) -> dict[str, np.ndarray]:
+) -> dict[str, list[float]]:
     """
-    The values of N completions by each reward, (N,); see `call_reward`.
+    The values of N completions by each reward; see `call_reward`.
 
     examples: one per completion, whose columns they bring. columns: the others'.
     """
@@ -178,7 +177,7 @@ def call_rewards(
     every: dict[str, Sequence[Any]] = {name: [example.get(name) for example in examples] for name in names}
     prompts = [example["prompt"] for example in examples]
     named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
-    return {name: np.array(call_reward(name, reward, prompts, completions, every | columns)) for name, reward in named}
+    return {name: call_reward(name, reward, prompts, completions, every | columns) for name, reward in named}
 
 
 def call_reward(

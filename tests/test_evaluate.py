@@ -339,7 +339,8 @@ def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_pat
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
     (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
     run = train.Run.__new__(train.Run)
-    run.config, run.dir, run.step, run.judge, run.task = make_config(), tmp_path, 3, None, tasks.load("demo")
+    run.config, run.dir, run.step, run.task = make_config(), tmp_path, 3, tasks.load("demo")
+    run.judge = run.witness = None
     run.open()
     assert run.journal.answers.read() == [{"step": 0}]
 

@@ -876,6 +876,8 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
         "held-out accuracy: before 0.400 ± 0.040, after 0.900 ± 0.090 (6 problems)",
         "greedy: before 0.200 ± 0.020, after 0.450 ± 0.045",
         "tokens: before 3.600 ± 0.360, after 8.100 ± 0.810",
+        f"adapter: {tmp_path / 'adapter'}",
+        f"best: {tmp_path / 'adapter-best'}, after 9 steps",
     ]
 
 

@@ -104,7 +104,7 @@ class Training:
     )
     scale_rewards: Literal["group", "batch", "none"] = flag("group", "deviation that advantages are divided by")
     combine_rewards: Literal["sum", "normalize"] = flag("sum", "sum several rewards first, or normalize each first")
-    signal_floor: float = flag(0.01, "a group whose range is a smaller share of the step's deviation is noise", low=0)
+    signal_floor: float = flag(0.01, "a group is noise if its range is below this share of the step's deviation", low=0)
     epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0)
     epsilon_high: float | None = flag(None, "and at 1 + this (default: --epsilon); for cispo the cap on it", low=0)
     delta: float = flag(0.0, "upper bound on the ratio for negative advantages; 0: none", low=0)
@@ -113,7 +113,7 @@ class Training:
     entropy_coef: float = flag(0.0, "weight of an entropy bonus", low=0)
     top_entropy_quantile: float = flag(1.0, "train only this share of tokens, of highest entropy", low=0, high=1.0)
     num_iterations: int = flag(1, "optimizer steps per rollout", low=1, high=2**10)
-    old_logprobs: Literal["step", "sampler"] = flag("step", "take the update's old log-probabilities or the sampler's")
+    old_logprobs: Literal["step", "sampler"] = flag("step", "old log-probabilities: from the update or the sampler")
     mismatch: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = flag(
         "off", "correction where trainer and sampler disagree"
     )

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -863,6 +864,29 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
     assert metrics[-1]["grad_norm"] is None
     state = checkpoint.load(tmp_path / "run")
     assert (state.step, state.extra["failures"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGINT), SystemExit),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit),
+        (lambda: {}["a bug"], KeyError),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "a bug"],
+)
+def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again(tmp_path, monkeypatch, ends, error):
+    run, save = make_run(tmp_path), train.Run.save
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(self)
+
+    monkeypatch.setattr(train.Run, "save", interrupted)
+    with pytest.raises(error), train.stoppable(run):
+        ends()
+    assert checkpoint.load(tmp_path).step == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):

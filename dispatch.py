@@ -147,9 +147,9 @@ def measure(
         modes = [s for s in (True, False) if (kind.group_size > 1 or not s) and needs.get(s, 0) <= room]
         if not modes or time.perf_counter() - begin > MOST_SECONDS:
             break
-        if (new := gpu.attempt(time_work, model, kind, rows, modes)) is None:
+        if not (made := gpu.attempt(time_work, model, kind, rows, modes)):
             break
-        trials += new
+        trials += made[0]
         mx.clear_cache()
     return sorted(trials)
 

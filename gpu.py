@@ -468,17 +468,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """What `compute` returns. None if memory ran out: by then all that it allocated is free."""
+def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    """What `compute` returns, in a list; an empty one if memory ran out: by then all that it allocated is free."""
     try:
-        return compute(*args, **kwargs)
+        return [compute(*args, **kwargs)]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     # not in the handler, where the traceback holds every array of the attempt
     mx.synchronize()  # wait: a queued step holds its caches
     mx.clear_cache()
-    return None
+    return []
 
 
 class BatchSize:

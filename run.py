@@ -7,6 +7,7 @@ What is left out: the algorithm (train.py), logs and console lines (reporting/),
 import contextlib
 import errno
 import functools
+import os
 import shlex
 import signal
 import sys
@@ -397,6 +398,8 @@ def stoppable(run: Core) -> Iterator[None]:
     """
 
     def on_ctrl_c(number: int, *_: object) -> None:
+        if number == signal.SIGHUP:  # the terminal is gone, and a line to it would be an error
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         if run.is_whole or run.stopping:
             world.interrupt(number)
         run.stopping = True

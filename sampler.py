@@ -344,8 +344,9 @@ def sample(
         most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
         batch = dict(itertools.islice(left.items(), num_prompts))
-        gpu.attempt(sample_batch, model, batch, record, size.rows, share_prefix)
         rows = [row for rows in batch.values() for row in rows]
+        if gpu.attempt(sample_batch, model, batch, record, size.rows, share_prefix):
+            assert record.ended[rows].all(), f"{(~record.ended[rows]).sum()} rows did not end"
         if record.ended[rows].all():
             continue
         if min(size.rows, len(rows)) == 1:

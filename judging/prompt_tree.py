@@ -63,9 +63,9 @@ class PromptTree:
     def root(self) -> tuple[TreeCache, mx.array]:
         """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
         if self._root is None:
-            self._root = gpu.attempt(self._compute_root)
-            if self._root is None:
+            if not (made := gpu.attempt(self._compute_root)):
                 raise self._too_little()
+            (self._root,) = made
         return self._root
 
     def _compute_root(self) -> tuple[TreeCache, mx.array]:
@@ -90,12 +90,14 @@ class PromptTree:
 
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
-            gpu.attempt(self._level, self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, finish)
-            if left:  # memory ran out
-                if self.chunk.rows == 1:
-                    raise self._too_little()
-                self.chunk.halve(self.in_flight)
-                tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}", file=sys.stderr)
+            nodes = [(0, node) for node in tree_of(left)]
+            if gpu.attempt(self._level, self.root()[0], nodes, ends_of_a_row, finish):
+                assert not left, f"{len(left)} prompts were not read"
+                break
+            if self.chunk.rows == 1:
+                raise self._too_little()
+            self.chunk.halve(self.in_flight)
+            tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}", file=sys.stderr)
 
     def _too_little(self) -> ValueError:
         return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")

@@ -94,7 +94,7 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
     """Steps as `train.py` takes them, with its defaults."""
     config = settings(args, str(directory))
     model = gwen.load_model(directory)
-    lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     prompts, tokenizer = make_prompts(args, model.config), hub.load_tokenizer(directory)
     preflight.settle(model.config, model.head_weight.dtype, config, [len(prompt) for prompt in prompts])
     learner = update.Learner(model, config)
@@ -104,20 +104,20 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
         rollout = sampler.rollout(
             model,
             prompts,
-            sampler.SamplingParams(config.max_tokens),
-            group_size=config.groups,
+            sampler.SamplingParams(config.sampling.max_tokens),
+            group_size=config.sampling.groups,
             key=step,
-            batch_size=config.rollout_batch_size or config.batch * config.groups,
+            batch_size=config.sampling.rollout_batch_size or config.sampling.batch * config.sampling.groups,
         )
         assert (np.array(rollout.mask).sum(-1) == args.max_tokens).all()
         marks.append(time.perf_counter())
         sampler.texts(tokenizer, rollout, ())
-        rewards = np.array([[reward_of(place) for place in range(config.groups)]] * config.batch)
+        rewards = np.array([[reward_of(place) for place in range(config.sampling.groups)]] * config.sampling.batch)
         advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
         marks.append(time.perf_counter())
-        rows = [prompt for prompt in prompts for _ in range(config.groups)]
-        batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
-        update.update(learner, batches, rollout, advantages, None, config.learning_rate)
+        rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
+        batches = micro_batch.micro_batches(rows, rollout, config.optimizer.train_token_budget, "auto")
+        update.update(learner, batches, rollout, advantages, None, config.optimizer.learning_rate)
         marks.append(time.perf_counter())
         steps.append(dict(zip(PHASES, np.diff(marks).tolist(), strict=True)))
     return steps
@@ -423,11 +423,16 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
 def print_ledger(args: argparse.Namespace) -> None:
     """What such a step costs on a GPU, counted: see bench/ledger.py."""
     config, dtype = settings(args, args.model), gwen.DTYPES[args.dtype or "float16"]
-    config.train_token_budget, config.checkpoint_layers = args.token_budget or preflight.GPU_BUDGET, "off"
+    config.optimizer.train_token_budget, config.optimizer.checkpoint_layers = (
+        args.token_budget or preflight.GPU_BUDGET,
+        "off",
+    )
     work = ledger.StepWork(gwen.load_config(args.model), dtype, config, args.prompt_tokens)
     machines = {name: ledger.MACHINES[name] for name in args.machine or ledger.MACHINES}
     phases = ledger.make(work)
-    print(f"Ledger: {describe(args)} in {args.dtype or 'float16'}, {config.train_token_budget} positions a micro-batch")
+    print(
+        f"Ledger: {describe(args)} in {args.dtype or 'float16'}, {config.optimizer.train_token_budget} positions a micro-batch"
+    )
     for line in ledger.lines(work, phases, machines):
         print(line)
     print(json.dumps({"config": vars(args), "ledger": ledger.record(work, phases, machines)}))

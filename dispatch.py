@@ -25,7 +25,7 @@ import gpu
 import gwen
 import run_files
 import sampler
-from config import Config
+from config import Config, Switch
 from kv_cache import SlotCache
 
 USUAL_ROWS = 64  # at once if nothing is measured
@@ -235,29 +235,29 @@ def choose(
     return chosen, describe(chosen, trials, kind, source)
 
 
-def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num_held_out: int) -> int:
+def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num_held_out: int) -> tuple[int, Switch]:
     """
-    The rows that a run decodes at once. Replaces `auto` in its settings, so that a resumed run reads the values.
+    The rows that a run decodes at once, and whether they share prompts. On a GPU this measures what is `auto`.
 
-    They are enough for the step's rows or the held-out problems, whichever are more. On a GPU this measures.
+    They are enough for the step's rows or the held-out problems, whichever are more.
     """
-    most_rows = max(config.batch * config.groups, num_held_out)
+    sampling = config.sampling
+    rows, sharing = sampling.rollout_batch_size, sampling.share_prefix
+    most_rows = max(sampling.batch * sampling.groups, num_held_out)
     if not gpu.on_gpu():
-        config.rollout_batch_size = config.rollout_batch_size or min(most_rows, USUAL_ROWS)
-    elif not config.rollout_batch_size or config.share_prefix == "auto":
-        chosen, why = choose(
-            model,
-            prompt_lengths,
-            max_tokens=config.max_tokens,
-            group_size=config.groups,
-            most_rows=most_rows,
-            rows=config.rollout_batch_size,
-        )
-        print(why, flush=True)
-        config.rollout_batch_size = chosen.rows
-        if config.share_prefix == "auto":
-            config.share_prefix = "on" if chosen.share_prefix else "off"
-    return config.rollout_batch_size
+        return rows or min(most_rows, USUAL_ROWS), sharing
+    if rows and sharing != "auto":
+        return rows, sharing
+    chosen, why = choose(
+        model,
+        prompt_lengths,
+        max_tokens=sampling.max_tokens,
+        group_size=sampling.groups,
+        most_rows=most_rows,
+        rows=rows or 0,
+    )
+    print(why, flush=True)
+    return chosen.rows, sharing if sharing != "auto" else "on" if chosen.share_prefix else "off"
 
 
 def describe(chosen: Trial, trials: Sequence[Trial], kind: Kind, source: str) -> str:

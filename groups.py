@@ -17,6 +17,8 @@ from config import Config
 from judging import rubrics
 from problems.examples import Example
 
+MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
+
 
 class Rewards(NamedTuple):
     """Rewards of one rollout, numpy float64."""
@@ -58,9 +60,9 @@ def weigh(
             raise ValueError(
                 f"reward {name} times its weight {weight:g} passes 1e15; start again with lower --reward-weights"
             )
-    shape = len(weights), config.batch, config.groups
+    shape = len(weights), config.sampling.batch, config.sampling.groups
     given = np.array(list(components.values()), np.float64).reshape(shape)
-    axis = None if config.advantage == "reinforce" else 1
+    axis = None if config.objective.advantage == "reinforce" else 1
     filled_parts = [
         fill(part, axis) if name == "rubric" else np.nan_to_num(part)
         for name, part in zip(components, given, strict=True)
@@ -85,13 +87,13 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.nd
 
     They are 0 in groups of one, which only a teacher trains.
     """
-    if config.groups == 1:
+    if config.sampling.groups == 1:
         return np.zeros((len(chosen), 1), np.float32)
-    if config.combine_rewards == "normalize":
+    if config.objective.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
-        return grpo.decoupled_advantages(parts, draws[0].rewards.weights, config.signal_floor)
+        return grpo.decoupled_advantages(parts, draws[0].rewards.weights, grpo.SIGNAL_FLOOR)
     rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
-    return grpo.group_advantages(rewards, config.scale_rewards, config.advantage, config.signal_floor)
+    return grpo.group_advantages(rewards, config.objective.scale_rewards, config.objective.advantage, grpo.SIGNAL_FLOOR)
 
 
 def has_signal(advantages: np.ndarray) -> np.ndarray:
@@ -114,12 +116,12 @@ class Choice(NamedTuple):
 
 def choose_groups(config: Config, draws: list[Draw]) -> Choice:
     """Takes the first groups with a signal; if there are too few, the first without one fill up the batch."""
-    everything = list(range(len(draws) * config.batch))
+    everything = list(range(len(draws) * config.sampling.batch))
     advantages = advantages_of(config, draws, everything)
     signal = has_signal(advantages)
     if len(draws) == 1:
         return Choice(everything, advantages, int(signal.sum()))
-    chosen = sorted(np.argsort(~signal, kind="stable")[: config.batch].tolist())
+    chosen = sorted(np.argsort(~signal, kind="stable")[: config.sampling.batch].tolist())
     return Choice(chosen, advantages_of(config, draws, chosen), int(signal.sum()))
 
 
@@ -129,8 +131,8 @@ def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[l
 
     --truncated mask drops the rows that hit --max-tokens.
     """
-    rows = [group * config.groups + member for group in chosen for member in range(config.groups)]
-    prompts = [prompt for draw in draws for prompt in draw.prompts for _ in range(config.groups)]
+    rows = [group * config.sampling.groups + member for group in chosen for member in range(config.sampling.groups)]
+    prompts = [prompt for draw in draws for prompt in draw.prompts for _ in range(config.sampling.groups)]
     reasons = [reason for draw in draws for reason in draw.rollout.finish_reasons]
     width = max(draw.rollout.mask.shape[1] for draw in draws)
 
@@ -140,7 +142,7 @@ def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[l
     fields = ("completion_ids", "logprobs", "mask")
     ids, logprobs, mask = (merged([getattr(draw.rollout, name) for draw in draws]) for name in fields)
     reasons = [reasons[row] for row in rows]
-    if config.truncated == "mask":
+    if config.objective.truncated == "mask":
         mask = mask * mx.array([[reason != "length"] for reason in reasons])
     rollout = draws[-1].rollout._replace(
         completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons, entropy=None

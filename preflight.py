@@ -10,7 +10,6 @@ Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vo
 K kv heads, D head dim, F mlp width.
 """
 
-import dataclasses
 import itertools
 import sys
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import hub
 import lora
 import micro_batch
 import world
-from config import Config, given, parse, resolve
+from config import Config, Sizes, Switch, given, parse, resolve
 from flags import Parser, check_least, fail
 from kv_cache import round_up
 from layers import lm_head
@@ -97,17 +96,21 @@ def has_kernels() -> bool:
     return gpu.on_gpu() and gpu.is_wanted()
 
 
-def estimate(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
-) -> Need:
-    """
-    What a run needs at most, when its prompts, or the conversations of --loss-type sft, have these lengths.
+class Demand(NamedTuple):
+    """What decides the memory of a run, besides `Sizes`."""
 
-    A teacher that does not fit beside it stays on disk.
-    """
-    demand = (model, dtype, config, prompt_lengths, checkpoint_layers)
-    need = _estimate(*demand, False)
-    return _estimate(*demand, True) if need.total > gpu.memory_size() and has_files(config.teacher) else need
+    model: hub.ModelConfig
+    dtype: mx.Dtype
+    config: Config
+    prompt_lengths: list[int]  # or of the conversations of --loss-type sft
+
+
+def estimate(demand: Demand, sizes: Sizes) -> Need:
+    """What a run needs at most. A teacher that does not fit beside it stays on disk."""
+    need = _estimate(demand, sizes, False)
+    if need.total > gpu.memory_size() and has_files(demand.config.objective.teacher):
+        return _estimate(demand, sizes, True)
+    return need
 
 
 def has_files(teacher: str) -> bool:
@@ -115,30 +118,24 @@ def has_files(teacher: str) -> bool:
     return bool(teacher) and teacher != "self" and not teacher.startswith("random:")
 
 
-def _estimate(
-    model: hub.ModelConfig,
-    dtype: mx.Dtype,
-    config: Config,
-    prompt_lengths: list[int],
-    checkpoint_layers: int,
-    teacher_on_disk: bool,
-) -> Need:
-    samples = config.loss_type != "sft"
+def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
+    model, dtype, config, prompt_lengths = demand
+    samples = config.objective.loss_type != "sft"
     if not samples:
-        config = dataclasses.replace(config, groups=1, max_tokens=1)
+        config = config.but(groups=1, max_tokens=1)
     shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
     all_weights = sum(array.size for _, array in tree_flatten(shapes.parameters()))
-    if config.lora_rank:
-        lora.apply(shapes, config.lora_rank, config.lora_scale, config.lora_targets)
+    if config.model.lora_rank:
+        lora.apply(shapes, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     trained = sum(array.size for _, array in tree_flatten(shapes.trainable_parameters()))
     # float32 weights are their own masters
-    masters = trained if config.lora_rank or dtype != mx.float32 else 0
-    longest = sorted(prompt_lengths)[-config.batch :]
-    num_batches, activations, working, logprobs = _update(model, dtype, config, longest, checkpoint_layers)
-    cache, decoding = _rollout(model, dtype, config, longest) if samples else (0, 0)
+    masters = trained if config.model.lora_rank or dtype != mx.float32 else 0
+    longest = sorted(prompt_lengths)[-config.sampling.batch :]
+    num_batches, activations, working, logprobs = _update(model, dtype, config, sizes, longest)
+    cache, decoding = _rollout(model, dtype, config, sizes, longest) if samples else (0, 0)
     return Need(
         weights=all_weights * dtype.size,
-        adapters=(4 + (dtype.size if config.lora_rank and dtype != mx.float32 else 0)) * masters,
+        adapters=(4 + (dtype.size if config.model.lora_rank and dtype != mx.float32 else 0)) * masters,
         optimizer=8 * trained,
         cache=cache,
         decoding=decoding,
@@ -147,7 +144,7 @@ def _estimate(
         working=working,
         logprobs=logprobs,
         stepping=7 * trained,  # measured: 5 to 7
-        **(_teacher(model, dtype, config, longest, teacher_on_disk) if config.teacher else {}),
+        **(_teacher(model, dtype, config, longest, teacher_on_disk) if config.objective.teacher else {}),
     )
 
 
@@ -159,39 +156,39 @@ def _teacher(
 
     The model's own base, which teaches a run that trains all weights, is a copy.
     """
-    other = config.teacher != "self"
+    other = config.objective.teacher != "self"
     with gwen.named_by("--teacher"):
-        shape = gwen.load_config(config.teacher) if other else model
-    held, num_tokens = 0, config.batch * config.groups * config.max_tokens
-    said = num_tokens * (dtype.size * shape.hidden_size if config.loss_type == "distill" else 4)
+        shape = gwen.load_config(config.objective.teacher) if other else model
+    held, num_tokens = 0, config.sampling.batch * config.sampling.groups * config.sampling.max_tokens
+    said = num_tokens * (dtype.size * shape.hidden_size if config.objective.loss_type == "distill" else 4)
     teacher = gwen.Model(shape)  # lazy: nothing of it is ever computed
-    if other or not config.lora_rank:
+    if other or not config.model.lora_rank:
         held = sum(array.size for _, array in tree_flatten(teacher.parameters())) * dtype.size
     if not on_disk:
         return {"teacher": held + said}
     layer = sum(array.size for _, array in tree_flatten(teacher.layers[0].parameters())) * dtype.size
-    head, positions = teacher.head_weight.size * dtype.size, config.groups * sum(prompts) + num_tokens
+    head, positions = teacher.head_weight.size * dtype.size, config.sampling.groups * sum(prompts) + num_tokens
     streams = 2 * dtype.size * shape.hidden_size * positions
     embeddings = 0 if shape.tie_word_embeddings else head
     return {"teacher": head + said, "teaching": 2 * layer + embeddings + 2 * streams, "reading": held}
 
 
 def _update(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, sizes: Sizes, prompts: list[int]
 ) -> tuple[int, int, int, int]:
     """
     Number of micro-batches when all completions are as long as allowed, and bytes of what the largest of them keeps, of
     its backward pass, and of its log-probabilities.
     """
-    width, length, layers = model.hidden_size, config.max_tokens, model.num_hidden_layers
-    kept = max(layers - checkpoint_layers, 0)
+    width, length, layers = model.hidden_size, config.sampling.max_tokens, model.num_hidden_layers
+    kept = max(layers - sizes.checkpoint_layers, 0)
     counts = WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED
     if has_kernels():
         counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
     working = counts[kept < layers]
-    rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.groups)]
+    rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.sampling.groups)]
     lengths = np.full(len(rows), length)
-    shared, cut = micro_batch.plan(rows, lengths, config.train_token_budget, config.train_share_prefix)
+    shared, cut = micro_batch.plan(rows, lengths, sizes.train_token_budget, "auto")
     most = (0, 0, 0)
     for part, num_positions in cut:
         longest = max(len(rows[row]) for row in part)
@@ -203,113 +200,107 @@ def _update(
         copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of prompts' keys and values, joined
         inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
         inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * kept
-        num_tokens = num_positions if config.loss_type == "sft" else len(part) * length
-        logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
+        num_tokens = num_positions if config.objective.loss_type == "sft" else len(part) * length
+        logprobs = num_tokens * width * (4 * (3 if config.objective.entropy_coef else 2) + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
         else:
             logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
-        logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
+        logprobs += 0 if config.model.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
         one = (int(one_layer * kept + inputs), int(one_layer * working), logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 
 
-def _rollout(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
+def _rollout(
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, sizes: Sizes, prompts: list[int]
+) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
-    batch_size = config.rollout_batch_size or dispatch.USUAL_ROWS
-    slots = min(batch_size, config.batch * config.groups)
-    together = sorted(prompts)[-max(2 * batch_size // config.groups, 1) :]
+    batch_size = sizes.rollout_batch_size
+    slots = min(batch_size, config.sampling.batch * config.sampling.groups)
+    together = sorted(prompts)[-max(2 * batch_size // config.sampling.groups, 1) :]
     column = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
     width = round_up(max(together))
-    own = round_up(config.max_tokens) + (width if gpu.on_gpu() else 0)
+    own = round_up(config.sampling.max_tokens) + (width if gpu.on_gpu() else 0)
     prefill = len(together) * max(together) * layer_bytes(model, dtype, max(together))
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
     return column * (len(together) * width + slots * own), int(max(prefill, logits))
 
 
-def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+def settle(demand: Demand, rows: int | None = None, share_prefix: Switch | None = None) -> Sizes:
     """
-    Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
+    Decides each `auto`. rows, share_prefix: as `dispatch.settle` has measured them.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
     update; last of all a teacher stays on disk. To fit is to need nine tenths of what a GPU offers, and without a GPU
     of what a laptop's would, so that a run on a CPU does not depend on the machine.
     """
-    room, layers = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP), model.num_hidden_layers
-    budgets = [config.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
-    if not config.train_token_budget and gpu.on_gpu():
+    sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
+    room = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP)
+    budgets = [optimizer.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
+    if not optimizer.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
-    counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
+    named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
+    counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
-    for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_files(config.teacher)], options):
-        config.train_token_budget = budget
-        config.checkpoint_layers = {0: "off", layers: "on"}.get(count, str(count))
-        need = _estimate(model, dtype, config, prompt_lengths, count, on_disk)
+    rows = rows or sampling.rollout_batch_size or dispatch.USUAL_ROWS
+    has_teacher = has_files(demand.config.objective.teacher)
+    for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_teacher], options):
+        sizes = Sizes(rows, share_prefix or sampling.share_prefix, budget, count)
+        need = _estimate(demand, sizes, on_disk)
         if need.resident + need.update <= room:  # a rollout has flags of its own
-            return
+            break
+    return sizes
 
 
-def agree(config: Config, num_layers: int) -> None:
-    """Settles what each of several machines measured or computed for itself by the least of all, in place."""
-    names = ("rollout_batch_size", "train_token_budget", "share_prefix", "checkpoint_layers")
-    rows, budgets, sharing, counts = zip(*world.share([getattr(config, name) for name in names]), strict=True)
-    config.rollout_batch_size, config.train_token_budget = min(rows), min(budgets)
-    config.share_prefix = min(sharing)  # "auto", "off", "on"
-    config.checkpoint_layers = max(
-        counts, key=lambda count: dataclasses.replace(config, checkpoint_layers=count).num_checkpointed(num_layers)
-    )
+def agree(sizes: Sizes) -> Sizes:
+    """What several machines measured or computed, each for itself: the least of all."""
+    rows, sharing, budgets, counts = zip(*world.share(list(sizes)), strict=True)
+    return Sizes(min(rows), min(sharing), min(budgets), max(counts))  # "auto", "off", "on"
 
 
-def limit_cache(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
-    """Lets MLX keep as many freed buffers as the run leaves free of a GPU's memory."""
-    layers = config.num_checkpointed(model.num_hidden_layers)
-    gpu.limit_cache(estimate(model, dtype, config, prompt_lengths, layers).total)
-
-
-def advice(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
+def advice(demand: Demand, sizes: Sizes, room: int) -> str:
     """The flags that make a run fit which does not, or as far as flags can."""
+    config, layers = demand.config, demand.model.num_hidden_layers
 
     def need(**changed: Any) -> Need:
-        other = dataclasses.replace(config, **changed)
-        return estimate(model, dtype, other, prompt_lengths, other.num_checkpointed(model.num_hidden_layers))
+        return estimate(demand, sizes._replace(**changed))
 
     resident, flags = need().resident, []
     if resident > room:
-        return "take a smaller model" if config.lora_rank else "set --lora-rank 16, or take a smaller model"
+        return "take a smaller model" if config.model.lora_rank else "set --lora-rank 16, or take a smaller model"
     if resident + need().rollout > room:
-        rows = config.rollout_batch_size or dispatch.USUAL_ROWS
+        rows = sizes.rollout_batch_size
         while rows > 1 and resident + need(rollout_batch_size=rows).rollout > room:
             rows //= 2
         flags.append(f"--rollout-batch-size {rows}")
     if resident + need().update > room:
-        budget = config.train_token_budget
-        while budget > 64 and resident + need(train_token_budget=budget, checkpoint_layers="on").update > room:
+        budget = sizes.train_token_budget
+        while budget > 64 and resident + need(train_token_budget=budget, checkpoint_layers=layers).update > room:
             budget //= 2
-        flags.append(
-            "--checkpoint-layers on" + (f" --train-token-budget {budget}" * (budget < config.train_token_budget))
-        )
+        flags.append("--checkpoint-layers on" + f" --train-token-budget {budget}" * (budget < sizes.train_token_budget))
     if resident + need().teaching > room:
-        batch = config.batch
-        while batch > 1 and resident + need(batch=batch).teaching > room:
+        batch = config.sampling.batch
+        while batch > 1 and resident + estimate(demand._replace(config=config.but(batch=batch)), sizes).teaching > room:
             batch //= 2
         flags.append(f"--batch {batch}")
     return f"set {' '.join(flags)}"
 
 
-def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
+def line(demand: Demand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
-    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
+    config, need = demand.config, estimate(demand, sizes)
     room = gpu.memory_size()
     rollout = f"the larger of {_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and " if need.rollout else ""
     said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
-        f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
-        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}{rollout}"
+        f"{'adapters' if config.model.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
+        f"{f'{_gb(need.teacher)} teacher + ' if config.objective.teacher else ''}{rollout}"
         f"{f'{_gb(need.teaching)} teaching and ' if need.teaching else ''}{_gb(need.update)} update "
         f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
         f"{_gb(need.working)} backward) "
-        f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
+        f"at --train-token-budget {sizes.train_token_budget} "
+        f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
     if need.reading:
         said += (
@@ -318,7 +309,7 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
         )
     if need.total <= room:
         return said
-    return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
+    return f"{said}; it does not fit: {advice(demand, sizes, room)}"
 
 
 def _gb(size: float) -> str:
@@ -338,11 +329,11 @@ def main(argv: list[str] | None = None) -> None:
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         check_least(own, prompt_tokens=1)
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
-        model = gwen.load_config(config.model)
-        lengths = [own.prompt_tokens] * config.batch
-        settle(model, dtype, config, lengths)
+        model = gwen.load_config(config.model.name)
+        lengths = [own.prompt_tokens] * config.sampling.batch
+        demand = Demand(model, dtype, config, lengths)
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
-        print(line(model, dtype, config, lengths))
+        print(line(demand, settle(demand)))
     except (ValueError, OSError) as error:
         fail(error)
 

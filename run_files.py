@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 import gpu
-from config import CHANGEABLE, Config, as_yaml, checked, load_recipe
+from config import SETTINGS, Config, Sizes, as_yaml, checked, load_recipe
 from flags import Parser, flag_of, load_yaml
 
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
@@ -138,7 +138,7 @@ def of_run(run: str, flags: dict[str, Any]) -> Config:
 def choose_run_dir(config: Config, asked: str | None) -> Path:
     """The directory for a new run. Raises ValueError if `asked` is taken."""
     path = Path(
-        asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', config.task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+        asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', config.data.task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     if asked and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(_exists(path))
@@ -149,7 +149,7 @@ def _exists(path: Path) -> str:
     return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
 
 
-def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
+def make_run_dir(config: Config, sizes: Sizes, chosen: Path, asked: str | None) -> Path:
     """
     Makes the directory of a new run, with its settings. The run that creates `config.yaml` owns the directory.
 
@@ -168,27 +168,27 @@ def make_run_dir(config: Config, chosen: Path, asked: str | None) -> Path:
         except OSError as error:
             raise ValueError(_unwritable(path, error)) from error
     try:
-        write(config, path)
+        write(config, sizes, path)
     except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
         raise
     return path
 
 
-def write(config: Config, run_dir: Path) -> None:
+def write(config: Config, sizes: Sizes, run_dir: Path) -> None:
     """Writes `config.yaml` and `env.json` of a run. Raises ValueError if that fails."""
     environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
     try:
-        replace_text(run_dir / "config.yaml", as_yaml(config))
+        replace_text(run_dir / "config.yaml", as_yaml(config, sizes))
         replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error
 
 
-def record_changes(config: Config, run_dir: Path, step: int) -> None:
+def record_changes(config: Config, sizes: Sizes, run_dir: Path, step: int) -> None:
     """Prints the settings that a resume after `step` changes, and adds them to `changes.jsonl`."""
-    before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config))
-    for name in sorted(CHANGEABLE):
+    before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config, sizes))
+    for name in sorted(SETTINGS):
         if name in before and (was := before[name]) != (now := after[name]):
             JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
             print(f"from step {step + 1} on: {flag_of(name)} {now} (was {was!r})", flush=True)

@@ -65,7 +65,8 @@ class SamplingParams(NamedTuple):
 
 def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> SamplingParams:
     """The sampling parameters of a run's settings."""
-    return SamplingParams(config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id)
+    s = config.sampling
+    return SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id)
 
 
 class RolloutStats(NamedTuple):

@@ -48,6 +48,7 @@ from problems.rewards import (
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
 DATA = Path(__file__).parent / "data"
+REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
 
 
 class Task(NamedTuple):
@@ -110,41 +111,42 @@ def make(config: Config, held_out: str | None = None) -> Task:
 
     Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
     """
-    if config.task.startswith("rg:"):
+    data = config.data
+    if data.task.startswith("rg:"):
         task = _procedural(config, held_out)
-    elif config.task_config:
-        raise ValueError(f"--task-config {config.task_config} is for --task rg:NAME, not for --task {config.task}")
+    elif data.task_config:
+        raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
     else:
-        task = load(config.task, data=config.data or None, held_out=held_out, columns=config.columns or None)
-    if config.rubric:
-        task = task._replace(rubric=Path(config.rubric), witness=None)
-    elif config.reward and "rubric" not in config.reward_weights:
+        task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
+    if config.data.rubric:
+        task = task._replace(rubric=Path(config.data.rubric), witness=None)
+    elif config.data.reward and "rubric" not in config.data.reward_weights:
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
-    if config.reward:
+    if config.data.reward:
         task = _with_own_rewards(task, config)
-    if config.truncated == "punish":
-        task = _with_punishment(task, config.max_tokens)
-    if config.loss_type == "distill":
+    if config.objective.truncated == "punish":
+        task = _with_punishment(task, config.sampling.max_tokens)
+    if config.objective.loss_type == "distill":
         task = _looked_at(task, config)
-    task = _weighted(task, config.reward_weights, taught=bool(config.teacher))
+    task = _weighted(task, config.data.reward_weights, taught=bool(config.objective.teacher))
     if not task.rubric:
         task = task._replace(witness=None)  # no judge in the reward that would need one
-    if config.eval_rubric:
-        task = task._replace(witness=Path(config.eval_rubric))
-    _check_arguments(task, own=bool(config.reward))
+    if config.evaluation.rubric:
+        task = task._replace(witness=Path(config.evaluation.rubric))
+    _check_arguments(task, own=bool(config.data.reward))
     for path in filter(None, (task.rubric, task.witness)):
         rubrics.load_rubric(path)
-    if config.eval_every and not task.held_out:
-        raise ValueError(f"--data {config.data} holds out no prompt to evaluate; add prompts or set --eval-every 0")
+    if config.evaluation.every and not task.held_out:
+        raise ValueError(f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0")
     return task
 
 
 def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
-    specs, examples = config.reward, task.train or task.held_out
+    specs, examples = config.data.reward, task.train or task.held_out
     is_chat = all(isinstance(example["prompt"], list) for example in examples)
-    messages = config.reward_format == "messages" or (config.reward_format == "auto" and is_chat)
-    loaded = [load_reward(spec, Calling(messages, config.reward_workers, config.reward_timeout)) for spec in specs]
+    messages = config.data.reward_format == "messages" or (config.data.reward_format == "auto" and is_chat)
+    loaded = [load_reward(spec, Calling(messages, config.data.reward_workers, REWARD_TIMEOUT)) for spec in specs]
     own = dict(loaded)
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(specs)}: two rewards have the same name")
@@ -156,9 +158,9 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
 
 def _looked_at(task: Task, config: Config) -> Task:
     """The task for a loss without rewards: no judge that nobody named, and no reward of its own that lacks a column."""
-    if not config.rubric:
+    if not config.data.rubric:
         task = task._replace(rubric=None)
-    if config.reward:
+    if config.data.reward:
         return task
     known = reward_arguments(task.train or task.held_out)
     kept = {name: reward for name, reward in task.rewards.items() if _is_served(name, reward, known)}
@@ -218,11 +220,11 @@ def refuse_useless_rewards(config: Config, task: Task) -> None:
     """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
     counted = [name for name, weight in task.reward_weights.items() if weight]
     for name in ("dynamic_sampling", "curriculum"):
-        if getattr(config, name) and not counted:
+        if getattr(config.sampling, name) and not counted:
             raise ValueError(
                 f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
             )
-    if config.groups == 1 and config.loss_type != "distill" and counted:
+    if config.sampling.groups == 1 and config.objective.loss_type != "distill" and counted:
         weights = ",".join(f"{name}=0" for name in counted)
         raise ValueError(
             f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
@@ -513,16 +515,18 @@ MATH = GSM8K._replace(name="math", rewards={"correct": math_correct, "format": b
 
 def _procedural(config: Config, held_out: str | None) -> Task:
     """The task rg:NAME. ValueError where it is asked for together with data, or with what needs prompts to return."""
-    if data := config.data or held_out:
-        raise ValueError(f"--data {data} and --task {config.task}, which makes its own problems; leave one of them out")
-    if config.curriculum:
-        raise ValueError(f"--curriculum remembers prompts, and none of --task {config.task} comes twice; leave it out")
-    mix = procedural.parse_mix(config.task, config.task_config or None)
-    if mix.raise_level_at is not None and config.reward:
-        raise ValueError(f"--reward replaces the scores that raise_level_at in {config.task_config} needs; drop one")
+    name = config.data.task
+    if data := config.data.path or held_out:
+        raise ValueError(f"--data {data} and --task {name}, which makes its own problems; leave one of them out")
+    if config.sampling.curriculum:
+        raise ValueError(f"--curriculum remembers prompts, and none of --task {name} comes twice; leave it out")
+    mix = procedural.parse_mix(name, config.data.task_config or None)
+    if mix.raise_level_at is not None and config.data.reward:
+        sizes = config.data.task_config
+        raise ValueError(f"--reward replaces the scores that raise_level_at in {sizes} needs; drop one")
     problems = procedural.Problems(mix)
     return Task(
-        name=config.task,
+        name=name,
         train=[],
         held_out=problems.held_out,
         rewards={"correct": problems.score, "format": procedural.answered_once},

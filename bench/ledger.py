@@ -97,7 +97,7 @@ class StepWork(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        return self.config.batch * self.config.groups
+        return self.config.sampling.batch * self.config.sampling.groups
 
 
 class Phase(NamedTuple):
@@ -176,8 +176,8 @@ def make_model(work: StepWork, num_layers: int) -> gwen.Model:
     """The model with fewer layers; nothing of it is ever computed."""
     model = gwen.Model(dataclasses.replace(work.model, num_hidden_layers=num_layers))
     model.set_dtype(work.dtype)
-    if work.config.lora_rank:
-        lora.apply(model, work.config.lora_rank, work.config.lora_scale, work.config.lora_targets)
+    if work.config.model.lora_rank:
+        lora.apply(model, work.config.model.lora_rank, work.config.model.lora_scale, work.config.model.lora_targets)
     return model
 
 
@@ -213,7 +213,7 @@ def closed(
 
 def prefill(work: StepWork, num_layers: int) -> Traced:
     """All prompts of a step, as `sampler.prefill` takes them."""
-    model, num_prompts = make_model(work, num_layers), work.config.batch
+    model, num_prompts = make_model(work, num_layers), work.config.sampling.batch
     columns = max(sampler.prefill_tokens() // num_prompts, 1)
 
     def run(tokens: mx.array) -> list[mx.array]:
@@ -228,16 +228,16 @@ def prefill(work: StepWork, num_layers: int) -> Traced:
 def decode(work: StepWork, num_layers: int) -> Traced:
     """A step in the middle of completions: a token of every row is drawn, and the next one's logits are made."""
     model, config, num_rows, length = make_model(work, num_layers), work.model, work.num_rows, work.prompt_tokens
-    lengths = [length] * work.config.batch
+    lengths = [length] * work.config.sampling.batch
     shape = (len(lengths), config.num_key_value_heads, length, config.head_dim)
     prompts = KVCache(num_layers, length)
     for layer in prompts.layers:
         layer.length = length
         layer.keys = layer.values = mx.zeros((*shape[:2], layer.capacity, shape[3]), work.dtype)
     share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
-    cache = SlotCache(prompts, num_rows, work.config.max_tokens, share)
-    cache.advance(work.config.max_tokens // 2)
-    cache.assign([row // work.config.groups for row in range(num_rows)], [0] * num_rows)
+    cache = SlotCache(prompts, num_rows, work.config.sampling.max_tokens, share)
+    cache.advance(work.config.sampling.max_tokens // 2)
+    cache.assign([row // work.config.sampling.groups for row in range(num_rows)], [0] * num_rows)
     places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
     places += [(held, name) for held in cache.layers for name in ("keys", "values")]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
@@ -255,9 +255,9 @@ def decode(work: StepWork, num_layers: int) -> Traced:
 def judge(work: StepWork, num_layers: int) -> Traced:
     """A chunk of evaluations by logits: answers under their question, and criteria under each, adapters off."""
     model, config = make_model(work, num_layers), work.model
-    num_criteria = max(work.config.judge_chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
+    num_criteria = max(work.config.judge.chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
     num_answers = num_criteria // NUM_CRITERIA
-    num_questions = max(num_answers // work.config.groups, 1)
+    num_questions = max(num_answers // work.config.sampling.groups, 1)
 
     class Level:
         """Keys and values of a level of one layer."""
@@ -280,24 +280,24 @@ def judge(work: StepWork, num_layers: int) -> Traced:
         for layer, held in zip(cache.layers, levels[1], strict=True):
             layer.parts.append((held.keys, held.values))
         parents = [row * num_questions // num_answers for row in range(num_answers)]
-        cache = cache.child([work.config.max_tokens] * num_answers, parents)
+        cache = cache.child([work.config.sampling.max_tokens] * num_answers, parents)
         with lora.disabled(model):
             model.hidden(answers, cache)
             cache = cache.child([JUDGE_CRITERION] * num_criteria, [row // NUM_CRITERIA for row in range(num_criteria)])
             ends = prompt_tree.at_ends(model.hidden(criteria, cache), [JUDGE_CRITERION] * num_criteria)
         return softmax.log_softmax(ends @ model.head_weight.T)
 
-    tokens = [(num_answers, work.config.max_tokens), (num_criteria, JUDGE_CRITERION)]
+    tokens = [(num_answers, work.config.sampling.max_tokens), (num_criteria, JUDGE_CRITERION)]
     return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
 
 
 def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss]:
     """The micro-batches of a step whose completions all have the most tokens, and their loss."""
-    shape, config = (work.num_rows, work.config.max_tokens), work.config
+    shape, config = (work.num_rows, work.config.sampling.max_tokens), work.config
     empty = sampler.Rollout(mx.zeros(shape, mx.int32), mx.zeros(shape), mx.ones(shape), [], None)  # type: ignore[arg-type]
-    prompts = [[row // config.groups] * work.prompt_tokens for row in range(work.num_rows)]
-    made = micro_batch.micro_batches(prompts, empty, config.train_token_budget, config.train_share_prefix)
-    advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.max_tokens
+    prompts = [[row // config.sampling.groups] * work.prompt_tokens for row in range(work.num_rows)]
+    made = micro_batch.micro_batches(prompts, empty, config.optimizer.train_token_budget, config.train_share_prefix)
+    advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.sampling.max_tokens
     mx.eval(made, advantages, empty.mask)
     targets = policy.Targets(advantages, None, empty.mask, work.num_rows, num_items, num_items)
     return made, policy.PolicyLoss(config, targets)
@@ -368,17 +368,19 @@ def least_bytes(work: StepWork) -> dict[str, float]:
     adapters = sum(array.nbytes for name, array in shapes if "lora_" in name)
     config, size = work.config, work.dtype.size
     column = 2 * work.model.num_hidden_layers * work.model.num_key_value_heads * work.model.head_dim * size
-    share = sampler.shares_prefix(work.num_rows, [work.prompt_tokens] * config.batch, work.num_rows, work.dtype)
-    prompts = column * work.prompt_tokens * (config.batch if share else work.num_rows)
-    own = column * work.num_rows * config.max_tokens / 2
-    answers = max(config.judge_chunk_size // NUM_CRITERIA, 1)
-    judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.groups, 1))
+    share = sampler.shares_prefix(
+        work.num_rows, [work.prompt_tokens] * config.sampling.batch, work.num_rows, work.dtype
+    )
+    prompts = column * work.prompt_tokens * (config.sampling.batch if share else work.num_rows)
+    own = column * work.num_rows * config.sampling.max_tokens / 2
+    answers = max(config.judge.chunk_size // NUM_CRITERIA, 1)
+    judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.sampling.groups, 1))
     batch = step_of(work)[0][0]
     kept = size * batch.num_positions * work.model.hidden_size * work.model.num_hidden_layers
     masters = 4 * sum(array.size for _, array in tree_flatten(make_model(work, 1).trainable_parameters()))
-    masters = adapters if config.lora_rank else 4 * weights / size
+    masters = adapters if config.model.lora_rank else 4 * weights / size
     return {
-        "prefill": weights + column * work.prompt_tokens * config.batch,
+        "prefill": weights + column * work.prompt_tokens * config.sampling.batch,
         "decode": weights + prompts + own + column * work.num_rows,
         "judge": weights - adapters + judged,
         "forward": weights,
@@ -391,8 +393,8 @@ def make(work: StepWork) -> list[Phase]:
     """The ledger of a step."""
     with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
         least, num_batches = least_bytes(work), len(step_of(work)[0])
-    chunks = work.num_rows * NUM_CRITERIA / max(work.config.judge_chunk_size // NUM_CRITERIA, 1) / NUM_CRITERIA
-    times = {"prefill": 1, "decode": work.config.max_tokens - 1, "judge": chunks}
+    chunks = work.num_rows * NUM_CRITERIA / max(work.config.judge.chunk_size // NUM_CRITERIA, 1) / NUM_CRITERIA
+    times = {"prefill": 1, "decode": work.config.sampling.max_tokens - 1, "judge": chunks}
     makers = {"prefill": prefill, "decode": decode, "judge": judge, "forward": forward, "gradient": gradient}
     made = {}
     for name, maker in (makers | {"optimizer": optimizer}).items():
@@ -476,7 +478,7 @@ def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine])
         each = [phase.seconds(machine, work.dtype) for phase in phases]
         step = sum(one * phase.times for one, phase in zip(each, phases, strict=True))
         longest = max(phase.longest_buffer(machine, work.dtype) for phase in phases)
-        tokens = work.num_rows * work.config.max_tokens
+        tokens = work.num_rows * work.config.sampling.max_tokens
         yield (
             f"{name:<8}{''.join(f'{one * 1e3:>13.2f}' for one in each)} {step:>8.2f} {tokens / step:>7.0f} "
             f"{longest * 1e3:>18.1f}"

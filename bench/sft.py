@@ -50,9 +50,9 @@ def now() -> tuple[float, float]:
 
 def run_ours(args: argparse.Namespace, directory: Path) -> list[tuple[float, float]]:
     """When each step ended, as `train.py --loss-type sft` takes it; the first entry is the beginning."""
-    config = Config(loss_type="sft", batch=args.batch, lora_rank=args.lora_rank)
+    config = Config.of(loss_type="sft", batch=args.batch, lora_rank=args.lora_rank)
     model = gwen.load_model(directory)
-    lora.apply(model, config.lora_rank, config.lora_scale, TARGETS)
+    lora.apply(model, config.model.lora_rank, config.model.lora_scale, TARGETS)
     preflight.settle(model.config, model.head_weight.dtype, config, [args.tokens] * args.batch)
     learner = update.Learner(model, config)
     rows = [Row(ids, list(range(1, len(ids)))) for ids in make_rows(args, model.config.vocab_size)]
@@ -60,7 +60,9 @@ def run_ours(args: argparse.Namespace, directory: Path) -> list[tuple[float, flo
     for begin in range(0, len(rows), args.batch):
         step = rows[begin : begin + args.batch]
         loss = sft.CrossEntropy(config, sum(len(row.places) for row in step))
-        update.optimizer_step(learner, sft.make_batches(step, config.train_token_budget), loss, config.learning_rate)
+        update.optimizer_step(
+            learner, sft.make_batches(step, config.optimizer.train_token_budget), loss, config.optimizer.learning_rate
+        )
         mx.eval(learner.trainable, learner.optimizer.state)
         marks.append(now())
     return marks

@@ -12,7 +12,6 @@ Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completio
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import statistics
@@ -111,7 +110,7 @@ def updates(subject: Subject) -> dict[str, Any]:
     found: list[update.UpdateResult] = []
 
     def once() -> None:
-        batches = micro_batch.micro_batches(rows, held, config.train_token_budget, config.train_share_prefix)
+        batches = micro_batch.micro_batches(rows, held, config.optimizer.train_token_budget, config.train_share_prefix)
         found.append(update.update(learner, batches, held, advantages, None, 1e-6))
 
     seconds, _ = timed(once, args.runs)
@@ -124,12 +123,12 @@ def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
     """What a first update of few tokens finds of the policy that sampled, by type of 16 bits other than the model's."""
     args = {"batch": 1, "groups": FEW_ROWS, "max_tokens": min(FEW_TOKENS, subject.args.max_tokens), "runs": 1}
     prompts = [subject.prompts[0][:FEW_TOKENS]]
-    config = dataclasses.replace(subject.config, **{name: args[name] for name in ("batch", "groups", "max_tokens")})
+    config = subject.config.but(**{name: args[name] for name in ("batch", "groups", "max_tokens")})
     found = {}
     for name, dtype in gwen.DTYPES.items():
         if dtype not in (mx.float32, subject.model.head_weight.dtype):
-            model, _ = gwen.load(config.model, dtype)
-            lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+            model, _ = gwen.load(config.model.name, dtype)
+            lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
             few = Subject(argparse.Namespace(**vars(subject.args) | args), config, model, subject.tokenizer, prompts)
             found[name] = updates(few)["agreement"]
     return found
@@ -194,16 +193,16 @@ def predictions(subject: Subject, machine: ledger.Machine) -> dict[str, float]:
 def estimated_peak(subject: Subject) -> int:
     """Bytes that the pre-flight says a step needs."""
     model, config = subject.model, subject.config
-    lengths, layers = [subject.args.prompt_tokens] * config.batch, config.num_checkpointed(len(model.layers))
+    lengths, layers = [subject.args.prompt_tokens] * config.sampling.batch, config.num_checkpointed(len(model.layers))
     return preflight.estimate(model.config, model.head_weight.dtype, config, lengths, layers).total
 
 
 def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     """All figures of one model on this machine."""
     begin = time.perf_counter()
-    model, tokenizer = gwen.load(config.model)
+    model, tokenizer = gwen.load(config.model.name)
     figures: dict[str, Any] = {"load_s": time.perf_counter() - begin}
-    lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     ordinary = np.setdiff1d(np.arange(min(model.config.vocab_size, 8192)), model.config.eos_ids)
     prompts = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
     preflight.settle(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)

@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "rg", help="of the model; make_rg.log stands beside it")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    task = tasks.make(Config(task=TASK, task_config=str(SIZES)))
+    task = tasks.make(Config.of(task=TASK, task_config=str(SIZES)))
     model, tokenizer = new_model()
     lessons = Lessons(tokenizer)
     warmup, decay = optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)

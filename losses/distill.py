@@ -12,7 +12,6 @@ D hidden of the teacher.
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from config import Config
 from groups import Draw
 from layers import lm_head
 from losses import divergence, from_disk
-from losses.policy import MakeLoss, PolicyLoss, Share, Targets, completion_hidden, gaps
+from losses.policy import completion_hidden
 from micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from problems.examples import Example, short
 
@@ -38,32 +37,40 @@ class Teacher:
     model: gwen.Model | None = None  # None: it stays on disk
 
     def __init__(
-        self, config: Config, student: gwen.Model, tokenizer: Any, base: gwen.Model | None, on_disk: bool = False
+        self,
+        config: Config,
+        student: gwen.Model,
+        tokenizer: Any,
+        base: gwen.Model | None,
+        token_budget: int,
+        on_disk: bool = False,
     ):
         """
-        base: the model before training, where `student` without its adapters is not that. on_disk: see from_disk.py.
+        base: the model before training, where `student` without its adapters is not that. token_budget: positions of a
+        micro-batch. on_disk: see from_disk.py.
 
         Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
         ids, and where the file of its prompt cannot be read.
         """
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.token_budget = config, tokenizer, token_budget
         self.num_ids = len(student.head_weight)  # a larger model may have more, of no token
-        self.text = _text_of(config.teacher_prompt) if config.teacher_prompt else None
-        if config.teacher == "self":
+        self.text = _text_of(config.objective.teacher_prompt) if config.objective.teacher_prompt else None
+        name = config.objective.teacher
+        if name == "self":
             self.model, self.shape = base or student, student.config
             return
         with gwen.named_by("--teacher"):
-            self.shape = gwen.load_config(config.teacher)
+            self.shape = gwen.load_config(name)
             if on_disk:
-                self.directory = hub.find(config.teacher)
+                self.directory = hub.find(name)
                 gwen.check_kernels(gwen.open_model(self.directory))
                 its_own = hub.load_tokenizer(self.directory)
             else:
-                self.model, its_own = gwen.load(config.teacher)
-        refuse_other_tokenizer(config.teacher, tokenizer, its_own)
+                self.model, its_own = gwen.load(name)
+        refuse_other_tokenizer(name, tokenizer, its_own)
         if self.shape.vocab_size < self.num_ids:
             raise ValueError(
-                f"--teacher {config.teacher} scores {self.shape.vocab_size} ids, {config.model} has {self.num_ids}; "
+                f"--teacher {name} scores {self.shape.vocab_size} ids, {config.model.name} has {self.num_ids}; "
                 "take a teacher that scores all of them"
             )
 
@@ -73,38 +80,38 @@ class Teacher:
         return tasks.render(
             self.tokenizer,
             seen,
-            max_tokens=self.config.max_tokens,
+            max_tokens=self.config.sampling.max_tokens,
             context=self.shape.max_position_embeddings,
-            thinking=self.config.thinking,
+            thinking=self.config.sampling.thinking,
             kind="the teacher's prompt",
         )
 
     def check(self, examples: list[Example], student_ids: list[list[int]]) -> None:
         """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
-        room, longest = self.shape.max_position_embeddings, max(map(len, student_ids)) + self.config.max_tokens
+        room, longest = self.shape.max_position_embeddings, max(map(len, student_ids)) + self.config.sampling.max_tokens
         if longest > room:
             raise ValueError(
-                f"--teacher {self.config.teacher} reads {room} tokens, a prompt and its completion have {longest}; "
-                "shorten the prompt or lower --max-tokens"
+                f"--teacher {self.config.objective.teacher} reads {room} tokens, a prompt and its completion have "
+                f"{longest}; shorten the prompt or lower --max-tokens"
             )
         if self.text is not None and self.prompts(examples) == student_ids:
             raise ValueError(
-                f"--teacher-prompt {self.config.teacher_prompt}: the chat template of {self.config.model} leaves "
-                "system messages out, so teacher and student see the same; take another model"
+                f"--teacher-prompt {self.config.objective.teacher_prompt}: the chat template of "
+                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; take another model"
             )
 
     def teach(
         self, draws: list[Draw], chosen: list[int], batches: list[MicroBatch], rollout: sampler.Rollout
-    ) -> MakeLoss:
-        """What makes the step's loss, once the teacher has read the chosen groups; computed when it returns."""
+    ) -> dict[str, Any]:
+        """What it adds to the step's `Targets`, once it has read the chosen groups; computed when it returns."""
         if self.text is not None:
             examples = [example for draw in draws for example in draw.examples]
             seen = self.prompts(examples[group] for group in chosen)
-            rows = [ids for ids in seen for _ in range(self.config.groups)]
-            batches = micro_batches(rows, rollout, self.config.train_token_budget, self.config.train_share_prefix)
-        if self.config.loss_type == "distill":
-            return partial(DistillLoss, lesson=self.lesson(batches, rollout))
-        return partial(TaughtPolicyLoss, gains=self.gains(batches, rollout))
+            rows = [ids for ids in seen for _ in range(self.config.sampling.groups)]
+            batches = micro_batches(rows, rollout, self.token_budget, "auto")
+        if self.config.objective.loss_type == "distill":
+            return {"lesson": self.lesson(batches, rollout)}
+        return {"gains": self.gains(batches, rollout)}
 
     def lesson(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> divergence.Lesson:
         """The teacher's hidden states of every completion token, (N, T, D), and its head for the student's ids."""
@@ -120,7 +127,7 @@ class Teacher:
         head_weight = model.head_weight[: self.num_ids]
 
         def logprobs_of(batch: MicroBatch, hidden: mx.array) -> mx.array:
-            ids, temperature = batch.completion_ids, self.config.temp
+            ids, temperature = batch.completion_ids, self.config.sampling.temp
             return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
 
         read = self._read(model, my_part(batches))
@@ -138,43 +145,6 @@ class Teacher:
         with lora.before_training(model):
             for batch in batches:
                 yield batch, completion_hidden(model, batch)
-
-
-class DistillLoss:
-    """The divergence of student and teacher, a mean over the step's tokens."""
-
-    def __init__(self, config: Config, targets: Targets, lesson: divergence.Lesson):
-        self.config, self.num_items, self.lesson = config, targets.num_items, lesson
-
-    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
-        config, mask = self.config, batch.mask
-        found = divergence.token_divergences(
-            completion_hidden(model, batch, config.num_checkpointed(len(model.layers))),
-            model.head_weight,
-            batch.completion_ids,
-            self.lesson._replace(hidden=self.lesson.hidden[batch.rows, : mask.shape[1]]),
-            beta=config.distill_beta,
-            temperature=config.temp,
-            head="frozen" if config.lora_rank else "trained",
-        )
-        total = (found.divergences * mask).sum()
-        loss = total / self.num_items
-        sums = {"loss": loss, "distill": total, "entropy": (found.entropies * mask).sum()}
-        return Share(loss, found.logprobs, sums | gaps(found.logprobs, batch, config.mismatch_cap))
-
-
-class TaughtPolicyLoss(PolicyLoss):
-    """A policy's loss whose advantages also say what the teacher thinks of each token."""
-
-    def __init__(self, config: Config, targets: Targets, gains: mx.array):
-        self.gains = gains  # (N, T)
-        advantages = targets.advantages[:, None] + config.distill_coef * gains
-        super().__init__(config, targets._replace(advantages=advantages))
-
-    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
-        share = super().__call__(model, batch)
-        # an estimate of KL(student, teacher), as the tokens are the student's
-        return share._replace(sums=share.sums | {"distill": -self.gains[batch.rows].sum()})
 
 
 def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:

@@ -22,24 +22,11 @@ import gwen
 import run_files
 import update
 import world
-from config import Config
-from losses.policy import MISMATCH, Share, completion_logprobs
+from losses.policy import MISMATCH, Reader
 from micro_batch import MicroBatch, my_part, padded, plan
 from problems.chats import Row
 
-# ---- the loss
-
-
-class CrossEntropy:
-    """The mean negative log-probability of a step's trained tokens, in nats: a loss on tokens."""
-
-    def __init__(self, config: Config, num_items: int):
-        self.config, self.num_items = config, num_items
-
-    def __call__(self, model: gwen.Model, batch: MicroBatch) -> Share:
-        logprobs, entropy = completion_logprobs(model, batch, self.config, "logprobs")
-        loss = -(logprobs * batch.mask).sum() / self.num_items
-        return Share(loss, logprobs, {"loss": loss, "entropy": (entropy * batch.mask).sum()})
+# ---- the step
 
 
 def make_batches(rows: list[Row], token_budget: int) -> list[MicroBatch]:
@@ -66,7 +53,7 @@ def _make_batch(rows: list[Row], part: list[int]) -> MicroBatch:
 # ---- the evaluation
 
 
-def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) -> dict[str, Any]:
+def evaluate(model: gwen.Model, reader: Reader, conversations: list[list[Row]], token_budget: int) -> dict[str, Any]:
     """
     The record of `eval.jsonl` without `step`: loss, nats per trained token, and perplexity of held-out conversations.
 
@@ -75,9 +62,9 @@ def evaluate(model: gwen.Model, config: Config, conversations: list[list[Row]]) 
     begin = time.perf_counter()
     owners = np.repeat(np.arange(len(conversations)), [len(rows) for rows in conversations])
     sums = np.zeros((3, len(conversations)))  # negative log-probabilities, entropies, tokens
-    batches = make_batches([row for rows in conversations for row in rows], config.train_token_budget)
+    batches = make_batches([row for rows in conversations for row in rows], token_budget)
     for batch in my_part(batches):
-        logprobs, entropy = completion_logprobs(model, batch, config, "none")
+        logprobs, entropy = reader.logprobs(model, batch)
         parts = np.array(mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask]), np.float64).sum(-1)
         for place, row in enumerate(np.array(batch.rows)):
             sums[:, owners[row]] += parts[:, place]
@@ -146,7 +133,7 @@ def step_metrics(learner: update.Learner, step: Step, recent: Collection[float])
         "update/rate": learner.rate,
         "skipped": measured["skipped"],
         "skipped_total": learner.num_skipped,
-        "completion/mean_tokens": step.num_items / learner.config.batch,
+        "completion/mean_tokens": step.num_items / learner.config.sampling.batch,
         "pad_frac": 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
         "forwards_per_completion": num_forwards / sum(len(batch.rows) for batch in batches),
         "mem/peak_gb": step.peak_bytes / 1e9,

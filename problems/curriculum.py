@@ -17,7 +17,7 @@ import numpy as np
 
 import tasks
 from config import Config
-from groups import Draw
+from groups import MOST_DRAWS, Draw
 from problems import procedural
 from problems.examples import Example, epoch_indices, prompt_key
 
@@ -41,7 +41,7 @@ class Epochs:
         return [self.train[index] for index in indices], [self.prompt_ids[index] for index in indices]
 
     def choose(self, number: int) -> list[int]:
-        return epoch_indices(len(self.train), self.config.batch, number, self.config.seed)
+        return epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
 
     def note(self, draws: list[Draw]) -> None:
         """Takes in what the draws of a whole step earned."""
@@ -70,7 +70,7 @@ class Memory(Epochs):
 
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
         super().__init__(config, train, prompt_ids)
-        if len(train) < config.batch * (config.dynamic_sampling_cap if config.dynamic_sampling else 1):
+        if len(train) < config.sampling.batch * (MOST_DRAWS if config.sampling.dynamic_sampling else 1):
             raise ValueError(f"--curriculum: {len(train)} prompts are fewer than a step may draw; lower --batch")
         self.low, self.high = math.inf, -math.inf
         num = len(train)
@@ -82,7 +82,7 @@ class Memory(Epochs):
 
     def fade(self, number: int) -> np.ndarray:
         """What is left of each prompt's evidence at a draw."""
-        epochs = (number - self.seen_at) * self.config.batch / len(self.train)
+        epochs = (number - self.seen_at) * self.config.sampling.batch / len(self.train)
         return np.where(self.seen_at < 0, 0.0, 0.5 ** (epochs / REST))
 
     def signal(self, number: int) -> np.ndarray:
@@ -99,13 +99,13 @@ class Memory(Epochs):
 
         Weighted sampling without replacement, Efraimidis and Spirakis 2006. Those at rest come last, the longest first.
         """
-        rng = random.Random(f"{self.config.seed} draw {number}")
+        rng = random.Random(f"{self.config.sampling.seed} draw {number}")
         chance = np.array([rng.random() for _ in self.train])
         keys = np.log(chance) / self.signal(number)
         resting = self.resting(number)
         keys[resting] = -1e9 - self.seen_at[resting]
         keys[[index for _, indices in self.open for index in indices]] = -np.inf
-        indices: list[int] = np.argsort(-keys, kind="stable")[: self.config.batch].tolist()
+        indices: list[int] = np.argsort(-keys, kind="stable")[: self.config.sampling.batch].tolist()
         self.open.append((number, indices))
         return indices
 
@@ -171,7 +171,7 @@ class Endless(Epochs):
         self.repeats = False  # every prompt was seen
 
     def draw(self, number: int) -> Drawn:
-        num = self.config.batch
+        num = self.config.sampling.batch
         known = self.held_out | set(self.seen) | set(self.open)
         found, self.ahead = procedural.fresh(self._make, self.ahead, num, known)
         if len(found) < num:
@@ -181,18 +181,18 @@ class Endless(Epochs):
             found += again
         if len(found) < num:
             raise ValueError(
-                f"--task {self.config.task} has no {num} different problems besides those held out; "
+                f"--task {self.config.data.task} has no {num} different problems besides those held out; "
                 "ask for larger ones, or for fewer to be held out, with --task-config"
             )
         self.open += [prompt_key(example)[:16] for example in found]
         return found, self.render(found)
 
     def _make(self, places: Sequence[int]) -> list[Example]:
-        return self.problems.make(places, self.config.seed, self.levels)
+        return self.problems.make(places, self.config.sampling.seed, self.levels)
 
     def note(self, draws: list[Draw]) -> None:
         if self.repeats:
-            print(f"all different problems of {self.config.task} were seen; they come again", file=sys.stderr)
+            print(f"all different problems of {self.config.data.task} were seen; they come again", file=sys.stderr)
             self.seen, self.repeats = [], False
         self.place, self.seen, self.open = self.ahead, self.seen + self.open, []
         for draw in draws:
@@ -232,4 +232,4 @@ def make(
     """What draws the prompts of a run. render: ids of the prompts of examples that `prompt_ids` does not have."""
     if task.problems is not None:
         return Endless(config, task.problems, render)
-    return (Memory if config.curriculum else Epochs)(config, task.train, prompt_ids)
+    return (Memory if config.sampling.curriculum else Epochs)(config, task.train, prompt_ids)

@@ -154,9 +154,9 @@ def seconds_left(config: Config, steps: Records, evals: Records) -> float | None
     if not steps:
         return None
     done, recent = steps[-1]["step"], [step["step/s"] for step in steps[-10:]]
-    left = (config.steps - done) * sum(recent) / len(recent)
-    if config.eval_every and evals:
-        marks = set(range(0, config.steps, config.eval_every)) | {config.steps}
+    left = (config.optimizer.steps - done) * sum(recent) / len(recent)
+    if config.evaluation.every and evals:
+        marks = set(range(0, config.optimizer.steps, config.evaluation.every)) | {config.optimizer.steps}
         left += sum(mark > done for mark in marks) * evals[-1]["eval/s"]
     return left
 
@@ -174,14 +174,15 @@ class LiveLine:
 
     def text(self) -> str:
         """Steps done, phase, tokens per second of the last step, time left."""
-        parts = [f"{self.step}/{self.config.steps} steps", self.phase, self.speed]
+        parts = [f"{self.step}/{self.config.optimizer.steps} steps", self.phase, self.speed]
         if self.left is not None:
             passed = time.perf_counter() - self.known_at
             parts.append(f"{duration(max(self.left - passed, 0.0))} left")
         return " | ".join(part for part in parts if part)
 
     def __enter__(self) -> "LiveLine":
-        bar = tqdm(total=self.config.steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
+        steps = self.config.optimizer.steps
+        bar = tqdm(total=steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
         if not bar.disable:
             self.bar = bar
             threading.Thread(target=self._count_down, daemon=True).start()

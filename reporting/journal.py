@@ -33,6 +33,7 @@ from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
 from run_files import JsonLines, Unwritten, finite, mean
 
+RECORDED_TOKENS = 3500  # tokens of a step whose entropy and change are recorded for the page
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
 
@@ -95,17 +96,17 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     stats = [draw.rollout.stats for draw in draws]
     num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * advantages.size
     num_trained = round(float(step.rollout.mask.sum()))
-    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "teacher", "update"))
+    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
     judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
     judge_s = sum(one.stats.seconds for one in judged)
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
-    num_groups = len(draws) * config.batch
+    num_groups = len(draws) * config.sampling.batch
     num_signal = step.choice.num_signal if config.compares_rewards else None
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
-    has_std = config.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
+    has_std = config.sampling.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
     metrics: dict[str, Any] = {
         "step": step.number,
         "loss": result.loss,
@@ -176,12 +177,12 @@ def of_machines(seconds: dict[str, float], stats: list[sampler.RolloutStats]) ->
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
     trained = {group: place for place, group in enumerate(step.choice.groups)}
-    entropies, pushes = Allowance(config.record_tokens), Allowance(config.record_tokens)
+    entropies, pushes = Allowance(RECORDED_TOKENS), Allowance(RECORDED_TOKENS)
     for number, draw in enumerate(step.draws):
         entropy = None if draw.rollout.entropy is None else np.array(draw.rollout.entropy)
-        for row, record in enumerate(records_of_draw(config, draw, number * config.batch)):
-            group, member = trained.get(record["group"]), row % config.groups
-            pushed = None if group is None else step.result.pushes.get(group * config.groups + member)
+        for row, record in enumerate(records_of_draw(config, draw, number * config.sampling.batch)):
+            group, member = trained.get(record["group"]), row % config.sampling.groups
+            pushed = None if group is None else step.result.pushes.get(group * config.sampling.groups + member)
             yield (
                 {"step": step.number}
                 | record
@@ -218,7 +219,7 @@ def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[di
     ids, logprobs = rollout.ids, np.array(rollout.logprobs)
     total = rewards.total.reshape(-1)
     for row, completion in enumerate(rewards.completions):
-        group = row // config.groups
+        group = row // config.sampling.groups
         example = draw.examples[group]
         scores = None
         if judged is not None:
@@ -271,8 +272,8 @@ class Journal:
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
-        if world.is_first() and self.config.report_to:
-            self.trackers = trackers.Trackers(self.config.report_to, self.dir, warn)
+        if world.is_first() and self.config.records.report_to:
+            self.trackers = trackers.Trackers(self.config.records.report_to, self.dir, warn)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -285,7 +286,7 @@ class Journal:
         """Writes a step's figures and all sampled completions, and prints its line."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
-        self.record(figures, console_line(figures, self.config.steps), completion_records(self.config, step))
+        self.record(figures, console_line(figures, self.config.optimizer.steps), completion_records(self.config, step))
 
     def record(self, figures: dict[str, Any], line: str, completions: Iterable[dict[str, Any]] = ()) -> None:
         """Writes a step's figures and completions, prints its line, and warns of what they show."""
@@ -349,6 +350,6 @@ class Journal:
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
     """Whether to evaluate after this step: the schedule says so and these records do not have it yet."""
-    if not config.eval_every or (step % config.eval_every and step != config.steps):
+    if not config.evaluation.every or (step % config.evaluation.every and step != config.optimizer.steps):
         return False
     return not any(record["step"] == step for record in evaluations)

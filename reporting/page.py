@@ -373,12 +373,10 @@ def show(path: Path) -> None:
 
 
 def is_due(config: Config, step: int, evaluations: Records) -> bool:
-    """Whether a run's page is due: every `report_every` steps, else with each evaluation, else with each checkpoint."""
-    if config.report_every is not None:
-        return step % config.report_every == 0
-    if config.eval_every:
+    """Whether a run's page is due: with each evaluation, or without any with each checkpoint."""
+    if config.evaluation.every:
         return bool(evaluations) and evaluations[-1]["step"] == step
-    return step % config.save_every == 0
+    return step % config.records.save_every == 0
 
 
 class LivePage:

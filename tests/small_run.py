@@ -37,26 +37,28 @@ def make_run(tmp_path, *flags):
 def sample(run, key=1):
     """Examples, prompts of every row, and completions of them."""
     config = run.config
-    indices = epoch_indices(len(run.task.train), config.batch, 0, 0)
+    indices = epoch_indices(len(run.task.train), config.sampling.batch, 0, 0)
     prompts = [run.prompt_ids[index] for index in indices]
     rollout = sampler.rollout(
         run.model,
         prompts,
         run.sampling,
-        group_size=config.groups,
+        group_size=config.sampling.groups,
         key=key,
     )
-    rows = [prompt for prompt in prompts for _ in range(config.groups)]
+    rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
     return [run.task.train[index] for index in indices], rows, rollout
 
 
 def update_once(run, budget=100_000, advantages=None):
     _, rows, rollout = sample(run)
     if advantages is None:
-        rewards = np.array(mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3)), np.float64)
+        rewards = np.array(
+            mx.random.normal((run.config.sampling.batch, run.config.sampling.groups), key=mx.random.key(3)), np.float64
+        )
         advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, budget)
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
     lr = update.learning_rate(run.config, run.step)
     result = update.update(run.learner, batches, rollout, advantages, ref, lr)
     run.end_step()

@@ -154,7 +154,7 @@ def test_no_command_buffer_of_a_step_is_long():
     """Longer than a second at an M1's peaks would hold up its display: https://github.com/ml-explore/mlx/issues/3267."""
     flags = {"model": "random:0.6b", "task": "demo", "batch": 8, "groups": 8, "max_tokens": 256, "lora_rank": 16}
     config, _ = resolve(flags | {"train_token_budget": 2048}, None, None, gwen.choose_model)
-    config.checkpoint_layers = "off"
+    config.optimizer.checkpoint_layers = "off"
     work = ledger.StepWork(gwen.load_config("random:0.6b"), mx.float16, config, 128)
     with launches.as_on_a_gpu():
         function, inputs = ledger.gradient(work, 2)
@@ -188,7 +188,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     monkeypatch.setattr(gpu.Op, "check_on", noting)
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
-    update.Learner(model, Config(lora_rank=5))
+    update.Learner(model, Config.of(lora_rank=5))
     assert set(checked) == set(gpu.OPS), "a kernel that no rehearsal calls is first run in a rollout"
     config = model.config
     assert checked["swiglu"][0][0].shape[-1] == 2 * config.intermediate_size

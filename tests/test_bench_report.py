@@ -37,7 +37,9 @@ def test_a_report_holds_every_figure_and_a_row_for_the_table(tmp_path, capsys):
 
 def test_quick_takes_shapes_of_its_own(monkeypatch):
     seen = []
-    monkeypatch.setattr(survey, "write", lambda args, config: seen.append((args.batch, config.batch, args.runs)))
+    monkeypatch.setattr(
+        survey, "write", lambda args, config: seen.append((args.batch, config.sampling.batch, args.runs))
+    )
     bench_step.main(["--quick", "--batch", "7"])
     assert seen == [(2, 2, 1)]
 

@@ -38,13 +38,13 @@ def test_the_line_begins_as_other_peoples_scripts_expect():
 def test_the_line_ends_with_the_share_of_groups_without_signal():
     line = console.console_line(STEP | {"reward/zero_std_frac": 1.0}, 100)
     assert line.endswith(" | 100%") and len(line) <= 100
-    assert len(line.split(" | ")) == len(console.console_columns(Config()).split(", "))
+    assert len(line.split(" | ")) == len(console.console_columns(Config.of()).split(", "))
 
 
 @pytest.mark.parametrize("settings", [{"loss_type": "distill"}, {"groups": 1}])
 def test_where_no_rewards_are_compared_neither_the_line_nor_its_columns_have_groups_without_signal(settings):
     line = console.console_line(STEP | {"reward/zero_std_frac": None}, 100)
-    columns = console.console_columns(Config(**settings))
+    columns = console.console_columns(Config.of(**settings))
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
 
 
@@ -85,12 +85,12 @@ def test_the_line_fits_100_columns_and_tells_every_number_to_a_digit():
 
 
 def test_the_time_left_is_that_of_the_last_ten_steps_and_of_the_evaluations_to_come():
-    config = Config(steps=50, eval_every=20)
+    config = Config.of(steps=50, eval_every=20)
     steps = [{"step": number, "step/s": 100.0 if number <= 5 else 2.0} for number in range(1, 26)]
     evals = [{"step": 0, "eval/s": 99.0}, {"step": 20, "eval/s": 7.0}]
     assert console.seconds_left(config, steps, evals) == 25 * 2.0 + 2 * 7.0  # after 40 and after 50
     assert console.seconds_left(config, steps[:5], evals) == 45 * 100.0 + 3 * 7.0
-    assert console.seconds_left(Config(steps=50, eval_every=0), steps, []) == 25 * 2.0
+    assert console.seconds_left(Config.of(steps=50, eval_every=0), steps, []) == 25 * 2.0
     assert console.seconds_left(config, [], evals) is None
 
 

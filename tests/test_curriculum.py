@@ -46,7 +46,7 @@ def test_without_memory_prompts_come_in_epochs():
     prompts = curriculum.make(config, SimpleNamespace(problems=None, train=PROMPTS), IDS, None)
     assert type(prompts) is Epochs and prompts.figures() == {} and prompts.state() == {}
     for number in (0, 7, 30):
-        indices = epoch_indices(40, 3, number, config.seed)
+        indices = epoch_indices(40, 3, number, config.sampling.seed)
         assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
 
 

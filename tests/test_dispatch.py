@@ -310,7 +310,10 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
     its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
-    assert its.batch_size.rows == its.config.rollout_batch_size == 16 and its.config.share_prefix == "auto"
+    assert (
+        its.batch_size.rows == its.config.sampling.rollout_batch_size == 16
+        and its.config.sampling.share_prefix == "auto"
+    )
     task = tasks.load("demo")
     evaluate.evaluate(its.model, its.tokenizer, task, evaluate.EvalParams(4, limit=2))
 

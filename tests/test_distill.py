@@ -66,8 +66,8 @@ def lesson_of(run, budget=150, sharing="off"):
     """One draw's micro-batches, its rollout, and what makes its loss."""
     examples, rows, rollout = sample(run)
     batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
-    draws = [groups.Draw(examples, rows[:: run.config.groups], rollout, None)]
-    return batches, rollout, run.teacher.teach(draws, list(range(run.config.batch)), batches, rollout)
+    draws = [groups.Draw(examples, rows[:: run.config.sampling.groups], rollout, None)]
+    return batches, rollout, run.teacher.teach(draws, list(range(run.config.sampling.batch)), batches, rollout)
 
 
 def targets_of(rollout, advantages=None):
@@ -372,7 +372,7 @@ def test_what_a_run_has_no_use_for_are_settings():
     runs = {"loss_type": ("sft", "distill", "sapo", "dapo"), "teacher": ("", "demo"), "groups": (1, 2)}
     runs |= {"old_logprobs": ("step", "sampler"), "advantage": ("group", "reinforce"), "lora_rank": (0, 16)}
     for values in itertools.product(*runs.values()):
-        its = config.Config(**dict(zip(runs, values, strict=True)), eval_every=0)
+        its = config.Config.of(**dict(zip(runs, values, strict=True)), eval_every=0)
         for names, why in config.unused(its):
             assert names <= vars(its).keys() and "; " in why
 
@@ -493,7 +493,7 @@ def test_micro_batches_are_cut_and_layers_computed_again_before_a_teacher_is_rea
         demand = (shape, mx.float32, config, [80] * 3)
         preflight.settle(*demand)
         need = preflight.estimate(*demand, config.num_checkpointed(4))
-        return config.checkpoint_layers, need.reading > 0
+        return config.optimizer.checkpoint_layers, need.reading > 0
 
     rooms = range(60_000_000, 20_000_000, -1_000_000)
     assert list(dict.fromkeys(map(settled, rooms))) == [

@@ -89,7 +89,7 @@ def test_a_gradient_of_ones_own_is_in_the_trace_and_its_forward_pass_only_once()
 
 def test_gradients_pulled_through_by_hand_are_those_of_mlx():
     config = settings("random:2m", batch=2, groups=2, max_tokens=6, lora_rank=4)
-    config.checkpoint_layers = "2"
+    config.optimizer.checkpoint_layers = "2"
     model = gwen.random_model("random:2m")
     lora.apply(model, 4, 2.0)
     for _, layer in lora.layers(model):
@@ -259,7 +259,7 @@ def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(n
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
     flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
     work = work_of("random:0.6b", prompt_tokens=prompt, **flags)
-    work.config.checkpoint_layers = layers_again
+    work.config.optimizer.checkpoint_layers = layers_again
     shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
     shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))

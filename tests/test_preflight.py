@@ -1,7 +1,5 @@
 """What a run is said to need against what it takes, what `auto` makes of it, and what the line advises."""
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -33,14 +31,14 @@ def one_step(model, config, prompts):
     rollout = sampler.rollout(
         model,
         prompts,
-        sampler.SamplingParams(config.max_tokens),
-        group_size=config.groups,
+        sampler.SamplingParams(config.sampling.max_tokens),
+        group_size=config.sampling.groups,
         key=0,
-        batch_size=config.rollout_batch_size or 64,
+        batch_size=config.sampling.rollout_batch_size or 64,
     )
-    rewards = np.arange(config.batch * config.groups).reshape(config.batch, -1) % 3.0
-    rows = [prompt for prompt in prompts for _ in range(config.groups)]
-    batches = micro_batch.micro_batches(rows, rollout, config.train_token_budget, config.train_share_prefix)
+    rewards = np.arange(config.sampling.batch * config.sampling.groups).reshape(config.sampling.batch, -1) % 3.0
+    rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
+    batches = micro_batch.micro_batches(rows, rollout, config.optimizer.train_token_budget, config.train_share_prefix)
     update.update(learner, batches, rollout, mx.array(grpo.group_advantages(rewards).reshape(-1)), None, 1e-4)
 
 
@@ -63,12 +61,12 @@ def test_a_step_takes_what_was_said_within_a_quarter(flags):
     config = make_config(**flags)
     before = mx.get_active_memory()
     model = gwen.random_model("random:2m")
-    prompts = np.random.default_rng(0).integers(3, 8000, (config.batch, 80)).tolist()
+    prompts = np.random.default_rng(0).integers(3, 8000, (config.sampling.batch, 80)).tolist()
     lengths = [len(prompt) for prompt in prompts]
     preflight.settle(model.config, mx.float32, config, lengths)
     need = preflight.estimate(model.config, mx.float32, config, lengths, config.num_checkpointed(5))
-    if config.lora_rank:
-        lora.apply(model, config.lora_rank, config.lora_scale, config.lora_targets)
+    if config.model.lora_rank:
+        lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     mx.eval(model.parameters())
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -99,7 +97,7 @@ def test_16_bit_weights_that_train_have_float32_masters():
 def test_a_small_model_computes_no_layer_again():
     config = make_config()
     preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
-    assert (config.train_token_budget, config.checkpoint_layers) == (1024, "off")
+    assert (config.optimizer.train_token_budget, config.optimizer.checkpoint_layers) == (1024, "off")
 
 
 @pytest.mark.slow
@@ -112,7 +110,7 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
         monkeypatch.setattr(gpu, "memory_size", lambda room=room: room if on_gpu else 1)
         config = make_config(batch=8, groups=8, max_tokens=256)
         preflight.settle(BIG, mx.float16, config, [128] * 8)
-        settled.append((config.train_token_budget, config.num_checkpointed(28)))
+        settled.append((config.optimizer.train_token_budget, config.num_checkpointed(28)))
         need = preflight.estimate(BIG, mx.float16, config, [128] * 8, settled[-1][1])
         assert need.resident + need.update <= 0.9 * room or settled[-1] == (1024, 28)
     budgets, counts = zip(*settled, strict=True)
@@ -125,14 +123,14 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3")
     preflight.settle(BIG, mx.float16, config, [4000] * 2)
-    assert (config.train_token_budget, config.checkpoint_layers) == (5000, "3")
+    assert (config.optimizer.train_token_budget, config.optimizer.checkpoint_layers) == (5000, "3")
 
 
 def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
     monkeypatch.setattr(gpu, "memory_size", lambda: 1)
     config = make_config()
     preflight.settle(gwen.random_config("random:2m"), mx.float32, config, [80])
-    assert config.checkpoint_layers == "off"
+    assert config.optimizer.checkpoint_layers == "off"
 
 
 def test_the_full_size_step_fits_a_laptop():
@@ -140,7 +138,7 @@ def test_the_full_size_step_fits_a_laptop():
     preflight.settle(BIG, mx.float16, config, [128] * 8)
     need = preflight.estimate(BIG, mx.float16, config, [128] * 8, config.num_checkpointed(28))
     assert need.total < 10 * GB
-    assert config.checkpoint_layers == "off"
+    assert config.optimizer.checkpoint_layers == "off"
 
 
 @pytest.mark.parametrize(
@@ -161,8 +159,8 @@ def test_the_full_size_step_fits_a_laptop():
 def test_the_advice_is_the_flag_that_makes_the_run_fit(monkeypatch, flags, room, advised):
     monkeypatch.setattr(gpu, "memory_size", lambda: int(room))
     config = make_config(**{"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": "off"} | flags)
-    config.train_token_budget = config.train_token_budget or 1024
-    said = preflight.line(BIG, mx.float16, config, [128] * config.batch)
+    config.optimizer.train_token_budget = config.optimizer.train_token_budget or 1024
+    said = preflight.line(BIG, mx.float16, config, [128] * config.sampling.batch)
     advice = said.partition("it does not fit: ")[2]
     assert advice.startswith(advised)
     if not advice.startswith("set") or "smaller" in advice:
@@ -170,8 +168,8 @@ def test_the_advice_is_the_flag_that_makes_the_run_fit(monkeypatch, flags, room,
     words = advice.removeprefix("set ").split()
     changed = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(*[iter(words)] * 2, strict=True)}
     changed = {name: value if name == "checkpoint_layers" else int(value) for name, value in changed.items()}
-    config = dataclasses.replace(config, **changed)
-    assert "does not fit" not in preflight.line(BIG, mx.float16, config, [128] * config.batch)
+    config = config.but(**changed)
+    assert "does not fit" not in preflight.line(BIG, mx.float16, config, [128] * config.sampling.batch)
 
 
 def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):

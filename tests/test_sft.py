@@ -160,7 +160,7 @@ def oracle(logits, rows):
 def test_the_gradient_of_the_loss_alone_is_that_of_its_formula_in_float64():
     rows, rng = random_rows(320), np.random.default_rng(0)
     states, head = rng.normal(size=(6, 20, 32)), rng.normal(0, 0.3, (320, 32))
-    config, batches = Config(loss_type="sft"), sft.make_batches(rows, 10_000)
+    config, batches = Config.of(loss_type="sft"), sft.make_batches(rows, 10_000)
     order = np.array(batches[0].rows)
 
     def loss(hidden):
@@ -197,7 +197,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 
     expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
     right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
-    model, config = gwen.load_model(checkpoints[name]), Config(loss_type="sft", lora_rank=0)
+    model, config = gwen.load_model(checkpoints[name]), Config.of(loss_type="sft", lora_rank=0)
     learner = update.Learner(model, config)
     for budget in (1, 40, 10_000):
         batches = sft.make_batches(rows, budget)
@@ -214,7 +214,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = sft.evaluate(model, Config(loss_type="sft", train_token_budget=40), conversations)
+    record = sft.evaluate(model, Config.of(loss_type="sft", train_token_budget=40), conversations)
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)
@@ -250,8 +250,8 @@ def test_what_only_sft_has_needs_it_and_it_needs_data(flags):
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
     config, _ = resolve(given(parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl"])))
-    assert (config.max_tokens, config.judge_chunk_size) == (Config.max_tokens, Config.judge_chunk_size)
-    assert config.learning_rate == 0.004  # the recipe's
+    assert (config.sampling.max_tokens, config.judge.chunk_size) == (Config.max_tokens, Config.judge_chunk_size)
+    assert config.optimizer.learning_rate == 0.004  # the recipe's
 
 
 # ---- runs

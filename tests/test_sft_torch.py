@@ -41,7 +41,7 @@ def test_the_loss_equals_that_of_transformers_in_float64_and_the_gradient_up_to_
         step_of(AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype=dtype, attn_implementation="eager"), rows)
         for dtype in (torch.float64, torch.float32)
     )
-    model, config = gwen.load_model(checkpoints[name], mx.float32), Config(loss_type="sft", lora_rank=0)
+    model, config = gwen.load_model(checkpoints[name], mx.float32), Config.of(loss_type="sft", lora_rank=0)
     batches = sft.make_batches(rows, 40)
     assert len(batches) > 1
     learner, cross_entropy = update.Learner(model, config), sft.CrossEntropy(config, count(rows))

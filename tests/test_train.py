@@ -108,7 +108,11 @@ def test_the_defaults_are_those_of_the_table():
     config, _ = resolve({"model": "demo"}, None, None)
     named = ("batch", "groups", "temp", "beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "old_logprobs")
     assert [getattr(config, name) for name in named] == [4, 8, 1.0, 0, 0.2, None, "dapo", "group", "step"]
-    assert (config.importance_sampling_level, config.lora_rank, config.judge_chunk_size) == ("token", 16, 24)
+    assert (config.objective.importance_sampling_level, config.model.lora_rank, config.judge.chunk_size) == (
+        "token",
+        16,
+        24,
+    )
     assert sampler.params_of(config).support is None
 
 
@@ -116,14 +120,14 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
     full = {"model": "demo", "lora_rank": 0}
     recipe = tmp_path / "full.yaml"
     recipe.write_text("lora_rank: 0\nlearning_rate: 0.0003\n")
-    assert resolve(full, None, None)[0].learning_rate == pytest.approx(0.0004)
-    assert resolve(full | {"task": "values"}, None, None)[0].learning_rate == pytest.approx(5e-6)
-    assert resolve(full | {"learning_rate": 0.002}, None, None)[0].learning_rate == 0.002
+    assert resolve(full, None, None)[0].optimizer.learning_rate == pytest.approx(0.0004)
+    assert resolve(full | {"task": "values"}, None, None)[0].optimizer.learning_rate == pytest.approx(5e-6)
+    assert resolve(full | {"learning_rate": 0.002}, None, None)[0].optimizer.learning_rate == 0.002
     for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
-        assert resolve(flags, str(recipe), None)[0].learning_rate == 0.0003
+        assert resolve(flags, str(recipe), None)[0].optimizer.learning_rate == 0.0003
     recipe.write_text("lora_rank: 0\n")
     for flags in (full, {"model": "demo"}):
-        assert resolve(flags, str(recipe), None)[0].learning_rate == pytest.approx(1e-5)
+        assert resolve(flags, str(recipe), None)[0].optimizer.learning_rate == pytest.approx(1e-5)
 
 
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
@@ -148,7 +152,7 @@ def test_rewards_are_computed_once_a_step(tmp_path, monkeypatch):
 def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     examples, _, rollout = sample(run)
-    answers = [example["answer"] for example in examples for _ in range(run.config.groups)]
+    answers = [example["answer"] for example in examples for _ in range(run.config.sampling.groups)]
     monkeypatch.setattr(sampler, "texts", lambda *_: answers)
     assert (train.reward_completions(run, examples, rollout, journal.PhaseClock()).components["correct"] == 1).all()
     monkeypatch.setattr(sampler, "texts", lambda *_: [*answers[:5], "zero", *answers[6:]])
@@ -209,8 +213,10 @@ def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_i
     parts = rng.normal(0, 1, (2, 6, 4))
     expected = (
         grpo.decoupled_advantages(parts[:, [0, 2, 3, 5]], [1.0, 1.0])
-        if config.combine_rewards == "normalize"
-        else grpo.group_advantages(parts.sum(0)[[0, 2, 3, 5]], config.scale_rewards, config.advantage)
+        if config.objective.combine_rewards == "normalize"
+        else grpo.group_advantages(
+            parts.sum(0)[[0, 2, 3, 5]], config.objective.scale_rewards, config.objective.advantage
+        )
     )
     np.testing.assert_array_equal(advantages(parts), expected)
 
@@ -440,7 +446,10 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
     advantages = grpo.group_advantages(rewards.filled)
     assert advantages[0, 1] == pytest.approx(0, abs=1e-6)
     assert (advantages[2] == 0).all()
-    run.config.advantage, run.config.scale_rewards = "reinforce", "batch"  # there it is the mean of the step
+    run.config.objective.advantage, run.config.objective.scale_rewards = (
+        "reinforce",
+        "batch",
+    )  # there it is the mean of the step
     rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
     np.testing.assert_allclose(rewards.filled.reshape(-1)[[1, 8, 9, 10, 11]], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
     advantages = grpo.group_advantages(rewards.filled, "batch", "reinforce")
@@ -607,7 +616,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
     run = train.Run(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, RemoteJudge)
     settings = run.judge.server.settings
-    assert (settings.judge_model, settings.judge_retries) == ("demo", 0)
+    assert (settings.judge.model, settings.judge_retries) == ("demo", 0)
     run.open()
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
@@ -1064,10 +1073,13 @@ def test_a_run_s_config_repeats_the_run(tmp_path):
 def test_a_recipe_that_is_given_takes_the_place_of_the_task_s_and_its_gaps_have_the_defaults(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: demo\ntask: demo\nsteps: 7")
     ours, _ = resolve({"batch": 2}, str(tmp_path / "mine.yaml"), None)
-    usual, default = make_config(), Config()
+    usual, default = make_config(), Config.of()
     assert (ours.steps, ours.batch) == (7, 2)
-    assert (ours.learning_rate, ours.max_tokens) == (default.learning_rate, default.max_tokens)
-    assert usual.learning_rate != default.learning_rate and usual.steps not in (7, default.steps)
+    assert (ours.learning_rate, ours.max_tokens) == (default.optimizer.learning_rate, default.sampling.max_tokens)
+    assert usual.optimizer.learning_rate != default.optimizer.learning_rate and usual.optimizer.steps not in (
+        7,
+        default.optimizer.steps,
+    )
 
 
 def test_a_run_never_trains_on_its_evaluation_problems():
@@ -1113,6 +1125,10 @@ def test_lora_fuse_writes_a_model_that_equals_the_adapter(tmp_path):
 def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
     for flags in ([], ["--rollout-batch-size", "auto", "--train-token-budget", "auto"]):
         run = make_run(tmp_path, *flags)
-        settled = (run.config.rollout_batch_size, run.config.train_token_budget, run.config.checkpoint_layers)
+        settled = (
+            run.config.sampling.rollout_batch_size,
+            run.config.optimizer.train_token_budget,
+            run.config.optimizer.checkpoint_layers,
+        )
         assert settled == (16, 1024, "off")
-    assert train.Run(make_config("--batch", "16", "--groups", "8"), tmp_path).config.rollout_batch_size == 64
+    assert train.Run(make_config("--batch", "16", "--groups", "8"), tmp_path).config.sampling.rollout_batch_size == 64

@@ -156,7 +156,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
         mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
     )
     batches = micro_batch.micro_batches(prompts, rollout, 20)
-    config, objective = Config(temp=0.8, lora_rank=0), grpo.Objective(**flags)
+    config, objective = Config.of(temp=0.8, lora_rank=0), grpo.Objective(**flags)
 
     def loss_of(model):
         total = 0.0

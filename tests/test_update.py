@@ -1,6 +1,5 @@
 """What the loss sees, and what an update changes, on the bundled model."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -142,7 +141,7 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
     batches = micro_batch.micro_batches(rows, rollout, 150)
     assert len(batches) > 1
     config = run.config
-    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.beta else None
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.objective.beta else None
     logprobs, entropy = whole_step(run, batches, rollout.mask.shape)
     new, sampled = (np.array(x, dtype=np.float64) for x in (logprobs, rollout.logprobs))
     case = oracle.Case(
@@ -153,25 +152,25 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, flags):
         entropy=np.array(entropy, dtype=np.float64),
         advantages=np.array(advantages, dtype=np.float64),
         mask=np.array(rollout.mask),
-        max_tokens=config.max_tokens,
+        max_tokens=config.sampling.max_tokens,
     )
     settings = dict(
-        loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
+        loss_type=config.objective.loss_type,
+        importance_sampling_level=config.objective.importance_sampling_level,
+        epsilon=config.objective.epsilon,
+        epsilon_high=config.objective.epsilon_high,
         delta=config.delta or None,
-        beta=config.beta,
-        kl_estimator=config.kl_estimator,
-        correction=config.mismatch,
+        beta=config.objective.beta,
+        kl_estimator=config.objective.kl_estimator,
+        correction=config.objective.mismatch,
         cap=config.mismatch_cap,
-        fraction=config.top_entropy_quantile,
+        fraction=config.objective.top_entropy_quantile,
     )
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
     assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
     for name, gradient in weighted_gradient(run, batches, array(oracle.gradient(case, **settings))).items():
         np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
-    if config.loss_type != "sapo" and flags[0] == "--old-logprobs":
+    if config.objective.loss_type != "sapo" and flags[0] == "--old-logprobs":
         assert result.means["clip_frac"] > 0
 
 
@@ -270,7 +269,7 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     _, rows, rollout = sample(run)
     advantages, order = mx.random.normal((12,), key=mx.random.key(1)), np.random.default_rng(2).permutation(12)
     (whole,) = micro_batch.micro_batches(rows, rollout, 100_000)
-    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.beta else None
+    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.objective.beta else None
     found = []
     for size in (1, 3, 8, 12):
         batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
@@ -278,9 +277,9 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     for budget, sharing in ((150, "off"), (1, "on"), (150, "on"), (100_000, "on")):
         batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
         found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
-    run.learner.config = dataclasses.replace(run.config, checkpoint_layers="on")
+    run.learner.config = run.config.but(checkpoint_layers="on")
     found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
-    if not run.config.entropy_coef:  # whose plain expression is off by 3e-5
+    if not run.config.objective.entropy_coef:  # whose plain expression is off by 3e-5
         with monkeypatch.context() as patch:
             patch.setattr(lm_head, "token_logprobs", plainly)
             found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
@@ -314,8 +313,8 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
     def singly(old, *flags):
         other, rows, rollout = begin(*flags)
         logprobs, entropy = whole_step(other, micro_batch.micro_batches(rows, rollout, 150), rollout.mask.shape)
-        trusted = grpo.mismatch_weights(logprobs, rollout.logprobs, rollout.mask, run.config.mismatch)
-        chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.top_entropy_quantile)
+        trusted = grpo.mismatch_weights(logprobs, rollout.logprobs, rollout.mask, run.config.objective.mismatch)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.objective.top_entropy_quantile)
         weights, original = trusted * chosen, rollout.logprobs
         rollout = rollout._replace(logprobs=logprobs if old == "first" else original)
         batches = micro_batch.micro_batches(rows, rollout, 150)
@@ -366,7 +365,7 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
     ref_logprobs = update.reference_logprobs(run.learner, batches, rollout)
     plain, grads = gradient_of_update(run, batches, rollout, advantages)
-    run.learner.config = dataclasses.replace(run.config, beta=1e-9)
+    run.learner.config = run.config.but(beta=1e-9)
     result, same = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
     for name, gradient in grads.items():
@@ -652,7 +651,7 @@ def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target
         result = update_once(run)
         repeats += result.repeats
         assert result.moved == pytest.approx(moved(run, before), rel=1e-2, abs=1e-6)
-        assert result.moved <= trust_region.SLACK * run.config.target_kl
+        assert result.moved <= trust_region.SLACK * run.config.optimizer.target_kl
     assert repeats and run.learner.rate < 1
 
 

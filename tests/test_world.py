@@ -69,11 +69,11 @@ VARIANTS = {
 def gradients(run):
     """The gradient of a step in small micro-batches, what was measured, and the log-probabilities of a probe."""
     _, rows, rollout = sample(run)
-    rewards = np.random.default_rng(3).normal(size=(run.config.batch, run.config.groups))
+    rewards = np.random.default_rng(3).normal(size=(run.config.sampling.batch, run.config.sampling.groups))
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, 80)
     assert len(batches) > 3
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref)
     probe = trust_region.make_probe(batches, 200, 1)
     logprobs = [part.reshape(-1) for part in update.under(run.learner, probe, run.learner.trainable)]
@@ -83,7 +83,7 @@ def gradients(run):
 def steps_of(run):
     """Two updates, each of two iterations of AdamW with a bound on the step."""
     _, rows, rollout = sample(run)
-    rewards = np.random.default_rng(3).normal(size=(run.config.batch, run.config.groups))
+    rewards = np.random.default_rng(3).normal(size=(run.config.sampling.batch, run.config.sampling.groups))
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part

@@ -643,7 +643,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     rollout = rollout._replace(logprobs=rollout.logprobs + shift * rollout.mask)
     batches = micro_batch.micro_batches(rows, rollout, 250)
     advantages = mx.random.normal((12,), key=mx.random.key(3))
-    ref = rollout.logprobs - 0.1 if run.config.beta else None
+    ref = rollout.logprobs - 0.1 if run.config.objective.beta else None
     theirs, other = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.gradient_of_update(run, batches, rollout, advantages, ref)

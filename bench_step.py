@@ -38,18 +38,18 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-import gpu
 import grpo
 import gwen
 import hub
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
 from bench import harness, ledger, survey
 from config import Config, resolve
 from flags import Parser, check_least, fail
+from machine import gpu
+from step import micro_batch
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide", "trl", "unsloth_zoo")
 PACKAGES = {

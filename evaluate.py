@@ -24,8 +24,6 @@ import mlx.core as mx
 import numpy as np
 
 import adapters
-import dispatch
-import gpu
 import gwen
 import judge
 import lora
@@ -36,10 +34,12 @@ from config import JUDGE, SETTINGS, Config, given, resolve
 from flags import Parser, add_flags, check_least, fail
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from losses.policy import completion_hidden
-from micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from machine import gpu
 from problems.examples import Example, spread
 from problems.rewards import Reward, call_rewards, reward_arguments, reward_columns
+from step import dispatch
+from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from step.policy import completion_hidden
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model

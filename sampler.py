@@ -23,15 +23,14 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-import gpu
 import gwen
 import run_files
 import tasks
-import world
 from config import Config
 from flags import Parser, check_least, fail
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
+from machine import gpu, world
 from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait

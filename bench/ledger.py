@@ -27,7 +27,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 import gwen
 import hub
 import lora
-import micro_batch
 import sampler
 import update
 from bench import launches
@@ -36,7 +35,7 @@ from config import Config
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
-from losses import policy
+from step import micro_batch, policy
 
 JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
 FEW = 4  # layers, beside one, that a phase is traced with

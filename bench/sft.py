@@ -31,8 +31,8 @@ import update
 from bench import harness
 from config import TARGETS, Config
 from flags import Parser, fail
-from losses import sft
-from problems.chats import Row
+from sft import tuning as sft
+from sft.chats import Row
 
 ENGINES = ("ours", "mlx_lm")
 ROOT = Path(__file__).parent.parent

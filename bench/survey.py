@@ -23,18 +23,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import gpu
 import grpo
 import gwen
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
 from bench import harness, launches, ledger
 from config import Config
 from layers import ops
-from losses import policy
+from machine import gpu
+from step import micro_batch, policy
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
 ROWS = (1, 4, 16, 64)  # at which decoding is timed

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import mlx.core as mx
 from tqdm import tqdm
 
-import gpu
 import gwen
 from kv_cache import TreeCache
+from machine import gpu
 
 MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
 

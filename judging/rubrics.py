@@ -381,7 +381,7 @@ class Grader:
 
     def score(self, prompts: Sequence[str], completions: Sequence[str]) -> Judgement:
         """Judges N completions by J criteria."""
-        import world  # here: it brings MLX, which rubrics do without
+        from machine import world  # here: it brings MLX, which rubrics do without
 
         begin = time.perf_counter()
         pairs = list(zip(prompts, completions, strict=True))

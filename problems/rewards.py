@@ -195,7 +195,7 @@ def call_reward(
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
-    import world  # here: it brings MLX, which data and tasks do without
+    from machine import world  # here: it brings MLX, which data and tasks do without
 
     if world.size() == 1:
         return call(name, fn, arguments, len(completions))

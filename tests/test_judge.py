@@ -18,7 +18,6 @@ import pytest
 from conftest import QWEN2, write_checkpoint
 from test_remote_judge import Server, completion
 
-import gpu
 import gwen
 import judge
 import lora
@@ -28,6 +27,7 @@ from bench import harness
 from config import JudgeSettings
 from demo import make
 from judging import prompt_tree, rubrics
+from machine import gpu
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

@@ -29,10 +29,10 @@ from bench import harness
 from bench import sft as bench_sft
 from config import Config, given, parse
 from docs import reference
-from losses import sft
-from problems import chats
-from problems.chats import Row
 from reporting import page
+from sft import chats
+from sft import tuning as sft
+from sft.chats import Row
 
 TALK = [
     {"role": "user", "content": "What is one and two?"},

@@ -20,10 +20,9 @@ from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, WIDE, array, our
 import grpo
 import gwen
 import hub
-import micro_batch
 import sampler
 from config import Config
-from losses import policy
+from step import micro_batch, policy
 
 REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
 torch = pytest.importorskip("torch", reason=REASON)

@@ -14,12 +14,11 @@ from small_run import descend_plainly, gradient_of_update, make_config, make_run
 
 import grpo
 import gwen
-import micro_batch
 import sampler
 import train
 import update
 from layers import lm_head
-from losses import policy, trust_region
+from step import micro_batch, policy, trust_region
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import gwen
-from losses.policy import completion_hidden
-from micro_batch import MicroBatch
+from step.micro_batch import MicroBatch
+from step.policy import completion_hidden
 
 Streams = list[tuple[mx.array, mx.array]]  # the two results of a layer, of each pass through it
 

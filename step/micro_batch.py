@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-import gpu
-import world
+from machine import gpu, world
 
 SHARING = ("auto", "on", "off")
 # Sharing pays from this share of positions saved: time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with 29%.

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,7 @@ class GrpoRun(Run):
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=True)
+        self.sampling = sampling_of(config, eos_ids, pad_id)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
@@ -368,6 +368,12 @@ class SftRun(Run):
     def evaluate(self) -> None:
         record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
+
+
+def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:
+    """How training samples."""
+    s = config.sampling
+    return sampler.SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True)
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

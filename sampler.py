@@ -24,14 +24,9 @@ import numpy as np
 from tqdm import tqdm
 
 import gwen
-import run_files
-import tasks
-from config import Config
-from flags import Parser, check_least, fail
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from machine import gpu, world
-from problems.examples import check_text
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 REFILL, SHRINK = 1 / 16, 1 / 4  # shares of idle slots at which they take waiting rows, or go where none waits
@@ -60,12 +55,6 @@ class SamplingParams(NamedTuple):
         limits = [self.max_tokens] * num_rows if isinstance(self.max_tokens, int) else list(self.max_tokens)
         assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
         return limits
-
-
-def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> SamplingParams:
-    """The sampling parameters of a run's settings."""
-    s = config.sampling
-    return SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id)
 
 
 class RolloutStats(NamedTuple):
@@ -421,6 +410,11 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    import run_files
+    import tasks
+    from flags import Parser, check_least, fail
+    from problems.examples import check_text
+
     parser = Parser("sampler.py", "Sample completions of one prompt.")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")

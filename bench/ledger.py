@@ -240,7 +240,7 @@ def decode(work: StepWork, num_layers: int) -> Traced:
     places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
     places += [(held, name) for held in cache.layers for name in ("keys", "values")]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
-    params = sampler.params_of(work.config)
+    params = sampler.SamplingParams(work.config.sampling.max_tokens)
 
     def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
         drawn = sampler.choose_token(logits, numbers, params)

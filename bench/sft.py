@@ -2,7 +2,7 @@
 A step of supervised fine-tuning against mlx_lm's trainer: `uv run python -m bench.sft --model random:30m`.
 
 Both train adapters of the same rank on all projections of the same weights, in one dtype and on one BLAS, with AdamW,
-on the same rows of `--tokens` random ids, all of which count but the first. mlx_lm's trainer is its own loop and loss,
+on the same rows of random ids, all of which count but the first. mlx_lm's trainer is its own loop and loss,
 in one batch. Each engine runs in a process of its own, so that its peak is its own; rounds alternate. Processor seconds
 stand beside those of the clock, for a busy machine. `--vocab` gives a random model another vocabulary. Peaks include
 the weights. Left out: data, evaluation, checkpoints, logs.

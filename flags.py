@@ -92,7 +92,7 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads a flag's text) and what `Setting` reads."""
+    """A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text) and what `Setting` reads."""
     metadata = {"help": text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)

@@ -32,6 +32,7 @@ from bench import harness
 from config import TARGETS, Config
 from flags import Parser, fail
 from losses import sft
+from losses.policy import Reader, Targets
 from problems.chats import Row
 
 ENGINES = ("ours", "mlx_lm")
@@ -53,16 +54,16 @@ def run_ours(args: argparse.Namespace, directory: Path) -> list[tuple[float, flo
     config = Config.of(loss_type="sft", batch=args.batch, lora_rank=args.lora_rank)
     model = gwen.load_model(directory)
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, TARGETS)
-    preflight.settle(model.config, model.head_weight.dtype, config, [args.tokens] * args.batch)
-    learner = update.Learner(model, config)
+    demand = preflight.Demand(model.config, model.head_weight.dtype, config, [args.tokens] * args.batch)
+    sizes = preflight.settle(demand)
+    learner = update.Learner(model, config, Reader(config, sizes))
     rows = [Row(ids, list(range(1, len(ids)))) for ids in make_rows(args, model.config.vocab_size)]
     marks = [now()]
     for begin in range(0, len(rows), args.batch):
         step = rows[begin : begin + args.batch]
-        loss = sft.CrossEntropy(config, sum(len(row.places) for row in step))
-        update.optimizer_step(
-            learner, sft.make_batches(step, config.optimizer.train_token_budget), loss, config.optimizer.learning_rate
-        )
+        targets = Targets(len(step), sum(len(row.places) for row in step))
+        batches = sft.make_batches(step, sizes.train_token_budget)
+        update.optimizer_step(learner, batches, targets, config.optimizer.learning_rate)
         mx.eval(learner.trainable, learner.optimizer.state)
         marks.append(now())
     return marks

@@ -41,9 +41,8 @@ METRICS = {
     "loss": "Loss of the step, before the update.",
     "reward/mean": "Mean weighted reward of the step's completions.",
     "reward/std": "Standard deviation of rewards within a group, averaged over groups.",
-    "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within a hundredth of the step's deviation. "
-    "Null with "
-    "`--loss-type distill`.",
+    "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within a hundredth of the step's "
+    "deviation. Null with `--loss-type distill`.",
     "reward/NAME": "Mean of one reward before weighting.",
     "reward/none": "Rewards left out of a completion's sum, because their function gave None for it.",
     "curriculum/problems": "Problems that `--task rg:NAME` has made for training so far, repeated ones included.",

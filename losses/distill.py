@@ -97,7 +97,8 @@ class Teacher:
         if self.text is not None and self.prompts(examples) == student_ids:
             raise ValueError(
                 f"--teacher-prompt {self.config.objective.teacher_prompt}: the chat template of "
-                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; take another model"
+                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; "
+                "take another model"
             )
 
     def teach(

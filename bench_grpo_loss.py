@@ -52,9 +52,8 @@ def logprobs_of(args: argparse.Namespace, impl: str, hidden: mx.array, head: mx.
 def loss_of(args: argparse.Namespace, work: LossWork, logprobs: mx.array) -> mx.array:
     """The clipped loss, a mean over all tokens."""
     old_logprobs = mx.stop_gradient(logprobs) if work.old_logprobs is None else work.old_logprobs
-    mask = mx.ones(logprobs.shape)
-    objective = grpo.Objective(epsilon=args.epsilon, epsilon_high=args.epsilon_high)
-    return grpo.policy_loss(logprobs, old_logprobs, work.advantages, mask, objective)[0]
+    tokens = grpo.Tokens(logprobs, old_logprobs, work.advantages, mx.ones(logprobs.shape))
+    return grpo.LOSSES["dapo"](tokens, grpo.Objective(epsilon=args.epsilon, epsilon_high=args.epsilon_high)).value
 
 
 def make_work(args: argparse.Namespace) -> LossWork:

@@ -50,6 +50,7 @@ from config import Config, resolve
 from flags import Parser, check_least, fail
 from machine import gpu
 from step import micro_batch
+from step.policy import Reader
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide", "trl", "unsloth_zoo")
 PACKAGES = {
@@ -84,7 +85,7 @@ def reward_of(place: int) -> float:
 def settings(args: argparse.Namespace, model: str) -> Config:
     """Those of a run of `train.py` that takes such steps."""
     flags = {"model": model, "task": "demo", "batch": args.batch, "groups": args.groups}
-    flags |= {"max_tokens": args.max_tokens, "lora_rank": args.lora_rank, "train_share_prefix": args.share_prefix}
+    flags |= {"max_tokens": args.max_tokens, "lora_rank": args.lora_rank}
     if args.token_budget:
         flags["train_token_budget"] = args.token_budget
     return resolve(flags, None, None, gwen.choose_model)[0]
@@ -96,8 +97,9 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
     model = gwen.load_model(directory)
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     prompts, tokenizer = make_prompts(args, model.config), hub.load_tokenizer(directory)
-    preflight.settle(model.config, model.head_weight.dtype, config, [len(prompt) for prompt in prompts])
-    learner = update.Learner(model, config)
+    lengths = [len(prompt) for prompt in prompts]
+    sizes = preflight.settle(preflight.Demand(model.config, model.head_weight.dtype, config, lengths))
+    learner = update.Learner(model, config, Reader(config, sizes))
     steps = []
     for step in range(num_steps):
         marks = [time.perf_counter()]
@@ -116,8 +118,10 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
         advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
         marks.append(time.perf_counter())
         rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
-        batches = micro_batch.micro_batches(rows, rollout, config.optimizer.train_token_budget, "auto")
-        update.update(learner, batches, rollout, advantages, None, config.optimizer.learning_rate)
+        batches = micro_batch.micro_batches(rows, rollout, sizes.train_token_budget, args.share_prefix)
+        update.update(
+            learner, batches, update.targets_of(learner, batches, rollout, advantages), config.optimizer.learning_rate
+        )
         marks.append(time.perf_counter())
         steps.append(dict(zip(PHASES, np.diff(marks).tolist(), strict=True)))
     return steps
@@ -422,17 +426,12 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
 
 def print_ledger(args: argparse.Namespace) -> None:
     """What such a step costs on a GPU, counted: see bench/ledger.py."""
-    config, dtype = settings(args, args.model), gwen.DTYPES[args.dtype or "float16"]
-    config.optimizer.train_token_budget, config.optimizer.checkpoint_layers = (
-        args.token_budget or preflight.GPU_BUDGET,
-        "off",
-    )
-    work = ledger.StepWork(gwen.load_config(args.model), dtype, config, args.prompt_tokens)
+    dtype, budget = gwen.DTYPES[args.dtype or "float16"], args.token_budget or preflight.GPU_BUDGET
+    config = settings(args, args.model).but(train_token_budget=budget, checkpoint_layers="off")
+    work = ledger.StepWork(gwen.load_config(args.model), dtype, config, args.prompt_tokens, sharing=args.share_prefix)
     machines = {name: ledger.MACHINES[name] for name in args.machine or ledger.MACHINES}
     phases = ledger.make(work)
-    print(
-        f"Ledger: {describe(args)} in {args.dtype or 'float16'}, {config.optimizer.train_token_budget} positions a micro-batch"
-    )
+    print(f"Ledger: {describe(args)} in {args.dtype or 'float16'}, {budget} positions a micro-batch")
     for line in ledger.lines(work, phases, machines):
         print(line)
     print(json.dumps({"config": vars(args), "ledger": ledger.record(work, phases, machines)}))

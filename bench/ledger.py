@@ -27,11 +27,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 import gwen
 import hub
 import lora
+import preflight
 import sampler
 import update
 from bench import launches
 from bench.launches import Launch
-from config import Config
+from config import Config, Sizes
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
@@ -93,10 +94,20 @@ class StepWork(NamedTuple):
     config: Config  # batch, groups, max_tokens, lora_rank, train_token_budget and the rest
     prompt_tokens: int
     on_gpu: bool = True
+    sharing: str = "auto"  # of an update's prompts, see `micro_batch.plan`
 
     @property
     def num_rows(self) -> int:
         return self.config.sampling.batch * self.config.sampling.groups
+
+    @property
+    def reader(self) -> policy.Reader:
+        return policy.Reader(self.config, self.sizes)
+
+    @property
+    def sizes(self) -> Sizes:
+        lengths = [self.prompt_tokens] * self.config.sampling.batch
+        return preflight.settle(preflight.Demand(self.model, self.dtype, self.config, lengths))
 
 
 class Phase(NamedTuple):
@@ -290,25 +301,24 @@ def judge(work: StepWork, num_layers: int) -> Traced:
     return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
 
 
-def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss]:
-    """The micro-batches of a step whose completions all have the most tokens, and their loss."""
+def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.Targets]:
+    """The micro-batches of a step whose completions all have the most tokens, and their targets."""
     shape, config = (work.num_rows, work.config.sampling.max_tokens), work.config
     empty = sampler.Rollout(mx.zeros(shape, mx.int32), mx.zeros(shape), mx.ones(shape), [], None)  # type: ignore[arg-type]
     prompts = [[row // config.sampling.groups] * work.prompt_tokens for row in range(work.num_rows)]
-    made = micro_batch.micro_batches(prompts, empty, config.optimizer.train_token_budget, config.train_share_prefix)
+    made = micro_batch.micro_batches(prompts, empty, work.sizes.train_token_budget, work.sharing)
     advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.sampling.max_tokens
     mx.eval(made, advantages, empty.mask)
-    targets = policy.Targets(advantages, None, empty.mask, work.num_rows, num_items, num_items)
-    return made, policy.PolicyLoss(config, targets)
+    return made, policy.Targets(work.num_rows, num_items, empty.mask, num_items, advantages)
 
 
 def forward(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch, without its gradient."""
     model = make_model(work, num_layers)
-    learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
+    learner, (batches, targets) = update.Learner(model, work.config, work.reader), step_of(work)
 
     def run() -> list[mx.array]:
-        loss, logprobs, sums = objective(model, batches[0])
+        loss, logprobs, sums = learner.reader.share(model, batches[0], targets)
         return [loss * learner.loss_scale.value, logprobs, *sums.values()]
 
     return closed(model, run, [], learns=True)
@@ -317,11 +327,11 @@ def forward(work: StepWork, num_layers: int) -> Traced:
 def gradient(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch and its gradient, added to what the step has so far."""
     model = make_model(work, num_layers)
-    learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
+    learner, (batches, targets) = update.Learner(model, work.config, work.reader), step_of(work)
     so_far = [mx.zeros(array.shape) for _, array in tree_flatten(model.trainable_parameters())]
 
     def run(*so_far: mx.array) -> list[mx.array]:
-        (loss, logprobs, sums), part = update.share_and_gradient(learner, batches[0], objective)
+        (loss, logprobs, sums), part = update.share_and_gradient(learner, batches[0], targets)
         flat = [array.astype(mx.float32) / learner.loss_scale.value for _, array in tree_flatten(part)]
         joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
         return [
@@ -337,7 +347,7 @@ def gradient(work: StepWork, num_layers: int) -> Traced:
 def optimizer(work: StepWork, num_layers: int) -> Traced:
     """Clipping, AdamW on the masters, and the masters into the model."""
     model = make_model(work, num_layers)
-    learner = update.Learner(model, work.config)
+    learner = update.Learner(model, work.config, work.reader)
     names, masters = (list(column) for column in zip(*learner.trainable.items(), strict=True))
     state_names, state = (list(column) for column in zip(*tree_flatten(learner.optimizer.state), strict=True))
 

@@ -2,7 +2,7 @@
 A step of supervised fine-tuning against mlx_lm's trainer: `uv run python -m bench.sft --model random:30m`.
 
 Both train adapters of the same rank on all projections of the same weights, in one dtype and on one BLAS, with AdamW,
-on the same rows of random ids, all of which count but the first. mlx_lm's trainer is its own loop and loss,
+on the same rows of `--tokens` random ids, all of which count but the first. mlx_lm's trainer is its own loop and loss,
 in one batch. Each engine runs in a process of its own, so that its peak is its own; rounds alternate. Processor seconds
 stand beside those of the clock, for a busy machine. `--vocab` gives a random model another vocabulary. Peaks include
 the weights. Left out: data, evaluation, checkpoints, logs.
@@ -33,6 +33,7 @@ from config import TARGETS, Config
 from flags import Parser, fail
 from sft import tuning as sft
 from sft.chats import Row
+from step.policy import Reader, Targets
 
 ENGINES = ("ours", "mlx_lm")
 ROOT = Path(__file__).parent.parent
@@ -53,16 +54,16 @@ def run_ours(args: argparse.Namespace, directory: Path) -> list[tuple[float, flo
     config = Config.of(loss_type="sft", batch=args.batch, lora_rank=args.lora_rank)
     model = gwen.load_model(directory)
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, TARGETS)
-    preflight.settle(model.config, model.head_weight.dtype, config, [args.tokens] * args.batch)
-    learner = update.Learner(model, config)
+    demand = preflight.Demand(model.config, model.head_weight.dtype, config, [args.tokens] * args.batch)
+    sizes = preflight.settle(demand)
+    learner = update.Learner(model, config, Reader(config, sizes))
     rows = [Row(ids, list(range(1, len(ids)))) for ids in make_rows(args, model.config.vocab_size)]
     marks = [now()]
     for begin in range(0, len(rows), args.batch):
         step = rows[begin : begin + args.batch]
-        loss = sft.CrossEntropy(config, sum(len(row.places) for row in step))
-        update.optimizer_step(
-            learner, sft.make_batches(step, config.optimizer.train_token_budget), loss, config.optimizer.learning_rate
-        )
+        targets = Targets(len(step), sum(len(row.places) for row in step))
+        batches = sft.make_batches(step, sizes.train_token_budget)
+        update.optimizer_step(learner, batches, targets, config.optimizer.learning_rate)
         mx.eval(learner.trainable, learner.optimizer.state)
         marks.append(now())
     return marks

@@ -30,7 +30,7 @@ import preflight
 import sampler
 import update
 from bench import harness, launches, ledger
-from config import Config
+from config import Config, Sizes
 from layers import ops
 from machine import gpu
 from step import micro_batch, policy
@@ -46,6 +46,7 @@ class Subject(NamedTuple):
 
     args: argparse.Namespace
     config: Config
+    sizes: Sizes
     model: gwen.Model
     tokenizer: Any
     prompts: list[list[int]]  # (B, P)
@@ -102,15 +103,16 @@ def judging(subject: Subject) -> dict[str, float]:
 def updates(subject: Subject) -> dict[str, Any]:
     """Tokens a second of an update, and what its first one found of the policy that sampled against the trainer's."""
     args, config = subject.args, subject.config
-    learner, held = update.Learner(subject.model, config), rollout(subject, args.batch * args.groups)
+    learner = update.Learner(subject.model, config, policy.Reader(config, subject.sizes))
+    held = rollout(subject, args.batch * args.groups)
     rewards = np.array([[place * 7 % 5 / 4 for place in range(args.groups)]] * args.batch)
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     rows = [[*prompt[:-1], place + 1] for place, prompt in enumerate(subject.prompts) for _ in range(args.groups)]
     found: list[update.UpdateResult] = []
 
     def once() -> None:
-        batches = micro_batch.micro_batches(rows, held, config.optimizer.train_token_budget, config.train_share_prefix)
-        found.append(update.update(learner, batches, held, advantages, None, 1e-6))
+        batches = micro_batch.micro_batches(rows, held, subject.sizes.train_token_budget, "auto")
+        found.append(update.update(learner, batches, update.targets_of(learner, batches, held, advantages), 1e-6))
 
     seconds, _ = timed(once, args.runs)
     means = found[0].means
@@ -128,7 +130,8 @@ def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
         if dtype not in (mx.float32, subject.model.head_weight.dtype):
             model, _ = gwen.load(config.model.name, dtype)
             lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-            few = Subject(argparse.Namespace(**vars(subject.args) | args), config, model, subject.tokenizer, prompts)
+            its_args = argparse.Namespace(**vars(subject.args) | args)
+            few = subject._replace(args=its_args, config=config, model=model, prompts=prompts)
             found[name] = updates(few)["agreement"]
     return found
 
@@ -191,9 +194,12 @@ def predictions(subject: Subject, machine: ledger.Machine) -> dict[str, float]:
 
 def estimated_peak(subject: Subject) -> int:
     """Bytes that the pre-flight says a step needs."""
-    model, config = subject.model, subject.config
-    lengths, layers = [subject.args.prompt_tokens] * config.sampling.batch, config.num_checkpointed(len(model.layers))
-    return preflight.estimate(model.config, model.head_weight.dtype, config, lengths, layers).total
+    return preflight.estimate(demand_of(subject.args, subject.config, subject.model), subject.sizes).total
+
+
+def demand_of(args: argparse.Namespace, config: Config, model: gwen.Model) -> preflight.Demand:
+    lengths = [args.prompt_tokens] * config.sampling.batch
+    return preflight.Demand(model.config, model.head_weight.dtype, config, lengths)
 
 
 def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
@@ -204,8 +210,8 @@ def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     ordinary = np.setdiff1d(np.arange(min(model.config.vocab_size, 8192)), model.config.eos_ids)
     prompts = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
-    preflight.settle(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
-    subject = Subject(args, config, model, tokenizer, prompts)
+    sizes = preflight.settle(demand_of(args, config, model))
+    subject = Subject(args, config, sizes, model, tokenizer, prompts)
     machine, figures["peaks"] = this_machine(subject)
     mx.reset_peak_memory()
     figures |= rollouts(subject) | updates(subject)

@@ -29,7 +29,7 @@ def resolve(flags, recipe=None, resume=None):
 
 
 def make_run(tmp_path, *flags):
-    run = train.Run(make_config(*flags), tmp_path)
+    run = train.GrpoRun(make_config(*flags), tmp_path)
     run.open()
     return run
 
@@ -60,7 +60,7 @@ def update_once(run, budget=100_000, advantages=None):
     batches = micro_batch.micro_batches(rows, rollout, budget)
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
     lr = update.learning_rate(run.config, run.step)
-    result = update.update(run.learner, batches, rollout, advantages, ref, lr)
+    result = update.update(run.learner, batches, rollout, advantages, lr, ref_logprobs=ref)
     run.end_step()
     return result
 
@@ -88,5 +88,5 @@ class Recorder:
 def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
     """The result of an update that changes nothing, and the gradient it would have taken."""
     run.learner.optimizer = Recorder()
-    result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
+    result = update.update(run.learner, batches, rollout, advantages, 1e-3, ref_logprobs=ref_logprobs)
     return result, run.learner.optimizer.grads[-1]

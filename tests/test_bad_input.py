@@ -746,10 +746,10 @@ def test_a_run_directory_that_exists_is_not_touched(run, capsys):
 @pytest.fixture
 def overtaken(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
     """The command, while whose model is loaded another run with the same flags begins and ends."""
-    make = train.Run
+    make = train.GrpoRun
 
     def main(flags: list[Any]) -> None:
-        def slowly(*args: Any) -> train.Run:
+        def slowly(*args: Any) -> train.GrpoRun:
             monkeypatch.setattr(train, "Run", make)
             train.main([str(flag) for flag in flags])
             return make(*args)

@@ -309,7 +309,7 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 @pytest.mark.slow
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
-    its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
+    its = train.GrpoRun(resolve(SMALL, None, None)[0], tmp_path)
     assert (
         its.batch_size.rows == its.config.sampling.rollout_batch_size == 16
         and its.config.sampling.share_prefix == "auto"
@@ -330,7 +330,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     monkeypatch.setattr(dispatch, "gpu", SimpleNamespace(on_gpu=lambda: True))
     config = resolve(SMALL, None, None)[0]
     assert "rollout_batch_size: auto\n" in as_yaml(config)
-    its = train.Run(config, tmp_path)
+    its = train.GrpoRun(config, tmp_path)
     run_files.write(config, tmp_path)
     ((num_prompts, how),) = asked
     assert num_prompts == len(its.task.train)
@@ -340,13 +340,13 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     assert (held["rollout_batch_size"], held["share_prefix"]) == (256, "on")
     resumed = resolve({}, None, str(tmp_path))[0]
     monkeypatch.setattr(dispatch, "choose", no_measuring)
-    again = train.Run(resumed, tmp_path)
+    again = train.GrpoRun(resumed, tmp_path)
     assert again.batch_size.rows == 256 and again.config.sharing is True
 
 
 @pytest.mark.slow
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
-    its = train.Run(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
+    its = train.GrpoRun(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
     run_files.write(its.config, tmp_path)
     its.open()
     sizes, failed = [], []
@@ -364,7 +364,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
     assert sizes[0] == 16 and set(sizes[1:]) == {8}
     state = checkpoint.load(tmp_path)
     assert state.extra["rollout_batch_size"] == 8
-    resumed = train.Run(resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
+    resumed = train.GrpoRun(resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
     assert resumed.batch_size.rows == 16
     resumed.restore(state)
     assert resumed.batch_size.rows == 8

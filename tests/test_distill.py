@@ -239,7 +239,7 @@ def test_a_token_s_advantage_grows_by_what_the_teacher_finds_it_likelier(tmp_pat
     def plain(model):
         total = mx.array(0.0)
         for batch in batches:
-            logprobs, _ = policy.completion_logprobs(model, batch, run.config)
+            logprobs, _ = run.learner.reader.logprobs(model, batch, "both")
             total -= (mx.array(each, mx.float32)[batch.rows, : batch.mask.shape[1]] * batch.mask * logprobs).sum()
         return total / mask.sum()
 

@@ -338,7 +338,7 @@ def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
 def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
     (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
-    run = train.Run.__new__(train.Run)
+    run = train.GrpoRun.__new__(train.GrpoRun)
     run.config, run.dir, run.step, run.task = make_config(), tmp_path, 3, tasks.load("demo")
     run.judge = run.witness = None
     run.open()

@@ -39,7 +39,7 @@ def one_step(model, config, prompts):
     rewards = np.arange(config.sampling.batch * config.sampling.groups).reshape(config.sampling.batch, -1) % 3.0
     rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
     batches = micro_batch.micro_batches(rows, rollout, config.optimizer.train_token_budget, config.train_share_prefix)
-    update.update(learner, batches, rollout, mx.array(grpo.group_advantages(rewards).reshape(-1)), None, 1e-4)
+    update.update(learner, batches, rollout, mx.array(grpo.group_advantages(rewards).reshape(-1)), 1e-4)
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
     train.train(run.config, run)
     assert run.base is None
-    with_kl = train.Run(make_config("--beta", "0.1"), tmp_path)
+    with_kl = train.GrpoRun(make_config("--beta", "0.1"), tmp_path)
     assert with_kl.base is None and with_kl.judge.model is with_kl.model
 
 
@@ -152,9 +152,9 @@ def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
     examples, _, rollout = sample(run)
     answers = [example["answer"] for example in examples for _ in range(run.config.sampling.groups)]
     monkeypatch.setattr(sampler, "texts", lambda *_: answers)
-    assert (train.reward_completions(run, examples, rollout, journal.PhaseClock()).components["correct"] == 1).all()
+    assert (train.reward_completions(run, examples, rollout).components["correct"] == 1).all()
     monkeypatch.setattr(sampler, "texts", lambda *_: [*answers[:5], "zero", *answers[6:]])
-    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout)
     assert np.argwhere(rewards.components["correct"] == 0).tolist() == [[5]]
     weighted = rewards.components["correct"] + 0.5 * rewards.components["rubric"]
     np.testing.assert_allclose(rewards.total, weighted.reshape(3, 4))
@@ -438,7 +438,7 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
 
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(rewards={}, reward_weights={"rubric": 1.0})
-    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout)
     assert np.isnan(rewards.total.reshape(-1)[[1, 8, 9, 10, 11]]).all()
     np.testing.assert_allclose(rewards.filled[0], [0, (0 + 2 + 3) / 3, 2, 3])
     advantages = grpo.group_advantages(rewards.filled)
@@ -448,7 +448,7 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
         "reinforce",
         "batch",
     )  # there it is the mean of the step
-    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout)
     np.testing.assert_allclose(rewards.filled.reshape(-1)[[1, 8, 9, 10, 11]], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
     advantages = grpo.group_advantages(rewards.filled, "batch", "reinforce")
     np.testing.assert_allclose(advantages.reshape(-1)[[1, 8, 9, 10, 11]], 0, atol=1e-6)
@@ -463,7 +463,7 @@ def test_a_verifier_s_difference_counts_where_the_judge_was_unreadable(tmp_path,
     rubric = np.array([1.0, 0.0, np.nan, np.nan] * 3)
     judged = rubrics.Judgement(rubric, np.full((12, 3), 3.0), 18, rubrics.JudgeStats(0.1, 36, 0.1))
     monkeypatch.setattr(judge.Judge, "score", lambda *_: judged)
-    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout)
     assert run.task.reward_weights == {"correct": 1.0, "rubric": 0.5}
     np.testing.assert_allclose(rewards.total, [[1.5, 0.0, 0.25, 0.25]] * 3)  # 0.5 is the mean of 1 and 0
     np.testing.assert_array_equal(rewards.filled, rewards.total)
@@ -519,7 +519,7 @@ def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
     run.journal.metrics.path.touch()
     after_two = [record for record in run.journal.judge_scores.read() if record["step"] <= 2]
     assert 0 < len(after_two) < len(run.journal.judge_scores.read())
-    other = train.Run(run.config, tmp_path)
+    other = train.GrpoRun(run.config, tmp_path)
     state = checkpoint.load(tmp_path)
     other.restore(state._replace(step=2))
     other.open()
@@ -611,7 +611,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
         "--lora-rank",
         "0",
     )
-    run = train.Run(make_config(*flags), tmp_path)
+    run = train.GrpoRun(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, RemoteJudge)
     settings = run.judge.server.settings
     assert (settings.judge.model, settings.judge_retries) == ("demo", 0)
@@ -883,13 +883,13 @@ def test_a_run_that_keeps_failing_stops_after_its_last_whole_step(tmp_path, monk
     ids=["Ctrl-C", "SIGTERM", "a bug"],
 )
 def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again(tmp_path, monkeypatch, ends, error):
-    run, save = make_run(tmp_path), train.Run.save
+    run, save = make_run(tmp_path), train.GrpoRun.save
 
     def interrupted(self):
         os.kill(os.getpid(), signal.SIGINT)
         save(self)
 
-    monkeypatch.setattr(train.Run, "save", interrupted)
+    monkeypatch.setattr(train.GrpoRun, "save", interrupted)
     with pytest.raises(error), train.stoppable(run):
         ends()
     assert checkpoint.load(tmp_path).step == 0
@@ -1044,7 +1044,7 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     run = make_run(tmp_path)
     run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
     examples, _, rollout = sample(run)
-    rewards = train.reward_completions(run, examples, rollout, journal.PhaseClock())
+    rewards = train.reward_completions(run, examples, rollout)
     draw = train.Draw(examples, [], rollout, rewards)
     for row, record in enumerate(records_of_draw(run.config, draw, 6)):
         example = examples[row // 4]
@@ -1129,4 +1129,6 @@ def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
             run.config.optimizer.checkpoint_layers,
         )
         assert settled == (16, 1024, "off")
-    assert train.Run(make_config("--batch", "16", "--groups", "8"), tmp_path).config.sampling.rollout_batch_size == 64
+    assert (
+        train.GrpoRun(make_config("--batch", "16", "--groups", "8"), tmp_path).config.sampling.rollout_batch_size == 64
+    )

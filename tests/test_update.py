@@ -40,7 +40,7 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags,
     _, rows, rollout = sample(run)
     seen = []
     for batch in micro_batch.micro_batches(rows, rollout, budget):
-        logprobs, _ = policy.completion_logprobs(run.model, batch, run.config)
+        logprobs, _ = run.learner.reader.logprobs(run.model, batch, "both")
         gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
         assert gap.max().item() < 1e-4
         seen += batch.rows.tolist()
@@ -52,8 +52,8 @@ def test_the_loss_sees_each_completion_after_its_own_prompt(tmp_path):
     _, rows, rollout = sample(run)
     (whole,) = micro_batch.micro_batches(rows, rollout, 100_000)
     (other,) = micro_batch.micro_batches(rows[4:] + rows[:4], rollout, 100_000)
-    ours, _ = policy.completion_logprobs(run.model, whole, run.config)
-    theirs, _ = policy.completion_logprobs(run.model, other, run.config)
+    ours, _ = run.learner.reader.logprobs(run.model, whole, "both")
+    theirs, _ = run.learner.reader.logprobs(run.model, other, "both")
     ours, theirs = ours[mx.argsort(whole.rows)], theirs[mx.argsort(other.rows)]
     assert (mx.abs(ours - theirs)[:, 1:].max(axis=1) > 1e-3).all().item()
 
@@ -90,7 +90,7 @@ def whole_step(run, batches, shape):
     """Log-probabilities and entropies of all rows, (N, T) each, 0 outside the mask."""
     logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
     for batch in batches:
-        parts = policy.completion_logprobs(run.model, batch, run.config)
+        parts = run.learner.reader.logprobs(run.model, batch, "both")
         for out, part in zip((logprobs, entropy), parts, strict=True):
             out[batch.rows, : part.shape[1]] = part * batch.mask
     return logprobs, entropy
@@ -100,7 +100,7 @@ def weighted_gradient(run, batches, slopes):
     """d sum(slopes * logprobs) / d adapters by name, slopes (N, T)."""
 
     def total(model):
-        parts = [(b, policy.completion_logprobs(model, b, run.config)[0]) for b in batches]
+        parts = [(b, run.learner.reader.logprobs(model, b, "both")[0]) for b in batches]
         return sum((part * b.mask * slopes[b.rows, : part.shape[1]]).sum() for b, part in parts)
 
     return dict(tree_flatten(nn.value_and_grad(run.model, total)(run.model)[1]))
@@ -380,7 +380,7 @@ def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less
     def gain():
         total = 0.0
         for batch in batches:
-            logprobs, _ = policy.completion_logprobs(run.model, batch, run.config)
+            logprobs, _ = run.learner.reader.logprobs(run.model, batch, "both")
             total += (logprobs * batch.mask * advantages[batch.rows][:, None]).sum().item()
         return total
 
@@ -444,7 +444,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(
     _, rows, rollout = sample(run)
     batches = micro_batch.micro_batches(rows, rollout, 100_000)
     ref = update.reference_logprobs(run.learner, batches, rollout)
-    base = train.Run(run.config, tmp_path)
+    base = train.GrpoRun(run.config, tmp_path)
     expected = update.reference_logprobs(base.learner, batches, rollout)
     np.testing.assert_allclose(np.array(ref), np.array(expected), atol=1e-5)
     assert (mx.abs(ref - rollout.logprobs) * rollout.mask).max().item() > 1e-3
@@ -528,12 +528,12 @@ def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_los
     exact = make_run(tmp_path)
     _, rows, rollout = sample(exact)  # for both: the same draws may fall on other tokens in float16
     batches = micro_batch.micro_batches(rows, rollout, 100_000)
-    expected = update.update(exact.learner, batches, rollout, tiny, None, 1e-3).grad_norm
+    expected = update.update(exact.learner, batches, rollout, tiny, 1e-3).grad_norm
     monkeypatch.setenv("GWEN_DTYPE", "float16")
     run = make_run(tmp_path)
     assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
     masters = dict(run.learner.trainable)
-    found = update.update(run.learner, batches, rollout, tiny, None, 1e-3).grad_norm
+    found = update.update(run.learner, batches, rollout, tiny, 1e-3).grad_norm
     assert found == pytest.approx(expected, rel=0.05)
     assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
     run = make_run(tmp_path)
@@ -725,7 +725,7 @@ def test_how_far_is_null_where_no_step_was_made(tmp_path):
     run = make_run(tmp_path)
     assert update_once(run, advantages=mx.full((12,), mx.inf)).moved is None
     nothing = sample(run)[2]
-    assert update.update(run.learner, [], nothing, mx.zeros((12,)), None, 1e-3).moved is None
+    assert update.update(run.learner, [], nothing, mx.zeros((12,)), 1e-3).moved is None
 
 
 @pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])
@@ -733,7 +733,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     run = make_run(tmp_path)
     _, rows, rollout = sample(run)
     batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
-    known = [b._replace(old_logprobs=policy.completion_logprobs(run.model, b, run.config)[0]) for b in batches]
+    known = [b._replace(old_logprobs=run.learner.reader.logprobs(run.model, b, "both")[0]) for b in batches]
     num_tokens = round(float(rollout.mask.sum()))
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
@@ -791,7 +791,7 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
         np.testing.assert_allclose(np.array(gradient), np.array(same[name]), atol=1e-6)
     nothing = rollout._replace(mask=rollout.mask * 0)
     assert micro_batch.micro_batches(rows, nothing, 150) == []
-    result = update.update(run.learner, [], nothing, advantages, None, 1e-3)
+    result = update.update(run.learner, [], nothing, advantages, 1e-3)
     assert (result.loss, result.grad_norm, result.pad_frac, result.skipped) == (None, None, None, 0)
     assert set(result.means.values()) == {None} and result.means.keys() == expected.means.keys()
 

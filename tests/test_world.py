@@ -86,7 +86,7 @@ def steps_of(run):
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part
-        update.update(run.learner, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, None, 0.004)
+        update.update(run.learner, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, 0.004)
     return run.learner
 
 

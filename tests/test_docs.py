@@ -9,7 +9,7 @@ import pytest
 from small_run import make_run
 
 import train
-from docs import picture, reference
+from docs import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,14 +74,3 @@ def test_every_link_between_pages_leads_somewhere(path):
 
 def test_the_readme_fits_on_a_few_screens():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def test_the_picture_gives_an_evaluation_the_seconds_of_the_steps_before_it(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "step/s": {n}.0}}\n' for n in (1, 2, 3, 4)))
-    evaluations = [
-        {"step": 0, "eval/accuracy": 0.25},
-        {"step": 2, "eval/accuracy": 0.5},
-        {"step": 4, "eval/accuracy": 1},
-    ]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evaluations))
-    assert picture.curve(tmp_path) == ([0, 2, 4], [0.0, 3.0, 10.0], [25.0, 50.0, 100.0])

@@ -267,16 +267,20 @@ def test_wandb_writes_its_offline_run_under_one_id(run, monkeypatch):
     run_id = (run / "trackers" / "wandb.id").read_text()
     files = sorted((run / "trackers" / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2  # `wandb sync` makes one run of them
-    held, settings = [], {}
-    for file in files:
-        for data in wandb_records(file.read_bytes()):
+    wanted = [figures(record) | {"step": record["step"]} for record in everything(run)]
+    end = time.monotonic() + 60
+    while time.monotonic() < end:  # its service may still be writing
+        held, settings = [], {}
+        for data in (data for file in files for data in wandb_records(file.read_bytes())):
             record = proto.Record()
             record.ParseFromString(data)
             settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
             items = record.history.item
             held.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
-    for record in everything(run):
-        expected = figures(record) | {"step": record["step"]}
-        assert any(expected.items() <= one.items() for one in held), record["step"]
+        if all(any(one.items() <= logged.items() for logged in held) for one in wanted):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("a record is missing")
     assert settings["learning_rate"] == 0.004
     assert len(list((run / "trackers" / "wandb").rglob("*.table.json"))) == 1

@@ -236,25 +236,23 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
-        if world.is_first():
-            trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config)
         self.live.note(self.steps, self.evaluations)
-        self.trackers: trackers.Trackers | None = None
+        self.begun_at, self.trackers = step, list[trackers.Tracker]()
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
-        if world.is_first() and self.config.records.report_to:
-            self.trackers = trackers.Trackers(self.config.records.report_to, self.dir, warn)
+        names = dict.fromkeys(self.config.records.report_to if world.is_first() else ())
+        so_far = self.steps + self.evaluations
+        self.trackers = [trackers.Tracker(name, self.dir, self.begun_at, so_far, warn) for name in names]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.live.__exit__()
         with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
-            if self.trackers is not None:
-                self.trackers.finish()
+            trackers.finish(self.trackers)
 
     def write_step(self, step: Step) -> None:
         """Writes a step's figures and all sampled completions, and prints its line."""
@@ -266,15 +264,22 @@ class Journal:
         """Writes a step's figures and completions, prints its line, and warns of what they show."""
         self.metrics.write(figures)
         self.steps.append(figures)
+        group: list[dict[str, Any]] = []
         for completion in completions:
             self.rollouts.write(completion)
+            if completion["group"] == 0:
+                group.append(trackers.completion_row(completion))
+        is_shown = figures["step"] == 1 or figures["step"] % trackers.TABLE_EVERY == 0
+        self._track(figures, "completions", group if is_shown else [])
         say(line)
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
         self.live.note(self.steps, self.evaluations)
-        if self.trackers is not None:
-            self.trackers.look()
+
+    def _track(self, record: dict[str, Any], table: str, rows: list[dict[str, Any]]) -> None:
+        for tracker in self.trackers:
+            tracker.log(record, {table: spread(rows, trackers.MOST_ROWS)} if rows else {})
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers, and prints its line."""
@@ -283,6 +288,7 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
+        self._track(record, "eval/answers", [trackers.answer_row(answer) for answer in answers])
         say(evaluation_line(record))
         self.warn(step)
         self.live.note(self.steps, self.evaluations)

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -40,7 +39,7 @@ from layers import lm_head
 from losses.policy import completion_hidden
 from micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from problems.examples import Example, spread
-from problems.rewards import Reward, call_rewards, reward_arguments, reward_columns
+from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -161,18 +160,6 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)
     mask = np.array(rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
-
-
-_REFUSAL = re.compile(
-    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
-    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
-    re.IGNORECASE,
-)
-
-
-def is_refusal(text: str) -> bool:
-    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
-    return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
 
 def repeated(text: str) -> float:

@@ -13,7 +13,6 @@ T completion positions, J criteria.
 import functools
 import json
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -36,7 +35,7 @@ from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import gpu
 from problems.examples import Example, spread
-from problems.rewards import Reward, call_rewards, reward_arguments, reward_columns
+from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from step.policy import completion_hidden
@@ -160,18 +159,6 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)
     mask = np.array(rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
-
-
-_REFUSAL = re.compile(
-    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
-    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
-    re.IGNORECASE,
-)
-
-
-def is_refusal(text: str) -> bool:
-    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
-    return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
 
 def repeated(text: str) -> float:

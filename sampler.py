@@ -29,7 +29,7 @@ import run_files
 import tasks
 import world
 from config import Config
-from flags import Parser, check_least, fail
+from flags import Parser, check_least, fail, visible
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from problems.examples import check_text
@@ -453,7 +453,7 @@ def main(argv: list[str] | None = None) -> None:
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         fail(error)
-    print("\n".join(texts(tokenizer, result, model.config.eos_ids)))
+    print(visible("\n".join(texts(tokenizer, result, model.config.eos_ids))))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import gwen
 import lora
 import sampler
 from config import JUDGE, SETTINGS, JudgeSettings, checked, given, of_environment
-from flags import Parser, add_flags, fail
+from flags import Parser, add_flags, fail, visible
 from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Question, Tell
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         if not settings.url:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known))
+        print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known)))
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -408,7 +408,7 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     import run_files
     import tasks
-    from flags import Parser, check_least, fail
+    from flags import Parser, check_least, fail, visible
     from problems.examples import check_text
 
     parser = Parser("sampler.py", "Sample completions of one prompt.")
@@ -443,7 +443,7 @@ def main(argv: list[str] | None = None) -> None:
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         fail(error)
-    print("\n".join(texts(tokenizer, result, model.config.eos_ids)))
+    print(visible("\n".join(texts(tokenizer, result, model.config.eos_ids))))
 
 
 if __name__ == "__main__":

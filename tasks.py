@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems import procedural
+from problems import chat_template, procedural
 from problems.examples import (
     Example,
     Records,
@@ -231,25 +231,13 @@ def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking
     """
     Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
 
-    prompt: the user's words, or messages [{"role", "content"}, ...]. Templates that do not know `enable_thinking`
-    ignore it. Rendered as text first: what `apply_chat_template` returns as ids differs between versions.
+    prompt: the user's words, or messages [{"role", "content"}, ...].
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    return list(tokenizer.encode(chat_text(tokenizer, messages, thinking), add_special_tokens=False))
-
-
-def chat_text(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, opened: bool = True) -> str:
-    """Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last."""
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=opened, enable_thinking=thinking
-            )
-        )
-    except Exception as error:  # a template may raise what it likes
-        raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
+    marked = chat_template.as_text(tokenizer, messages)
+    return chat_template.encode(tokenizer, chat_template.render(tokenizer, marked, thinking))
 
 
 def render(

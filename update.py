@@ -1,8 +1,8 @@
 """
 The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
 
-Left out: where completions and rewards come from, the loss (losses/policy.py), the bound on a step
-(losses/trust_region.py).
+Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
+(step/trust_region.py).
 
 Axes: N rows of the step, M rows of a micro-batch, T completion positions.
 """

@@ -82,7 +82,7 @@ class UserReward:
         lowest = min(readable, default=None)
         if late := sum(answer.error == LATE for answer in answers):
             counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
-            limit = f"--reward-timeout {self.calling.timeout:g}"
+            limit = f"{self.calling.timeout:g} s"
             print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
         return [lowest if answer.error else answer.value for answer in answers]
 

@@ -45,7 +45,7 @@ class Learner:
 
     def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
         self.model, self.config, self.base = model, config, base
-        if gpu.backend() and gpu.is_wanted():
+        if gpu.has_metal() and gpu.is_wanted():
             gpu.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
         self.optimizer = optim.AdamW(config.learning_rate, weight_decay=config.weight_decay, bias_correction=True)

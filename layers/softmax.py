@@ -300,7 +300,7 @@ def _launch_row_losses(
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
     advantages, old_logprobs, rule = surrogate
-    bounds = gpu.constant(1.0 - rule.epsilon, 1.0 + rule.upper, math.inf)
+    bounds = gpu.constant(1.0 - rule.epsilon, 1.0 + rule.upper)
     results = _on_rows(
         ROW_LOSSES,
         logits,

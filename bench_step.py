@@ -38,19 +38,19 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-import gpu
 import grpo
 import gwen
 import hub
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
 from bench import harness, ledger, survey
 from config import Config, resolve
 from flags import Parser, check_least, fail
-from losses.policy import Reader
+from machine import gpu
+from step import micro_batch
+from step.policy import Reader
 
 ENGINES = ("ours", "mlx_lm_lora", "mlx_lm_lora_wide", "trl", "unsloth_zoo")
 PACKAGES = {
@@ -119,7 +119,9 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> list[
         marks.append(time.perf_counter())
         rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
         batches = micro_batch.micro_batches(rows, rollout, sizes.train_token_budget, args.share_prefix)
-        update.update(learner, batches, rollout, advantages, config.optimizer.learning_rate)
+        update.update(
+            learner, batches, update.targets_of(learner, batches, rollout, advantages), config.optimizer.learning_rate
+        )
         marks.append(time.perf_counter())
         steps.append(dict(zip(PHASES, np.diff(marks).tolist(), strict=True)))
     return steps

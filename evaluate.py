@@ -13,7 +13,6 @@ T completion positions, J criteria.
 import functools
 import json
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -24,8 +23,6 @@ import mlx.core as mx
 import numpy as np
 
 import adapters
-import dispatch
-import gpu
 import gwen
 import judge
 import lora
@@ -36,10 +33,12 @@ from config import JUDGE, SETTINGS, Config, given, resolve
 from flags import Parser, add_flags, check_least, fail
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from losses.policy import completion_hidden
-from micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from machine import gpu
 from problems.examples import Example, spread
-from problems.rewards import Reward, call_rewards, reward_arguments, reward_columns
+from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
+from step import dispatch
+from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from step.policy import completion_hidden
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -160,18 +159,6 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)
     mask = np.array(rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
-
-
-_REFUSAL = re.compile(
-    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
-    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
-    re.IGNORECASE,
-)
-
-
-def is_refusal(text: str) -> bool:
-    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
-    return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
 
 def repeated(text: str) -> float:

@@ -7,8 +7,13 @@ A setting is a field of a dataclass, made by `flag` with its help and its range.
 import argparse
 import dataclasses
 import difflib
+import json
+import os
+import re
 import reprlib
+import stat
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
@@ -18,12 +23,62 @@ import yaml
 OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
 
 
+# ---- texts that nobody vouches for
+
+
+def safe(text: str) -> str:
+    """A text for a terminal: see `visible` and `redacted`."""
+    return visible(redacted(text))
+
+
+def visible(text: str) -> str:
+    """
+    Text whose every character is seen: what would turn, hide or break the text around it is spelled as its code.
+
+    That is control and format characters (bidirectional overrides, zero-width marks, fillers, tags), lone surrogates,
+    which no file can hold, and line separators. Line feeds, tabs and the joiners of emoji and scripts stay.
+    """
+    return _UNSEEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
+
+
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
+    r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
+)
+
+
+def redacted(text: str, *secrets: str) -> str:
+    """Text without secrets, keys and passwords of the environment or of a URL. Below 6 characters nothing is secret."""
+    known = [value for name, value in os.environ.items() if re.search("(KEY|TOKEN|SECRET|PASSWORD)$", name)]
+    for secret in [*secrets, *known]:
+        if len(secret) >= 6:
+            text = text.replace(secret, "***")
+    return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+
+
+def read_json(text: str | bytes) -> Any:
+    """What JSON holds. Raises ValueError also where it is nested too deep or a key stands twice in one object."""
+    try:
+        return json.loads(text, object_pairs_hook=_each_once)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    held = dict(pairs)
+    if len(held) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {reprlib.repr(twice)} stands twice in one object")
+    return held
+
+
 # ---- a command
 
 
 def fail(message: object) -> NoReturn:
     """Ends the process after a user's mistake: one line on stderr, exit status 2."""
-    print("error:", " ".join(str(message).split("\n")), file=sys.stderr)
+    line = safe(" ".join(str(message).split("\n")))
+    print("error:", line if len(line) < 900 else f"{line[:600]} \u2026 {line[-250:]}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -92,7 +147,7 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text) and what `Setting` reads."""
+    """A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), and what `Setting` reads."""
     metadata = {"help": text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -213,9 +268,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+LARGEST_YAML = 10**6  # bytes
+
+
 def load_yaml(path: str | Path, where: str) -> Any:
-    """The content of a user's YAML file. Raises ValueError, starting with `where`, if unreadable or not YAML."""
+    """
+    The content of a user's YAML file of at most a megabyte.
+
+    Raises ValueError, starting with `where`, if it is no such file, unreadable or not YAML.
+    """
     try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_YAML:
+            raise ValueError("it is no file of at most 1 MB")
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"{where} cannot be read: {error}") from error

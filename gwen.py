@@ -23,11 +23,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import adapters
-import gpu
 import hub
 from flags import Parser, fail
 from kv_cache import Cache, Held, KVCache, LayerState, Layout, Mask, Parts, SlotCache, TreeLayer
 from layers import attention, ops, softmax
+from machine import gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 

@@ -6,9 +6,9 @@ Rubric judging: a judge scores each completion from 1 to 5 on each criterion; th
              decoding and is finer than a digit
     decode   the last digit of a greedy reply, after thinking if allowed
 
-The prompts of a call form a tree (`judging/prompt_tree.py`): preamble, questions, answers, criteria. A score is nan,
-never neutral, if the judge puts less than half of its mass on the scores or writes none. `make` returns a judge on a
-server if the settings name one (`judging/remote_judge.py`).
+The prompts of a call form a tree of preamble, questions, answers and criteria (`judging/prompt_tree.py`). A score is
+nan, never neutral, if the judge puts less than half of its mass on the scores or writes none. A judge on a server is
+`judging/remote_judge.py`.
 
 Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
@@ -29,7 +29,7 @@ import gwen
 import lora
 import sampler
 from config import JUDGE, SETTINGS, JudgeSettings, checked, given, of_environment
-from flags import Parser, add_flags, fail
+from flags import Parser, add_flags, fail, visible
 from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Question, Tell
@@ -80,7 +80,7 @@ class Judge(Grader):
             chunk.rows, chunk.num_good = min(chunk.rows, state["chunk_size"]), state["good_chunks"]
 
     def identity(self) -> str:
-        """Includes the logits after the preamble, which tell models apart."""
+        """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""
         if not self._identity:
             with lora.disabled(self.model):
                 logits = self.tree.root()[1] @ self.model.head_weight.T
@@ -116,7 +116,7 @@ class Judge(Grader):
         self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
-        """Raises ValueError if a prompt is too long even without an answer; answers that are too long get nan."""
+        """Raises ValueError if a prompt is too long even without an answer."""
         head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
         if (length := head + len(questions[prompt]) + max(tails)) > self.room:
@@ -140,7 +140,7 @@ class Judge(Grader):
         return list(map(Evaluation, values, mass, likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
-        """The last digits of greedy replies; logits (M, V) are those of the first tokens."""
+        """The last digits of greedy replies, from logits (M, V) of their first tokens."""
         eos = list(self.model.config.eos_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         if not settings.url:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known))
+        print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known)))
     except (ValueError, OSError) as error:
         fail(error)
 

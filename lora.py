@@ -25,12 +25,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 import adapters
-import gpu
 import gwen
 import hub
 import run_files
 from flags import Parser, fail
 from layers import ops
+from machine import gpu
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 

@@ -19,17 +19,15 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-import dispatch
-import gpu
 import gwen
 import hub
 import lora
-import micro_batch
-import world
 from config import Config, Sizes, Switch, given, parse, resolve
 from flags import Parser, check_least, fail
 from kv_cache import round_up
 from layers import lm_head
+from machine import gpu, world
+from step import dispatch, micro_batch
 
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-import flags
+from flags import Parser, fail, visible
 from reporting import page
-from reporting.history import before_after, facts, load, visible
+from reporting.history import before_after, facts, load
 
 # ---- tables for the terminal
 
@@ -64,7 +64,7 @@ def listing(folder: str | Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = flags.Parser("report.py", "write a page about a run, or compare runs in the terminal")
+    parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="a run's directory; the curves of others go over its own"
     )
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.open:
                 page.show(written)
     except (ValueError, OSError) as error:
-        flags.fail(error)
+        fail(error)
 
 
 if __name__ == "__main__":

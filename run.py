@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,25 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 import checkpoint
-import dispatch
 import evaluate
-import gpu
 import gwen
 import lora
 import preflight
 import sampler
 import tasks
 import update
-import world
 from config import Config, Sizes, Switch
-from losses import distill, policy, sft
-from problems import chats, curriculum, rewards
+from distill.teacher import Teacher
+from machine import gpu, world
+from problems import curriculum, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from run_files import START
+from sft import chats, tuning
+from step import dispatch, policy
+from step.result import UpdateResult
 
 
 class Run:
@@ -219,7 +220,7 @@ class GrpoRun(Run):
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=True)
+        self.sampling = sampling_of(config, eos_ids, pad_id)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
@@ -247,10 +248,10 @@ class GrpoRun(Run):
             kind=kind,
         )
 
-    def _make_teacher(self) -> distill.Teacher:
+    def _make_teacher(self) -> Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
         budget, on_disk = self.sizes.train_token_budget, self.need.reading > 0
-        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base, budget, on_disk)
+        teacher = Teacher(self.config, self.model, self.tokenizer, self.base, budget, on_disk)
         teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
         return teacher
 
@@ -356,15 +357,23 @@ class SftRun(Run):
         self.keep_start()
         self.journal = Journal(self.config, self.dir, "loss", self.step, keep_scores=False)
 
-    def write_step(self, step: sft.Step) -> None:
+    def write_step(self, seconds: dict[str, float], targets: policy.Targets, result: UpdateResult, peak: int) -> None:
         """Writes a step's figures and prints its line."""
-        self.journal.recent.append(step.seconds["step"])
-        figures = sft.step_metrics(self.learner, step, self.journal.recent)
+        recent, batch = self.journal.recent, self.config.sampling.batch
+        recent.append(seconds["step"])
+        figures = tuning.step_metrics(result, seconds, targets.num_rows, batch, recent)
+        figures = {"step": self.step} | figures | {"mem/peak_gb": peak / 1e9}
         self.journal.record(figures, sft_line(figures, self.config.optimizer.steps))
 
     def evaluate(self) -> None:
-        record = sft.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
+        record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
+
+
+def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:
+    """How training samples."""
+    s = config.sampling
+    return sampler.SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True)
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

@@ -18,9 +18,9 @@ import cpu_blas  # before mlx
 import numpy as np
 import yaml
 
-import gpu
 from config import SETTINGS, Config, Sizes, as_yaml, checked, load_recipe
 from flags import Parser, flag_of, load_yaml
+from machine import gpu
 
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 

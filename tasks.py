@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems import procedural
+from problems import chat_template, procedural
 from problems.examples import (
     Example,
     Records,
@@ -31,19 +31,18 @@ from problems.examples import (
     split_examples,
 )
 from problems.rewards import (
-    MATH_INSTALL,
+    NUMBER_WORD,
     Calling,
     Reward,
     boxed,
     boxed_once,
-    extract_answer,
-    has_math_verify,
     load_reward,
     math_correct,
-    parse_number,
+    number_words,
+    numbers_in,
+    read_number,
     reward_arguments,
     reward_columns,
-    same_number,
 )
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
@@ -78,10 +77,6 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
         known = f"the tasks are {', '.join(_TASKS)} and rg:NAME"
         raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
     task, bundled, prepare = _TASKS[name]
-    if name == "math" and not has_math_verify():
-        raise ValueError(f"--task math: {MATH_INSTALL}")
-    if name == "gsm8k" and has_math_verify():
-        task = task._replace(rewards=task.rewards | {"correct": math_correct}, verifier=math_correct)
     if data is None and held_out is None:
         if columns is not None:
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
@@ -236,25 +231,13 @@ def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking
     """
     Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
 
-    prompt: the user's words, or messages [{"role", "content"}, ...]. Templates that do not know `enable_thinking`
-    ignore it. Rendered as text first: what `apply_chat_template` returns as ids differs between versions.
+    prompt: the user's words, or messages [{"role", "content"}, ...].
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    return list(tokenizer.encode(chat_text(tokenizer, messages, thinking), add_special_tokens=False))
-
-
-def chat_text(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, opened: bool = True) -> str:
-    """Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last."""
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=opened, enable_thinking=thinking
-            )
-        )
-    except Exception as error:  # a template may raise what it likes
-        raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
+    marked = chat_template.as_text(tokenizer, messages)
+    return chat_template.encode(tokenizer, chat_template.render(tokenizer, marked, thinking))
 
 
 def render(
@@ -286,36 +269,8 @@ def prompt_text(prompt: Any) -> str:
 
 # ---- demo: sums in words
 
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
-NUMBER = re.compile(
-    rf"\b(?:({'|'.join(_TENS[2:])})(?:-({'|'.join(_SMALL[1:10])}))?|({'|'.join(_SMALL)})|(\d+))\b", re.I
-)
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]
 _THINGS = ["apples", "books", "coins", "eggs"]
-
-
-def number_words(number: int) -> str:
-    """0 to 99 in English words, 42 -> "forty-two"."""
-    if number < 20:
-        return _SMALL[number]
-    return _TENS[number // 10] + (f"-{_SMALL[number % 10]}" if number % 10 else "")
-
-
-def numbers_in(text: str) -> list[int]:
-    """Every number that the text names, in words (0 to 99) or digits, in order."""
-    found = []
-    for tens, unit, small, digits in NUMBER.findall(text):
-        if digits:
-            found.append(int(digits[:9]))
-        elif small:
-            found.append(_SMALL.index(small.lower()))
-        else:
-            found.append(10 * _TENS.index(tens.lower()) + (_SMALL.index(unit.lower()) if unit else 0))
-    return found
 
 
 def demo_problem(a: int, b: int, form: int) -> Example:
@@ -389,7 +344,7 @@ def _is_right(problem: str, text: str, right: str) -> bool:
 
 def _words(text: str) -> list[str]:
     """Words and signs in lower case; each number, whatever its spelling, is the sign "\\0"."""
-    return re.findall(r"\w+|[^\w\s]", NUMBER.sub("\0", text.lower()))
+    return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
 
 
 def _demo_bundled() -> Sides:
@@ -454,7 +409,7 @@ def _gsm8k_examples(source: str, records: Records, columns: str | None) -> list[
     examples = make_examples(source, records, columns)
     for (where, _), example in zip(records, examples, strict=True):
         gold = str(example.get("answer")).rpartition("####")[2].strip()
-        if parse_number(gold) is None:
+        if read_number(gold) is None:
             problem = f"{source}, {where}: answer {short(example.get('answer'))} is not a number"
             raise ValueError(f"{problem}; write '42' or '... #### 42', or name the column: --columns answer=COLUMN")
         example["answer"] = gold
@@ -463,21 +418,15 @@ def _gsm8k_examples(source: str, records: Records, columns: str | None) -> list[
     return examples
 
 
-def gsm8k_correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the completion's answer is the same number as the reference, else 0."""
-    found = [extract_answer(text) for text in completions]
-    return [float(got is not None and same_number(got, right)) for got, right in zip(found, answer, strict=True)]
-
-
 GSM8K = Task(
     name="gsm8k",
     train=[],
     held_out=[],
-    rewards={"correct": gsm8k_correct, "format": boxed_once},
+    rewards={"correct": math_correct, "format": boxed_once},
     reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
     rubric=None,
     metric="accuracy",
-    verifier=gsm8k_correct,
+    verifier=math_correct,
 )
 
 
@@ -507,7 +456,7 @@ def _math_prepare(spec: str, columns: str | None) -> list[Example]:
     return examples
 
 
-MATH = GSM8K._replace(name="math", rewards={"correct": math_correct, "format": boxed_once}, verifier=math_correct)
+MATH = GSM8K._replace(name="math")
 
 
 # ---- rg: problems without end

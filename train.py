@@ -30,19 +30,19 @@ import run_files
 import sampler
 import tasks
 import update
-import world
 from config import Config, as_yaml, given, parse, resolve
 from flags import fail
-from groups import MOST_DRAWS, Draw, Rewards, choose_groups, gather, weigh
-from losses import sft
-from losses.policy import Targets
-from micro_batch import micro_batches
+from machine import world
 from problems.examples import Example
 from problems.rewards import call_rewards
 from reporting import page, trackers
 from reporting.console import say
 from reporting.journal import Step, evaluation_is_due
 from run import GrpoRun, SftRun, stoppable
+from sft import tuning
+from step.groups import MOST_DRAWS, Draw, Rewards, choose_groups, gather, weigh
+from step.micro_batch import micro_batches
+from step.policy import Targets
 
 
 def train(config: Config, run: GrpoRun) -> None:
@@ -77,7 +77,8 @@ def train(config: Config, run: GrpoRun) -> None:
         with clock.phase("update") as done:
             lr = update.learning_rate(config, run.step)
             advantages = mx.array(choice.advantages.reshape(-1))
-            result = update.update(learner, batches, rollout, advantages, lr, ref_logprobs=ref_logprobs, taught=taught)
+            targets = update.targets_of(learner, batches, rollout, advantages, ref_logprobs, taught)
+            result = update.update(learner, batches, targets, lr)
             done(learner.trainable, learner.optimizer.state)
 
         run.step, run.num_draws = run.step + 1, run.num_draws + len(draws)
@@ -104,15 +105,14 @@ def tune(config: Config, run: SftRun) -> None:
         mx.reset_peak_memory()
         with clock.phase("update") as done:
             rows = run.draw()
-            batches = sft.make_batches(rows, run.sizes.train_token_budget)
+            batches = tuning.make_batches(rows, run.sizes.train_token_budget)
             targets = Targets(len(rows), sum(len(row.places) for row in rows))
             lr = update.learning_rate(config, run.step)
-            _, measured = update.optimizer_step(learner, batches, targets, lr)
-            update.keep_equal(learner)
+            result = update.update(learner, batches, targets, lr)
             done(learner.trainable, learner.optimizer.state)
         run.step += 1
         seconds, peak = clock.lap(), mx.get_peak_memory()
-        run.write_step(sft.Step(run.step, seconds, batches, targets.num_items, measured, lr, peak))
+        run.write_step(seconds, targets, result, peak)
         run.end_step()
         is_best = run.evaluate_if_due()
         if is_best or run.is_done or run.step % config.records.save_every == 0:

@@ -1,8 +1,8 @@
 """
 The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
 
-Left out: where completions and rewards come from, the loss (losses/policy.py), the bound on a step
-(losses/trust_region.py).
+Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
+(step/trust_region.py).
 
 Axes: N rows of the step, M rows of a micro-batch, T completion positions.
 """
@@ -20,17 +20,17 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
-import gpu
 import grpo
 import gwen
 import lora
 import sampler
-import world
 from config import Config
 from layers import lm_head
-from losses import policy, trust_region
-from losses.policy import Reader, Targets
-from micro_batch import MicroBatch, in_rows, my_part, of_all
+from machine import gpu, world
+from step import trust_region
+from step.micro_batch import MicroBatch, in_rows, my_part, of_all
+from step.policy import Reader, Share, Targets
+from step.result import MEASURED, MISMATCH, UpdateResult
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -88,62 +88,46 @@ def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sam
         return logprobs_of_step(learner, model, batches, rollout.logprobs.shape)[0]
 
 
-class UpdateResult(NamedTuple):
-    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
-
-    lr: float  # as scheduled
-    rate: float  # factor of it in the last step
-    num_skipped: int  # skipped steps since the run began
-    loss_scale: float  # after the last step
-    # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
-    means: dict[str, float | None]
-    pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
-    loss: float | None = None
-    grad_norm: float | None = None  # before clipping
-    moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
-    repeats: int = 0  # tries that went too far and were undone
-    skipped: int = 0  # steps skipped because their gradient was not finite
-    num_forwards: int = 0  # rows computed, including the reference's
-    pad_frac: float | None = None  # padding's share of the computed positions
-
-
-def update(
+def targets_of(
     learner: Learner,
     batches: list[MicroBatch],
     rollout: sampler.Rollout,
     advantages: mx.array,
-    lr: float,
-    *,
     ref_logprobs: mx.array | None = None,
     taught: dict[str, Any] | None = None,
-) -> UpdateResult:
-    """
-    `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
-
-    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass, so they
-    cost no extra one. taught: what a teacher adds to `Targets`.
-    Raises ValueError if the gradient fails too often in a row.
-    """
-    config = learner.config
-    nothing = dict.fromkeys(policy.MEASURED)
-    if not batches:  # every row was truncated and left out
-        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
-    chosen = rollout.mask
-    if config.objective.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
+) -> Targets:
+    """The targets of a step's completions. advantages (N,), ref_logprobs (N, T); taught: what a teacher adds."""
+    objective, chosen = learner.config.objective, rollout.mask
+    if batches and objective.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
         _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
-        chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.objective.top_entropy_quantile)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, objective.top_entropy_quantile)
     num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
     targets = Targets(len(advantages), num_items, chosen, num_chosen, advantages, ref_logprobs)
     if taught is not None:
         targets = targets._replace(**taught)
     if targets.gains is not None:
-        own = advantages[:, None] + config.objective.distill_coef * targets.gains
-        targets = targets._replace(advantages=own)
+        targets = targets._replace(advantages=advantages[:, None] + objective.distill_coef * targets.gains)
+    return targets
+
+
+def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float) -> UpdateResult:
+    """
+    `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
+
+    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass, so they
+    cost no extra one. Completions bound how far it moves (`--target-kl`).
+    Raises ValueError if the gradient fails too often in a row.
+    """
+    optimizer, num_items = learner.config.optimizer, targets.num_items
+    nothing = dict.fromkeys(MEASURED)
+    if not batches:  # every row was truncated and left out
+        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
-    target = config.optimizer.target_kl * (lr / config.optimizer.learning_rate) ** 2 if lr else 0.0
+    bounded = lr and targets.advantages is not None
+    target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     pushes: dict[int, np.ndarray] = {}
-    for _ in range(config.optimizer.num_iterations):
+    for _ in range(optimizer.num_iterations):
         before = learner.trainable if target else None  # else it need not be kept alive
         logprobs, measured = optimizer_step(learner, batches, targets, lr * learner.rate)
         present = [batch._replace(old_logprobs=new) for batch, new in zip(batches, logprobs, strict=True)]
@@ -161,7 +145,7 @@ def update(
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
     def mean(name: str) -> float:
-        values = [one[name] for one in (steps[:1] if name in policy.MISMATCH else steps)]
+        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps)]
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
     means = {name: mean(name) / (1 if name.endswith("_max") else num_items) for name in steps[0] if name in nothing}
@@ -173,6 +157,7 @@ def update(
         learner.loss_scale.value,
         nothing | means,
         pushes,
+        num_items,
         loss=mean("loss"),
         grad_norm=mean("grad_norm"),
         moved=moved,
@@ -245,7 +230,7 @@ def gradient(
 def share_and_gradient(learner: Learner, batch: MicroBatch, targets: Targets) -> tuple[Any, Any]:
     """A micro-batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
 
-    def scaled(model: gwen.Model) -> policy.Share:
+    def scaled(model: gwen.Model) -> Share:
         share = learner.reader.share(model, batch, targets)
         return share._replace(loss=share.loss * learner.loss_scale.value)
 

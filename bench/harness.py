@@ -36,14 +36,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import dispatch
-import gpu
 import gwen
 import hub
 import judge
 import sampler
 from flags import Parser, check_least, fail, size
 from judging import rubrics
+from machine import gpu
+from step import dispatch
 
 AGREEING_TOKENS = 16  # of one greedy completion; engines that compute the same have parted long before by a mistake
 PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3  # of the judge's prompts

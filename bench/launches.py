@@ -28,8 +28,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-import gpu
 from layers.attention import group_block
+from machine import gpu
 
 KINDS = {
     "matmul": "Matmul AddMM BlockMaskedMM GatherMM SegmentedMM QuantizedMatmul GatherQMM",

@@ -27,7 +27,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 import gwen
 import hub
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
@@ -37,7 +36,7 @@ from config import Config, Sizes
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
-from losses import policy
+from step import micro_batch, policy
 
 JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
 FEW = 4  # layers, beside one, that a phase is traced with
@@ -252,7 +251,7 @@ def decode(work: StepWork, num_layers: int) -> Traced:
     places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
     places += [(held, name) for held in cache.layers for name in ("keys", "values")]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
-    params = sampler.params_of(work.config)
+    params = sampler.SamplingParams(work.config.sampling.max_tokens)
 
     def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
         drawn = sampler.choose_token(logits, numbers, params)

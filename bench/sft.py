@@ -31,9 +31,9 @@ import update
 from bench import harness
 from config import TARGETS, Config
 from flags import Parser, fail
-from losses import sft
-from losses.policy import Reader, Targets
-from problems.chats import Row
+from sft import tuning as sft
+from sft.chats import Row
+from step.policy import Reader, Targets
 
 ENGINES = ("ours", "mlx_lm")
 ROOT = Path(__file__).parent.parent

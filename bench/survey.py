@@ -23,18 +23,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import gpu
 import grpo
 import gwen
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
 from bench import harness, launches, ledger
 from config import Config, Sizes
 from layers import ops
-from losses import policy
+from machine import gpu
+from step import micro_batch, policy
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
 ROWS = (1, 4, 16, 64)  # at which decoding is timed
@@ -113,7 +112,7 @@ def updates(subject: Subject) -> dict[str, Any]:
 
     def once() -> None:
         batches = micro_batch.micro_batches(rows, held, subject.sizes.train_token_budget, "auto")
-        found.append(update.update(learner, batches, held, advantages, 1e-6))
+        found.append(update.update(learner, batches, update.targets_of(learner, batches, held, advantages), 1e-6))
 
     seconds, _ = timed(once, args.runs)
     means = found[0].means

@@ -392,7 +392,7 @@ class Lessons:
         """
         ids = self.judge_prompts.untrusted(completion)
         ends = np.cumsum([len(self.decode(i)) for i in ids])
-        found = list(tasks.NUMBER.finditer(completion))
+        found = list(tasks.NUMBER_WORD.finditer(completion))
         if not self.marked or not found or ends[-1] != len(completion):
             return {}
         begin = len(self.judge_prompts.head) + len(self.judge_prompts.question(problem["prompt"]))

@@ -99,7 +99,7 @@ METRICS = {
     "mismatch/logprob_abs_max": "Largest such difference.",
     "mismatch/ratio_mean": "Mean ratio of a token's probability, trainer over sampler.",
     "mismatch/ratio_max": "Largest such ratio.",
-    "mismatch/over_cap_frac": "Share of ratios above `--mismatch-cap`.",
+    "mismatch/over_cap_frac": "Share of ratios above 3.",
     "pad_frac": "Share of the update's positions that are padding.",
     "forwards_per_completion": "Forward passes per completion in the update and the reference pass, counted.",
     "mem/peak_gb": "Peak memory of MLX in the step, GB.",

@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-import gpu
 from kv_cache import Group, Layout, Parts, make_group
+from machine import gpu
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:

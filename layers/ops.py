@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import gpu
+from machine import gpu
 
 
 def swiglu_ref(gate_up: mx.array) -> mx.array:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import gpu
 import grpo
+from machine import gpu
 
 
 def tiled_sum(x: mx.array) -> mx.array:

@@ -17,9 +17,9 @@ import numpy as np
 
 import tasks
 from config import Config
-from groups import MOST_DRAWS, Draw
 from problems import procedural
 from problems.examples import Example, epoch_indices, prompt_key
+from step.groups import MOST_DRAWS, Draw
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)

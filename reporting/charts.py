@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flags import visible
 from reporting.health import Records
-from reporting.history import History, figure_of, is_sft, seconds_at, visible
+from reporting.history import History, figure_of, is_sft, seconds_at
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from config import Config
+from flags import safe
 from reporting.health import Records
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
@@ -22,9 +23,9 @@ PHASES |= {"teacher": "asking the teacher"}
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """Prints a line above the live one and flushes."""
+    """Prints a line above the live one, safe to show, and flushes."""
     file = sys.stdout if file is None else file
-    tqdm.write(line, file=file)
+    tqdm.write(safe(line), file=file)
     file.flush()
 
 

@@ -133,7 +133,7 @@ def mismatched(steps: Records, _: Records) -> str:
     share = recent(steps, "mismatch/over_cap_frac")
     if share is None or share <= MOST_OVER_CAP:
         return ""
-    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than --mismatch-cap"
+    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"
 
 
 def collapsed(_: Records, evals: Records) -> str:
@@ -185,7 +185,7 @@ ILLNESSES = (
         truncated,
         f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate",
     ),
-    Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),
+    Illness("mismatch", mismatched, "Try --mismatch truncate, or GWEN_DTYPE=float32"),
     Illness(
         "collapse",
         collapsed,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import run_files
+from flags import visible
 from reporting import health
 from reporting.console import duration, with_interval
 from reporting.health import Records
@@ -75,22 +76,6 @@ def answers_by_step(run: History) -> dict[int, dict[int, dict[str, Any]]]:
 
 
 # ---- text that nobody vouches for
-
-
-def visible(text: str) -> str:
-    """
-    Text whose every character is seen: what would turn, hide or break the text around it is spelled as its code.
-
-    That is control and format characters (bidirectional overrides, zero-width marks, fillers, tags), lone surrogates,
-    which no file can hold, and line separators. Line feeds, tabs and the joiners of emoji and scripts stay.
-    """
-    return _UNSEEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
-
-
-_UNSEEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
-    r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
-)
 
 
 def fold(text: str) -> str:

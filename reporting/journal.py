@@ -20,18 +20,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import gpu
 import sampler
-import update
-import world
 from config import Config
-from groups import Choice, Draw
 from judging import rubrics
-from losses import policy
+from machine import gpu, world
 from problems.examples import spread
 from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
 from run_files import JsonLines, Unwritten, finite, mean
+from step.groups import Choice, Draw
+from step.result import UpdateResult
 
 RECORDED_TOKENS = 3500  # tokens of a step whose entropy and change are recorded for the page
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
@@ -85,7 +83,7 @@ class Step(NamedTuple):
     draws: list[Draw]
     choice: Choice  # the groups that were trained
     rollout: sampler.Rollout  # of these
-    result: update.UpdateResult
+    result: UpdateResult
     peak_bytes: int
     curriculum: dict[str, float]  # figures of the choice of prompts
 
@@ -95,8 +93,6 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     seconds, draws, advantages, result = step.seconds, step.draws, step.choice.advantages, step.result
     stats = [draw.rollout.stats for draw in draws]
     num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * advantages.size
-    num_trained = round(float(step.rollout.mask.sum()))
-    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
     judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
     judge_s = sum(one.stats.seconds for one in judged)
@@ -109,7 +105,6 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     has_std = config.sampling.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
     metrics: dict[str, Any] = {
         "step": step.number,
-        "loss": result.loss,
         "reward/mean": mean(np.concatenate(rewards)),
         "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if has_std else None,
         "reward/zero_std_frac": None if num_signal is None else 1 - num_signal / num_groups,
@@ -135,31 +130,10 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
-        "update/s": seconds["update"],
-        "update/tok_s": num_trained / seconds["update"] if num_trained else None,
-        "train/s": train_s,
-        "train/tok_s": num_trained / train_s,
-        "other/s": seconds["other"],
-        "step/s": seconds["step"],
-        "step_avg_last10/s": sum(recent) / len(recent),
+        **result.metrics(seconds, advantages.size, recent),
         **of_machines(seconds, stats),
-        "kl": result.means["kl"],
-        "distill/kl": result.means["distill"],
-        "entropy": result.means["entropy"],
-        "clip_frac": result.means["clip_frac"],
-        "grad_norm": result.grad_norm,
-        "loss_scale": result.loss_scale,
-        "lr": result.lr,
-        "update/kl": result.moved,
-        "update/rate": result.rate,
-        "update/repeats": result.repeats,
-        "skipped": result.skipped,
-        "skipped_total": result.num_skipped,
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
-        **{f"mismatch/{name}": result.means[name] for name in policy.MISMATCH},
-        "pad_frac": result.pad_frac,
-        "forwards_per_completion": result.num_forwards / advantages.size,
         "mem/peak_gb": step.peak_bytes / 1e9,
         "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
@@ -167,11 +141,11 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
 
 
 def of_machines(seconds: dict[str, float], stats: list[sampler.RolloutStats]) -> dict[str, float]:
-    """What a step waited for other machines, and the mean speed of each in its rollouts; empty for one machine."""
+    """The mean speed of each machine in its rollouts; empty for one machine."""
     if "wait" not in seconds:
         return {}
     speeds = np.mean([one.speeds for one in stats], axis=0)
-    return {"wait/s": seconds["wait"]} | {f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)}
+    return {f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)}
 
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
@@ -262,25 +236,23 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
-        if world.is_first():
-            trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config)
         self.live.note(self.steps, self.evaluations)
-        self.trackers: trackers.Trackers | None = None
+        self.begun_at, self.trackers = step, list[trackers.Tracker]()
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
-        if world.is_first() and self.config.records.report_to:
-            self.trackers = trackers.Trackers(self.config.records.report_to, self.dir, warn)
+        names = dict.fromkeys(self.config.records.report_to if world.is_first() else ())
+        so_far = self.steps + self.evaluations
+        self.trackers = [trackers.Tracker(name, self.dir, self.begun_at, so_far, warn) for name in names]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.live.__exit__()
         with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
-            if self.trackers is not None:
-                self.trackers.finish()
+            trackers.finish(self.trackers)
 
     def write_step(self, step: Step) -> None:
         """Writes a step's figures and all sampled completions, and prints its line."""
@@ -292,15 +264,22 @@ class Journal:
         """Writes a step's figures and completions, prints its line, and warns of what they show."""
         self.metrics.write(figures)
         self.steps.append(figures)
+        group: list[dict[str, Any]] = []
         for completion in completions:
             self.rollouts.write(completion)
+            if completion["group"] == 0:
+                group.append(trackers.completion_row(completion))
+        is_shown = figures["step"] == 1 or figures["step"] % trackers.TABLE_EVERY == 0
+        self._track(figures, "completions", group if is_shown else [])
         say(line)
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
         self.live.note(self.steps, self.evaluations)
-        if self.trackers is not None:
-            self.trackers.look()
+
+    def _track(self, record: dict[str, Any], table: str, rows: list[dict[str, Any]]) -> None:
+        for tracker in self.trackers:
+            tracker.log(record, {table: spread(rows, trackers.MOST_ROWS)} if rows else {})
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers, and prints its line."""
@@ -309,6 +288,7 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
+        self._track(record, "eval/answers", [trackers.answer_row(answer) for answer in answers])
         say(evaluation_line(record))
         self.warn(step)
         self.live.note(self.steps, self.evaluations)

@@ -28,10 +28,11 @@ import numpy as np
 import hub
 import run_files
 from config import Config
+from flags import visible
 from judging import rubrics
 from reporting import charts, history
 from reporting.health import Records
-from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text, visible
+from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabilities

@@ -8,12 +8,12 @@ from mlx.utils import tree_flatten
 import config
 import grpo
 import gwen
-import micro_batch
 import sampler
 import train
 import update
 from config import given, parse
 from problems.examples import epoch_indices
+from step import micro_batch
 
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 

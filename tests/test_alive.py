@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
 import gwen
 import lora
 import preflight
@@ -23,6 +22,7 @@ import train
 import update
 from bench import launches, ledger
 from config import Config, resolve
+from machine import gpu
 from reporting import journal
 
 ROOT = Path(gwen.__file__).parent

@@ -30,7 +30,6 @@ from small_run import resolve
 import checkpoint
 import config
 import evaluate
-import gpu
 import gwen
 import hub
 import judge
@@ -41,6 +40,7 @@ import tasks
 import train
 from config import Config, parse
 from judging import rubrics
+from machine import gpu
 from problems.examples import load_data
 
 pytestmark = pytest.mark.slow

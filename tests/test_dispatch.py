@@ -13,7 +13,6 @@ from small_run import resolve
 
 import bench_rollout
 import checkpoint
-import dispatch
 import evaluate
 import gwen
 import run_files
@@ -22,8 +21,9 @@ import tasks
 import train
 from bench import harness
 from config import as_yaml, parse
-from dispatch import Kind, Trial
 from layers import attention
+from step import dispatch
+from step.dispatch import Kind, Trial
 
 KIND = Kind("machine", "model", "float32", 4, 32, 16)
 WORK = dict(max_tokens=12, group_size=4, most_rows=16)

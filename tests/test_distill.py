@@ -15,18 +15,20 @@ from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
 import checkpoint
 import config
-import gpu
-import groups
 import gwen
 import hub
 import lora
-import micro_batch
 import preflight
 import tasks
 import train
 import update
-from losses import distill, divergence, from_disk, policy, sft
-from problems.chats import Row
+from distill import from_disk
+from distill import teacher as distill
+from layers import divergence
+from machine import gpu
+from sft import tuning as sft
+from sft.chats import Row
+from step import groups, micro_batch, policy
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")

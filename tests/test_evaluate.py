@@ -11,7 +11,6 @@ import pytest
 from small_run import make_config
 
 import evaluate
-import gpu
 import gwen
 import judge
 import lora
@@ -20,6 +19,7 @@ import sampler
 import tasks
 import train
 from judging import rubrics
+from machine import gpu
 from problems.examples import spread
 from reporting import console
 

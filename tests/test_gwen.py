@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-import gpu
 import gwen
 import hub
 from kv_cache import KVCache, TreeCache
 from layers import attention, ops
+from machine import gpu
 
 RNG = np.random.default_rng(0)
 TOKENS = mx.array(RNG.integers(0, 320, (3, 12)).astype(np.int32))

@@ -23,10 +23,10 @@ from huggingface_hub.utils import _http, filter_repo_objects
 from small_run import resolve
 from test_layout import MODULES
 
-import gpu
 import gwen
 import hub
 import train
+from machine import gpu
 
 ROOT = Path(__file__).parent.parent
 QWEN = "Qwen/Qwen3-0.6B"

@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
 import run_files
 from config import Config
 from flags import fail
+from machine import gpu
 from reporting import journal
 
 

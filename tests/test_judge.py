@@ -18,7 +18,6 @@ import pytest
 from conftest import QWEN2, write_checkpoint
 from test_remote_judge import Server, completion
 
-import gpu
 import gwen
 import judge
 import lora
@@ -28,6 +27,7 @@ from bench import harness
 from config import JudgeSettings
 from demo import make
 from judging import prompt_tree, rubrics
+from machine import gpu
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -604,7 +604,7 @@ def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_n
 def test_a_server_into_whose_context_no_prompt_fits_is_told_of(no_proxy):
     server = Server(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
     grader = remote(server.url, mode="decode", think=512)
-    with pytest.raises(ValueError, match=r"no prompt fits into its context .*128 tokens.*; lower --judge-think"):
+    with pytest.raises(ValueError, match=r"judges nothing: .*128 tokens.*; lower --judge-think"):
         grader.score(["Add one and two."], ["Three."])
     grader.cache.put("of an earlier step", [4.0] * 3)
     assert np.isnan(grader.score(["Add one and two."], ["Three."]).scores).all()

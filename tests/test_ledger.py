@@ -14,14 +14,13 @@ import bench_step
 import gwen
 import kv_cache
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
 from bench import launches, ledger
 from config import Config, resolve
 from layers import attention
-from losses import policy
+from step import micro_batch, policy
 
 X = mx.zeros((4, 6), mx.float16)
 

@@ -6,14 +6,14 @@ import pytest
 from mlx.utils import tree_flatten
 from small_run import resolve
 
-import gpu
 import grpo
 import gwen
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
+from machine import gpu
+from step import micro_batch
 
 GB = 10**9
 BIG = gwen.random_config("random:0.6b")

@@ -29,10 +29,11 @@ from bench import harness
 from bench import sft as bench_sft
 from config import Config, given, parse
 from docs import reference
-from losses import sft
-from problems import chats
-from problems.chats import Row
+from problems import chat_template
 from reporting import page
+from sft import chats
+from sft import tuning as sft
+from sft.chats import Row
 
 TALK = [
     {"role": "user", "content": "What is one and two?"},
@@ -100,7 +101,7 @@ def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
 def test_all_replies_are_trained_or_the_last_and_none_of_a_prompt(tokenizer):
     (row,) = render(tokenizer, {"messages": TALK}, thinking=True)
     assert trained(tokenizer, row) == ["It is three.<|im_end|>", "Four.<|im_end|>"]
-    text = tasks.chat_text(tokenizer, TALK, True, opened=False).removesuffix("\n")
+    text = chat_template.render(tokenizer, TALK, True, opened=False).removesuffix("\n")
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
     (last,) = render(tokenizer, {"messages": TALK}, turns="last", thinking=True)
     assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
@@ -120,7 +121,6 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
     ("record", "said"),
     [
         ({"prompt": "Hi", "completion": "<think>one</think>two"}, "without --thinking; set that"),
-        ({"prompt": "Hi", "completion": "<|im_end|>two"}, "has 2 end tokens in the chat template"),
         ({"prompt": "Hi", "completion": "two!\n" * 400}, "the model's context 1000; shorten it"),
         ({"prompt": "Hi"}, "no conversation, only ['prompt']; add messages, or prompt and completion"),
         ({"messages": TALK[:1]}, "no message of the assistant"),

@@ -14,7 +14,7 @@ import gwen
 import hub
 import update
 from config import Config
-from losses import sft
+from sft import tuning as sft
 
 torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tasks
 from problems import rewards
-from problems.rewards import extract_answer, parse_number
+from problems.rewards import extract_answer, math_correct, read_number
 
 ROOT = Path(tasks.__file__).parent
 fuzz = settings(max_examples=500, deadline=None, derandomize=True)
@@ -299,7 +299,7 @@ SCORED = [  # completion, reference, whether it is right
     ("\\boxed{\\sqrt{42}}", "42", False),
     ("\\boxed{42\\pi}", "42", False),
     ("\\boxed{2^{10}}", "2", False),
-    ("\\boxed{forty-two}", "42", False),
+    ("\\boxed{forty-two}", "42", True),
     ("\\boxed{042}", "42", True),
     ("\\boxed{NaN}", "42", False),
     ("\\boxed{inf}", "42", False),
@@ -308,13 +308,13 @@ SCORED = [  # completion, reference, whether it is right
     ("\\boxed{1e-999999999}", "0", False),
     ("\\boxed{" + "9" * 100_000 + "}", "9", False),
     ("\\boxed{" * 20_000 + "42" + "}" * 20_000, "42", False),
-    ("\\boxed{" * 20_000 + "42", "42", True),
+    ("\\boxed{" * 20_000 + "42", "42", False),
 ]
 
 
 @pytest.mark.parametrize(("completion", "reference", "right"), SCORED, ids=lambda value: repr(value)[:40])
 def test_the_scorer_reads_answers_in_all_their_clothes(completion, reference, right):
-    assert tasks.gsm8k_correct(completions=[completion], answer=[reference]) == [float(right)]
+    assert math_correct(completions=[completion], answer=[reference]) == [float(right)]
 
 
 REPEATED = ["9", "9,", "1,234", "1 ", "1 1/", "1/", "-", ".5", "e9", " ", "\t \n", "{", "}", "#", "#### ", "$", "\\"]
@@ -338,9 +338,9 @@ HOSTILE = [text * (100_000 // len(text)) for text in REPEATED] + ["\\boxed{\\box
 def test_a_hostile_completion_takes_bounded_time(text):
     """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
     begin = time.process_time()  # seconds of this process, whatever else the machine does
-    tasks.gsm8k_correct(completions=[text], answer=["42"])
+    assert rewards._read_plainly("42", extract_answer(text)) is not True
     rewards.boxed_once(completions=[text])
-    parse_number(text)
+    read_number(text)
     assert time.process_time() - begin < 4
 
 
@@ -350,21 +350,21 @@ def test_a_hostile_completion_takes_bounded_time(text):
 def test_any_text_can_be_scored(text):
     answer = extract_answer(text)
     assert answer is None or (isinstance(answer, str) and answer)
-    tasks.gsm8k_correct(completions=[text], answer=[text])
+    math_correct(completions=[text], answer=[text])
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 99))
 def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
     value = Fraction(f"{whole}.{cents:02}")
     for text in (f"{whole}.{cents:02}", f"{whole:,}.{cents:02}", f"{whole:,}.{cents:02}".replace(",", " ")):
-        assert parse_number(text) == value
-        assert parse_number(extract_answer(f"So we get \\boxed{{{text}}}.")) == value
-        assert parse_number(extract_answer(f"The answer is {text}.")) == value
+        assert read_number(text).value == value
+        assert read_number(extract_answer(f"So we get \\boxed{{{text}}}.")).value == value
+        assert read_number(extract_answer(f"The answer is {text}.")).value == value
 
 
 @pytest.mark.parametrize("text", ["1e101", "1e-101", "1e999999999", "9" * 101, "1/0", "x1.5", "2^10", "3 4", "", "e5"])
 def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
-    assert parse_number(text) is None
+    assert read_number(text) is None
 
 
 def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_path):
@@ -409,6 +409,8 @@ def test_a_hub_out_of_reach_is_one_line_that_names_data_as_the_fix(monkeypatch):
 
 class Template:
     """Stands in for a tokenizer: a template that shows what it was given, ids that are characters."""
+
+    added_tokens_decoder = added_tokens_encoder = types.MappingProxyType({})
 
     def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking):
         assert tokenize is False and add_generation_prompt is True

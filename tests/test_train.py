@@ -26,10 +26,7 @@ from test_remote_judge import completion as chat_completion
 
 import adapters
 import checkpoint
-import dispatch
 import evaluate
-import gpu
-import groups
 import grpo
 import gwen
 import hub
@@ -42,9 +39,10 @@ import update
 from config import Config
 from judging import rubrics
 from judging.remote_judge import RemoteJudge
-from losses import trust_region
+from machine import gpu
 from reporting import journal
 from reporting.journal import records_of_draw
+from step import dispatch, groups, trust_region
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

@@ -19,10 +19,9 @@ from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOS
 
 import gwen
 import hub
-import micro_batch
 import sampler
 from config import Config, Sizes
-from losses import policy
+from step import micro_batch, policy
 
 REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
 torch = pytest.importorskip("torch", reason=REASON)

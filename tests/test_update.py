@@ -15,13 +15,12 @@ from test_grpo import LOSSES
 
 import grpo
 import gwen
-import micro_batch
 import sampler
 import train
 import update
 from config import Sizes
 from layers import lm_head
-from losses import policy, trust_region
+from step import micro_batch, policy, trust_region
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,10 @@ from small_run import SMALL, gradient_of_update, make_run, sample
 
 import checkpoint
 import grpo
-import micro_batch
 import train
 import update
-import world
-from losses import trust_region
+from machine import world
+from step import micro_batch, trust_region
 
 slow = pytest.mark.slow
 

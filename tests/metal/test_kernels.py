@@ -16,14 +16,14 @@ import small_run
 from conftest import QWEN3, YARN, assert_drawn_from
 from mlx.utils import tree_flatten
 
-import gpu
 import grpo
 import gwen
 import hub
-import micro_batch
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from layers import attention, lm_head, ops, softmax
+from machine import gpu
 from metal import emulator
+from step import micro_batch
 
 pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]

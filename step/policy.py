@@ -14,14 +14,9 @@ import grpo
 import gwen
 from config import Config, Sizes
 from kv_cache import TreeCache
-from layers import lm_head, softmax
-from losses import divergence
-from micro_batch import MicroBatch
-
-# the policy before the update against the sampler's
-MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
-# measured at each step: means over the counted tokens; `_max` is the largest
-MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
+from layers import divergence, lm_head, softmax
+from step.micro_batch import MicroBatch
+from step.result import MISMATCH
 
 
 class Targets(NamedTuple):

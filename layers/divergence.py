@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import gpu
 from layers import lm_head, softmax
+from machine import gpu
 
 TILE = lm_head.LOGPROB_TILE // 2  # logits of each of the two models that exist at once
 LARGEST_DIFFERENCE = 80.0  # e^80 is finite in float32

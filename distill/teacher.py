@@ -23,12 +23,12 @@ import lora
 import sampler
 import tasks
 from config import Config
-from groups import Draw
-from layers import lm_head
-from losses import divergence, from_disk
-from losses.policy import completion_hidden
-from micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from distill import from_disk
+from layers import divergence, lm_head
 from problems.examples import Example, short
+from step.groups import Draw
+from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from step.policy import completion_hidden
 
 
 class Teacher:
@@ -97,8 +97,8 @@ class Teacher:
         if self.text is not None and self.prompts(examples) == student_ids:
             raise ValueError(
                 f"--teacher-prompt {self.config.objective.teacher_prompt}: the chat template of "
-                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; "
-                "take another model"
+                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; take "
+                "another model"
             )
 
     def teach(

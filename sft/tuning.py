@@ -5,26 +5,25 @@ Supervised fine-tuning: cross-entropy on the assistant's replies, with the parts
 
 A step cuts the rows of B conversations into micro-batches by length; its loss is the mean negative log-probability of
 all trained tokens. Evaluations give loss and perplexity of held-out conversations. Left out: reading and rendering
-conversations (problems/chats.py), the optimizer step (update.py), the loop (train.py).
+conversations (chats.py), the optimizer step (update.py), the loop (train.py).
 
 Axes: B conversations a step, M rows of a micro-batch, L positions, T trained tokens of a row.
 """
 
 import math
 import time
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 import gwen
 import run_files
-import update
-import world
-from losses.policy import MISMATCH, Reader
-from micro_batch import MicroBatch, my_part, padded, plan
-from problems.chats import Row
+from machine import world
+from sft.chats import Row
+from step.micro_batch import MicroBatch, my_part, padded, plan
+from step.policy import Reader
+from step.result import UpdateResult
 
 # ---- the step
 
@@ -92,50 +91,19 @@ def evaluate(model: gwen.Model, reader: Reader, conversations: list[list[Row]], 
 NOT_MEASURED = (
     *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
     *("sampling/draws", "sampling/signal_groups", "sampling/unused_frac"),
-    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s", "distill/kl"),
+    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s"),
     *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
-    *("kl", "clip_frac", "update/kl", "update/repeats", "completion/truncated_frac", "mem/cache_gb"),
-    *(f"mismatch/{name}" for name in MISMATCH),
+    *("completion/truncated_frac", "mem/cache_gb"),
 )
 
 
-class Step(NamedTuple):
-    """Everything known about a finished step."""
+def step_metrics(
+    result: UpdateResult, seconds: dict[str, float], num_rows: int, batch: int, recent: Any
+) -> dict[str, Any]:
+    """
+    One object of `metrics.jsonl`, without `step` and memory.
 
-    number: int  # from 1
-    seconds: dict[str, float]  # by phase
-    batches: list[MicroBatch]
-    num_items: int  # trained tokens
-    measured: dict[str, float]  # see `update.optimizer_step`
-    lr: float
-    peak_bytes: int
-
-
-def step_metrics(learner: update.Learner, step: Step, recent: Collection[float]) -> dict[str, Any]:
-    """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    seconds, batches, measured = step.seconds, step.batches, step.measured
-    num_forwards, learner.num_forwards = learner.num_forwards, 0
-    metrics: dict[str, Any] = dict.fromkeys(NOT_MEASURED) | {
-        "step": step.number,
-        "loss": measured["loss"],
-        "update/s": seconds["update"],
-        "update/tok_s": step.num_items / seconds["update"],
-        "train/s": seconds["update"],
-        "train/tok_s": step.num_items / seconds["update"],
-        "other/s": seconds["other"],
-        "step/s": seconds["step"],
-        "step_avg_last10/s": sum(recent) / len(recent),
-        **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
-        "entropy": measured["entropy"] / step.num_items,
-        "grad_norm": measured["grad_norm"],
-        "loss_scale": learner.loss_scale.value,
-        "lr": step.lr,
-        "update/rate": learner.rate,
-        "skipped": measured["skipped"],
-        "skipped_total": learner.num_skipped,
-        "completion/mean_tokens": step.num_items / learner.config.sampling.batch,
-        "pad_frac": 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
-        "forwards_per_completion": num_forwards / sum(len(batch.rows) for batch in batches),
-        "mem/peak_gb": step.peak_bytes / 1e9,
-    }
-    return run_files.finite(metrics)
+    num_rows: of the step's batch of conversations. recent: seconds of the last steps, including this one.
+    """
+    metrics: dict[str, Any] = dict.fromkeys(NOT_MEASURED) | result.metrics(seconds, num_rows, recent)
+    return run_files.finite(metrics | {"completion/mean_tokens": result.num_items / batch})

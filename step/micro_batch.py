@@ -1,9 +1,9 @@
 """
-Micro-batches: which rows of a step are computed together, and in which form.
+Micro-batches: which rows of a step go through the model together, and in which form.
 
-Plain: a row is its prompt and its completion. Shared: a micro-batch's prompts are separate rows, each computed once,
-with gradient, and continued by all completions of its group. Both give every token the same past and position, and so
-the same gradient; which is cheaper depends only on the lengths. Left out: the loss.
+Plain: a row is its prompt and its completion. Shared: each prompt is computed once, with gradient, and all completions
+of its group continue it. Both give every token the same past and position, hence the same gradient; the lengths decide
+which is cheaper.
 
 Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, L positions of a row,
 T completion positions.
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-import gpu
-import world
+from machine import gpu, world
 
 SHARING = ("auto", "on", "off")
 # Sharing pays from this share of positions saved: time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with 29%.
@@ -87,10 +86,10 @@ Cut = list[tuple[list[int], int]]  # each micro-batch's rows, and its positions 
 
 def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str) -> tuple[bool, Cut]:
     """
-    Whether to share prompts, and which rows to batch; depends only on prompts and completion lengths, N each.
+    Whether to share prompts, and the rows of each micro-batch, from prompts and completion lengths, N each.
 
-    sharing: whether to compute a prompt once for its group. "auto" shares if that saves enough positions, but never on
-    a GPU, whose attention kernel reads each row's keys from one buffer.
+    sharing: "on", "off", or "auto": share if that saves enough positions, but not on a GPU, whose attention kernel
+    reads each row's keys from one buffer.
     """
     assert sharing in SHARING, sharing
     rows = np.flatnonzero(num_tokens).tolist()
@@ -105,7 +104,7 @@ def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sh
 
 
 def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Rows ordered by length."""
+    """Rows by ascending length."""
     total = {row: lengths[row] + int(num_tokens[row]) - 1 for row in rows}
     cut: Cut = []
     for row in sorted(rows, key=lambda row: total[row]):  # ascending: each row added is the longest
@@ -119,8 +118,9 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
     """
-    Whole groups, ordered by their longest completion; splits a group that exceeds the budget. On a GPU prompts of
-    different lengths stay apart: padded ones would need a mask, and MLX's kernel for the gradient takes none.
+    Whole groups, ordered by their longest completion; a group that exceeds the budget is split.
+
+    On a GPU prompts of different lengths stay apart: padding needs a mask, which MLX's kernel for the gradient lacks.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in sorted(rows, key=lambda row: int(num_tokens[row])):
@@ -217,9 +217,9 @@ def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
 
 def in_rows(found: Iterable[tuple[MicroBatch, Sequence[mx.array]]], empty: list[mx.array]) -> list[mx.array]:
     """
-    The arrays found for each micro-batch, (M, T, ...), in their rows of `empty`, (N, T, ...).
+    Arrays of all rows, (N, T, ...), from those of each micro-batch, (M, T, ...); written into `empty`.
 
-    found: of the micro-batches of `my_part`, computed one by one; those of the other machines are added.
+    found: lazily, for the micro-batches of `my_part`; the other machines add theirs.
     """
     for batch, parts in found:
         for out, part in zip(empty, parts, strict=True):
@@ -229,12 +229,12 @@ def in_rows(found: Iterable[tuple[MicroBatch, Sequence[mx.array]]], empty: list[
 
 
 def my_part(batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches that this machine computes, of several; always the same ones of the same list."""
+    """The micro-batches that this machine computes; always the same ones of the same list."""
     return [batches[number] for number in world.part([batch.num_positions for batch in batches])]
 
 
 def of_all(batches: list[MicroBatch], mine: list[Any]) -> list[Any]:
-    """What every micro-batch gave, from what those of `my_part` gave on each machine; see `world.share`."""
+    """The values of all micro-batches in order; `mine` has those of `my_part`, the other machines send theirs."""
     found = list[Any](batches)
     for numbers, values in world.share((world.part([batch.num_positions for batch in batches]), mine)):
         for number, value in zip(numbers, values, strict=True):

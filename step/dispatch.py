@@ -21,12 +21,12 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-import gpu
 import gwen
 import run_files
 import sampler
 from config import Config, Switch
 from kv_cache import SlotCache
+from machine import gpu
 
 USUAL_ROWS = 64  # at once if nothing is measured
 ROW_COUNTS = tuple(2**exponent for exponent in range(2, 11))  # 4 to 1,024

@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 import grpo
-import world
-from micro_batch import MicroBatch, take_rows
+from machine import world
+from step.micro_batch import MicroBatch, take_rows
 
 PROBE_TOKENS, MOST_STRIDE = 128, 8  # every 8th micro-batch or row is probed; more, if that had fewer tokens
 SLACK = 1.5  # a step may move this many times the target

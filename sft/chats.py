@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import tasks
+from problems import chat_template
 from problems.examples import Example, check_messages, check_prompt, check_text, make_examples, read_records, short
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
@@ -102,19 +102,18 @@ def _reply(
     tokenizer: Any, messages: list[dict[str, str]], thinking: bool, end_ids: Collection[int]
 ) -> tuple[int, list[int]]:
     """How many ids stand before the last message, a reply, and all ids up to its end token."""
-    content = messages[-1]["content"]
-    prompt = tasks.chat_text(tokenizer, messages[:-1], thinking)
-    whole = tasks.chat_text(tokenizer, messages, thinking, opened=False)
+    content, marked = messages[-1]["content"], chat_template.as_text(tokenizer, messages)
+    prompt = chat_template.render(tokenizer, marked[:-1], thinking)
+    whole = chat_template.render(tokenizer, marked, thinking, opened=False)
     opened = prompt if whole.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
     rest = whole.removeprefix(opened)
     if len(rest) == len(whole):
         raise ValueError(f"the chat template renders the messages before {short(content)} in two ways; drop that reply")
     if opened != prompt and rest.startswith("<think>"):
         raise ValueError(f"{short(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
-    if any(part.strip() not in rest for part in re.split("</?think>", content)):
+    if any(part.strip() not in rest for part in re.split("</?think>", marked[-1]["content"])):
         raise ValueError(f"the chat template drops a part of {short(content)}; remove that part")
-    before = list(tokenizer.encode(prompt, add_special_tokens=False))
-    ids = list(tokenizer.encode(prompt + rest, add_special_tokens=False))
+    before, ids = chat_template.encode(tokenizer, prompt), chat_template.encode(tokenizer, prompt + rest)
     if ids[: len(before)] != before:
         raise ValueError(f"the beginning of {short(content)} melts into one token with its prompt; strip white space")
     ends = [place for place in range(len(before), len(ids)) if ids[place] in end_ids]

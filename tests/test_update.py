@@ -10,7 +10,7 @@ import oracle
 import pytest
 from conftest import relative_error
 from mlx.utils import tree_flatten
-from small_run import descend_plainly, gradient_of_update, make_config, make_run, sample, update_once
+from small_run import descend_plainly, gradient_of_update, make_config, make_run, sample, take_step, update_once
 from test_grpo import LOSSES
 
 import grpo
@@ -298,14 +298,14 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
     run, batches, rollout = begin("--num-iterations", "4")
     first, entropy = whole_step(run, batches, rollout.mask.shape)
     chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.objective.top_entropy_quantile)
-    assert update.update(run.learner, batches, rollout, advantages, 1.0).means["clip_frac"] > 0
+    assert take_step(run, batches, rollout, advantages, 1.0).means["clip_frac"] > 0
     monkeypatch.setattr(grpo, "top_entropy_mask", lambda *_: chosen)
 
     def distance(old_logprobs):
         other, batches, rollout = begin()
         batches = batches if old_logprobs is None else told(batches, old_logprobs)
         for _ in range(4):
-            update.update(other.learner, batches, rollout, advantages, 1.0)
+            take_step(other, batches, rollout, advantages, 1.0)
         theirs = other.learner.trainable
         return max(mx.abs(array - theirs[name]).max().item() for name, array in run.learner.trainable.items())
 
@@ -323,7 +323,7 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(t
     batches = micro_batch.micro_batches(rows, rollout, 150)
     logprobs, _ = whole_step(run, batches, rollout.mask.shape)
     gap = np.array(logprobs - rollout.logprobs, np.float64)[np.array(rollout.mask) > 0]
-    means = update.update(run.learner, batches, rollout, mx.array([1.0, -1.0] * 6), 0.02).means
+    means = take_step(run, batches, rollout, mx.array([1.0, -1.0] * 6), 0.02).means
     assert means["logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
     assert means["logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
     assert means["ratio_mean"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
@@ -360,7 +360,7 @@ def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less
         return total
 
     before = gain()
-    update.update(run.learner, batches, rollout, advantages, update.learning_rate(run.config, run.step))
+    take_step(run, batches, rollout, advantages, update.learning_rate(run.config, run.step))
     assert gain() > before + 0.2  # a step of 0.003 overshoots
 
 
@@ -500,12 +500,12 @@ def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_los
     exact = make_run(tmp_path)
     _, rows, rollout = sample(exact)  # for both: the same draws may fall on other tokens in float16
     batches = micro_batch.micro_batches(rows, rollout, 100_000)
-    expected = update.update(exact.learner, batches, rollout, tiny, 1e-3).grad_norm
+    expected = take_step(exact, batches, rollout, tiny, 1e-3).grad_norm
     monkeypatch.setenv("GWEN_DTYPE", "float16")
     run = make_run(tmp_path)
     assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
     masters = dict(run.learner.trainable)
-    found = update.update(run.learner, batches, rollout, tiny, 1e-3).grad_norm
+    found = take_step(run, batches, rollout, tiny, 1e-3).grad_norm
     assert found == pytest.approx(expected, rel=0.05)
     assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
     run = make_run(tmp_path)
@@ -694,7 +694,7 @@ def test_how_far_is_null_where_no_step_was_made(tmp_path):
     run = make_run(tmp_path)
     assert update_once(run, advantages=mx.full((12,), mx.inf)).moved is None
     nothing = sample(run)[2]
-    assert update.update(run.learner, [], nothing, mx.zeros((12,)), 1e-3).moved is None
+    assert take_step(run, [], nothing, mx.zeros((12,)), 1e-3).moved is None
 
 
 @pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])
@@ -758,7 +758,7 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
         np.testing.assert_allclose(np.array(gradient), np.array(same[name]), atol=1e-6)
     nothing = rollout._replace(mask=rollout.mask * 0)
     assert micro_batch.micro_batches(rows, nothing, 150) == []
-    result = update.update(run.learner, [], nothing, advantages, 1e-3)
+    result = take_step(run, [], nothing, advantages, 1e-3)
     assert (result.loss, result.grad_norm, result.pad_frac, result.skipped) == (None, None, None, 0)
     assert set(result.means.values()) == {None} and result.means.keys() == expected.means.keys()
 

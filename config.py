@@ -127,7 +127,7 @@ class Training:
     train_share_prefix: Switch = flag("auto", "compute a group's prompt once in the update; auto: on a CPU if it pays")
     checkpoint_layers: str = flag("auto", "layers recomputed in the backward: on, off, a number; auto: as memory needs")
     lora_rank: int = flag(16, "adapter rank; 0: train all weights", low=0, high=2**12)
-    lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm")
+    lora_scale: float = flag(2.0, "factor of the adapter's output, as in mlx_lm", low=1e-6, high=1e4)
     lora_targets: list[Target] = flag(lambda: list(TARGETS), "adapted projections", nargs="+")
     init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with")
 
@@ -186,6 +186,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument("--list-tasks", action="store_true", help="print the tasks of reasoning-gym and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="--resume though its data, rewards or files changed"
+    )
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, Config)
     return parser.parse_args(argv)

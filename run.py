@@ -5,13 +5,13 @@ What is left out: the algorithm (train.py), logs and console lines (reporting/),
 """
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
 import shlex
 import signal
 import sys
-import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -59,6 +59,11 @@ class Core:
         self.config, self.dir, self.step = config, run_dir, 0
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.model, self.tokenizer = gwen.load(config.model)
+        self.sources = {  # what the run is made of: digests that a resume compares
+            "base model": checkpoint.digest_of_model(self.model),
+            "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
+            "chat template": checkpoint.digest(self.tokenizer.chat_template),
+        }
         self.compare()
         if config.lora_rank:
             self._add_adapters()
@@ -77,18 +82,17 @@ class Core:
     def compare(self) -> None:
         """Raises ValueError, on every machine, if one of several runs another program or has another model."""
         if world.size() > 1:
-            weights = world.checksum([array for _, array in tree_flatten(self.model.parameters())])
-            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
-            world.compare({"Gwen": world.code_checksum()} | facts)
+            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
+            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
 
-    def settle_memory(self, lengths: list[int], data: object) -> preflight.Need:
+    def settle_memory(self, lengths: list[int]) -> preflight.Need:
         """
         Replaces each `auto` in the settings, on several machines by the least of all; returns what the run will need.
 
-        lengths: of the rows that it trains, without completions. data: what it trains on. Raises ValueError, on
-        every machine, if one has others.
+        lengths: of the rows that it trains, without completions. Raises ValueError, on every machine, if one is made
+        of something else.
         """
-        world.compare({"data": zlib.crc32(repr(data).encode())} if world.size() > 1 else {})
+        world.compare(self.sources)
         demand = (self.model.config, self.model.head_weight.dtype, self.config, lengths)
         preflight.settle(*demand)
         preflight.agree(self.config, self.model.config.num_hidden_layers)
@@ -196,7 +200,8 @@ class Core:
         """The small values of a checkpoint."""
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
-        return {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()} | scale | counts
+        kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()}
+        return kept | scale | counts | {"settings": dataclasses.asdict(self.config), "sources": self.sources}
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
@@ -227,6 +232,7 @@ class Run(Core):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
         super().__init__(config, run_dir)
+        self.sources |= self._own_sources()
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
@@ -245,9 +251,11 @@ class Run(Core):
         lengths = [len(ids) for ids in self.prompt_ids]
         self.batch_size = gpu.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
         self.longest = max(lengths) + config.max_tokens
-        need = self.settle_memory(lengths, self.prompt_ids)
+        need = self.settle_memory(lengths)
         self.batch_size.rows = config.rollout_batch_size
         self.teacher = self._make_teacher(on_disk=need.reading > 0) if config.teacher else None
+        if self.teacher and self.teacher.model and config.teacher != "self":
+            self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
@@ -260,6 +268,22 @@ class Run(Core):
             thinking=self.config.thinking,
             kind=kind,
         )
+
+    def _own_sources(self) -> dict[str, str]:
+        """Digests of the examples, and of the files that judge and teach."""
+        config, task = self.config, self.task
+        paths = {
+            name: Path(name) for name in (*(spec.rpartition(":")[0] for spec in config.reward), config.teacher_prompt)
+        }
+        files = paths | {
+            config.rubric or "task's rubric": task.rubric,
+            config.eval_rubric or "witness's rubric": task.witness,
+        }
+        found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
+        mix = task.problems and task.problems.mix
+        return found | {
+            config.data or "task's examples": checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+        }
 
     def _make_teacher(self, on_disk: bool) -> distill.Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
@@ -320,7 +344,12 @@ class Run(Core):
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
-        self.prompts.restore(extra["prompts"])
+        name = self.config.data or "task's examples"
+        if (extra["settings"]["curriculum"], extra["sources"].get(name)) == (
+            self.config.curriculum,
+            self.sources[name],
+        ):
+            self.prompts.restore(extra["prompts"])  # else it is about other prompts, see --allow-changes
 
 
 class SftRun(Core):
@@ -335,12 +364,13 @@ class SftRun(Core):
         if config.eval_every and not held_out:
             raise ValueError(f"--data {config.data} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)
+        self.sources[config.data] = checkpoint.digest(*train, "held out", *held_out)
         self.train = self._render(train, "training")
         held_out = spread(held_out, config.eval_limit) if config.eval_every else []
         self.held_out = self._render(held_out, "held-out")
         self.learner = update.Learner(self.model, config)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.settle_memory([sum(len(row.ids) for row in rows) for rows in self.train], self.train)
+        self.settle_memory([sum(len(row.ids) for row in rows) for rows in self.train])
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:

@@ -40,7 +40,7 @@ BEST = "adapter-best"
 CUT = [f"{name}.jsonl" for name in ("metrics", "rollouts", "eval", "eval_answers", "warnings")]  # at a checkpoint
 LOGS = [*CUT, "judge_scores.jsonl", "changes.jsonl"]
 RANGES: dict[str, tuple[type, Any, Any]] = {  # of the small values, by name
-    **dict.fromkeys(("step", "num_draws", "failures", "num_skipped", "good_steps", "good_chunks"), (int, 0, 2**40)),
+    **dict.fromkeys("step best_step num_draws failures num_skipped good_steps good_chunks".split(), (int, 0, 2**40)),
     **dict.fromkeys(("rollout_batch_size", "chunk_size"), (int, 1, 2**31)),
     "rate": (float, 1e-30, 1.0),
     "value": (float, 1.0, 2.0**24),  # of the loss scale
@@ -129,6 +129,7 @@ def _read(path: Path) -> State:
         raise ValueError(f"it is of step {record['step']}")
     extra: dict[str, Any] = record["extra"]
     values = {"step": record["step"], **extra, **extra["loss_scale"], **(extra.get("judge") or {})}
+    values["best_step"] = 0 if extra["best_step"] is None else extra["best_step"]
     for name, (kind, low, high) in RANGES.items():
         value = values.get(name, low)
         if type(value) is not kind or not low <= value <= high:

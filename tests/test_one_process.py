@@ -1,7 +1,7 @@
 """
 A run belongs to one process: another one that would train in its directory ends in a line and writes nothing.
 
-`python tests/test_one_process.py 50` lets that many times two or three processes begin at once in one directory, new or
+`python -m tests.test_one_process 50` lets that many times two or three processes begin at once in one directory, new or
 begun, and kills some that have won.
 """
 
@@ -19,17 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import cpu_blas  # noqa: F401  (before mlx)
 import pytest
-
-ROOT = Path(__file__).parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    import cpu_blas  # noqa: F401  (before mlx)
 
 import run_files
 import train
 
+ROOT = Path(__file__).parent.parent
 RUN = [
     *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "4", "--eval-every", "0", "--report-every"),
     *("0", "--save-every", "1", "--lr-schedule", "constant", "--reward-weights", "rubric=0"),
@@ -108,7 +104,9 @@ def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, capsys
 
 @pytest.mark.slow
 def test_of_processes_that_begin_at_once_in_one_directory_one_trains():
-    done = subprocess.run([sys.executable, __file__, "3"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_one_process", "3"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -38,7 +38,7 @@ class ModelSettings:
         "", "hub id, Hugging Face directory, `demo` or `demo:rg`; without a GPU demo", key="model", first=True
     )
     lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True)
-    lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm")
+    lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4)
     lora_targets: list[Target] = flag(lambda: list(TARGETS), "projections that get adapters", nargs="+")
     init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with")
 
@@ -291,6 +291,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="--resume though its data, rewards or files changed"
+    )
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, SETTINGS.values(), everything)
     return parser.parse_args(argv)

@@ -61,7 +61,7 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     whole = gwen.load_model(checkpoints["qwen3"], mx.float16)
     masters = {name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())}
     whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
-    saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {})
+    saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None})
     checkpoint.save(tmp_path, saved, whole, base="tiny", keep=3)
     assert same(checkpoint.load(tmp_path), saved)
     assert mx.array_equal(
@@ -79,7 +79,7 @@ def test_the_newest_is_loaded_and_as_many_are_kept_as_asked(tmp_path, model, kee
 
 
 def test_saving_a_step_again_replaces_it(tmp_path, model):
-    save(tmp_path, model, 5, extra={"old": 1})
+    save(tmp_path, model, 5, extra={"loss_scale": {"value": 1.0}, "best_step": 5})
     save(tmp_path, model, 5)
     assert same(checkpoint.load(tmp_path), state(model, 5))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]

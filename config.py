@@ -66,8 +66,8 @@ class Training:
     rubric: str = flag("", "rubric YAML, instead of the task's")
     reward: list[str] = flag(list, "reward functions FILE.py:fn, instead of the task's and of its rubric", nargs="+")
     reward_weights: dict[str, float] = flag(dict, "weights as correct=1,rubric=0.5, over the task's", parse=weights)
-    reward_format: Literal["auto", "text", "messages"] = flag(
-        "auto", "how reward functions get prompts and completions; auto: as messages where the data's prompts are"
+    reward_format: Literal["text", "messages"] = flag(
+        "text", "how reward functions get prompts and completions, whatever the data's prompts are; messages: as in TRL"
     )
     reward_workers: int = flag(0, "processes calling rewards row by row; 0: one call for all", low=0, high=2**10)
     reward_timeout: float = flag(

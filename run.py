@@ -34,10 +34,10 @@ import update
 import world
 from config import Config
 from losses import distill, sft
-from problems import chats, curriculum, rewards
+from problems import audit, chats, curriculum, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
-from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
+from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from run_files import START
 
@@ -226,6 +226,8 @@ class Run(Core):
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
+        for line in world.first(self._audit):
+            say(line)
         super().__init__(config, run_dir)
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
@@ -249,6 +251,11 @@ class Run(Core):
         self.batch_size.rows = config.rollout_batch_size
         self.teacher = self._make_teacher(on_disk=need.reading > 0) if config.teacher else None
         self.end_step()
+
+    def _audit(self) -> list[str]:
+        """A line on what each reward of the user pays for."""
+        examples, judged = self.task.train or self.task.held_out, self.task.rubric is not None
+        return list(audit.first_surprises(self.task.rewards, examples, judged=judged))
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""

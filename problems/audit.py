@@ -8,7 +8,6 @@ and answers that nobody can make up from a row, such as programs.
 """
 
 import math
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -92,8 +91,8 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
     pairs = {form: [(next(earned), next(earned)) for row in rows if row.right] for form in FORMS}
 
     def worth(form: str) -> tuple[int, float]:
-        readable = [right for right, _ in pairs[form] if not math.isnan(right)]
-        return sum(right > wrong for right, wrong in pairs[form]), sum(readable)
+        num_told = sum(right > wrong for right, wrong in pairs[form])
+        return num_told, 0 if num_told else sum(right for right, _ in pairs[form] if not math.isnan(right))
 
     form = max(FORMS, key=worth)
     middles = [(right + wrong) / 2 if right > wrong else math.inf for right, wrong in pairs[form]]

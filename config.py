@@ -60,10 +60,8 @@ class DataSettings:
     reward_weights: dict[str, float] = flag(
         dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, of="rollouts", first=True
     )
-    reward_format: Literal["auto", "text", "messages"] = flag(
-        "auto",
-        "how reward functions get prompts and completions; auto: as messages where the prompts are",
-        of="rollouts",
+    reward_format: Literal["text", "messages"] = flag(
+        "text", "how reward functions get prompts and completions; messages: as in TRL", of="rollouts"
     )
     reward_workers: int = flag(
         0, "processes that call rewards row by row; 0: one call for all rows", low=0, high=2**10, of="rollouts"

@@ -30,10 +30,10 @@ import update
 from config import Config, Sizes, Switch
 from distill.teacher import Teacher
 from machine import gpu, world
-from problems import curriculum, rewards
+from problems import audit, curriculum, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
-from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
+from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from run_files import START
 from sft import chats, tuning
@@ -220,6 +220,8 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
+        for line in world.first(self._audit):
+            say(line)
         super().__init__(config, run_dir)
         self.sources |= self._own_sources()
         self.legend = console_columns(config)
@@ -244,6 +246,11 @@ class GrpoRun(Run):
         if self.teacher and self.teacher.model and config.objective.teacher != "self":
             self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
+
+    def _audit(self) -> list[str]:
+        """A line on what each reward of the user pays for."""
+        examples, judged = self.task.train or self.task.held_out, self.task.rubric is not None
+        return list(audit.first_surprises(self.task.rewards, examples, judged=judged))
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""

@@ -302,6 +302,13 @@ def check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
 
 
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    """What the user asked: the string itself, or the last user message."""
+    if isinstance(prompt, str):
+        return prompt
+    return [message["content"] for message in prompt if message["role"] == "user"][-1]
+
+
 # ---- splits and order
 
 

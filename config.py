@@ -22,6 +22,7 @@ from flags import RENAMED, Parser, add_flags, check_values, flag, flag_of, load_
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
+MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
 
 # ---- the judge's
@@ -358,6 +359,8 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
+    if (num_rows := config.batch * config.groups) > MOST_ROWS:
+        yield f"--batch {config.batch} times --groups {config.groups} is {num_rows}; it must be at most {MOST_ROWS}"
     if config.temp == 0:
         yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < config.target_kl < 1e-3:

@@ -23,6 +23,7 @@ from flags import Parser, Setting, add_flags, check_values, flag, flag_of, load_
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
+MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
 
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it (default:
@@ -455,8 +456,11 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
-    objective, optimizer, groups = config.objective, config.optimizer, config.sampling.groups
-    if config.sampling.temp == 0:
+    objective, optimizer, sampling = config.objective, config.optimizer, config.sampling
+    groups = sampling.groups
+    if (num_rows := sampling.batch * groups) > MOST_ROWS:
+        yield f"--batch {sampling.batch} times --groups {groups} is {num_rows}; it must be at most {MOST_ROWS}"
+    if sampling.temp == 0:
         yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < optimizer.target_kl < 1e-3:
         yield f"--target-kl is {optimizer.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"

@@ -366,10 +366,9 @@ def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | P
         return random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
     directory = hub.find(path_or_id)
     model, tokenizer = load_model(directory, dtype, adapter), hub.load_tokenizer(directory)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"{directory}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size}"
-        )
+    largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
+    if largest >= vocab_size:
+        raise ValueError(f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids")
     return model, tokenizer
 
 

@@ -184,7 +184,7 @@ def _update(
     if has_kernels():
         counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
     working = counts[kept < layers]
-    rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.sampling.groups)]
+    rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
     lengths = np.full(len(rows), length)
     shared, cut = micro_batch.plan(rows, lengths, sizes.train_token_budget, "auto")
     most = (0, 0, 0)

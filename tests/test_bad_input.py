@@ -325,7 +325,7 @@ MODELS: list[tuple[str, str]] = [
     ("deep", "lacks 11 tensors, the first is model.layers.2"),
     ("no_tokenizer", "no_tokenizer has no tokenizer.json"),
     ("broken_tokenizer", "broken_tokenizer: the tokenizer cannot be loaded"),
-    ("small_vocabulary", "the tokenizer has .* ids, the model only 64"),
+    ("small_vocabulary", "the tokenizer has the id .*, the model only 64 ids"),
     ("no_template", "the model's chat template refuses .*chat_template is not set"),
     ("strict_template", "the model's chat template refuses .*only haiku"),
     ("model --max-tokens 256", "training prompt 1, .*; with --max-tokens 256 it passes the model's context of 256"),

@@ -32,7 +32,7 @@ import hub
 import lora
 from config import SETTINGS
 from flags import flag_of
-from run_files import START, JsonLines
+from run_files import START, JsonLines, replace_text
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
@@ -285,17 +285,24 @@ def _has_best(run_dir: Path, state: State) -> bool:
 
 
 def go_on(run_dir: Path, state: State, now: dict[str, Any]) -> None:
-    """Prepares a run's directory for the step after `state`: notes what changes from there on, cuts the logs."""
+    """
+    Prepares a run's directory for the step after `state`: cuts the logs, notes what changes from there on.
+
+    Scores that were paid for and changes may have come since; what else stands behind a log's part is dropped.
+    """
+    for path, (size, checksum) in ((run_dir / name, held) for name, held in state.files["logs"].items()):
+        if _sha256(path, size) == checksum:
+            part, later = path.read_bytes()[:size], path.read_bytes()[size:].splitlines(keepends=True)
+            steps = [] if path.name in CUT else [re.match(rb'\{"step": (\d{1,9}),.*\n', line) for line in later]
+            since = [step[0] for step in steps if step and int(step[1]) >= state.step]
+            if since != later:
+                replace_text(path, b"".join([part, *since]).decode(errors="replace"))
     for name, values in sorted(_known(run_dir, state).items()):
         if now.get(name, values[-1]) != values[-1]:
-            log, change = JsonLines(run_dir / "changes.jsonl"), {"was": values[-1], "is": now[name]}
-            log.cut_after(sys.maxsize)  # a torn last line
-            log.write({"step": state.step, "setting": name} | change)
+            change = {"step": state.step, "setting": name, "was": values[-1], "is": now[name]}
+            JsonLines(run_dir / "changes.jsonl").write(change)
             label = flag_of(name) if name in SETTINGS else name
             print(f"from step {state.step + 1} on: {label} {now[name]} (was {values[-1]!r})", flush=True)
-    for name, (size, checksum) in state.files["logs"].items():
-        if name in CUT and _sha256(run_dir / name, size) == checksum:
-            os.truncate(run_dir / name, size)
 
 
 def _remove(path: Path) -> None:

@@ -205,7 +205,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
     (at / "nameless").mkdir()
     (at / "nameless" / "adapter_config.json").write_text("{}")
     (at / "adapter").mkdir()
-    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"scale": 1}}')
+    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"rank": 2, "scale": 1}}')
     other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
     other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
     mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)

@@ -19,7 +19,7 @@ import run_files
 import sampler
 import tasks
 import train
-from bench import harness
+from bench import rollout
 from config import as_yaml, parse
 from layers import attention
 from step import dispatch
@@ -289,8 +289,8 @@ def test_what_other_kinds_have_in_the_file_stays(model, timed, store):
 def test_the_benchmark_measures_where_it_is_asked_to_and_gives_all_engines_the_result(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "ROW_COUNTS", (2, 4))
     flags = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0", "--runs", "1"]
-    works, measure = [], harness.measure
-    monkeypatch.setattr(harness, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
+    works, measure = [], rollout.measure
+    monkeypatch.setattr(rollout, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
     bench_rollout.main([*flags, "--rollout-batch-size", "auto"])
     lines = capsys.readouterr().out.splitlines()
     (why,) = [line for line in lines if line.startswith("rollouts: rows at once ")]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import bench_step
 import gwen
 import kv_cache
 import lora
@@ -283,7 +282,7 @@ BUDGET = {"train_token_budget": 2048}
 
 def test_the_command_prints_every_phase_and_machine_and_one_object(capsys):
     flags = ["--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3", "--token-budget", "9"]
-    bench_step.main(["--ledger", "--model", "random:2m", *flags, "--machine", "M4 Pro"])
+    ledger.main(["--model", "random:2m", *flags, "--machine", "M4 Pro"])
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])["ledger"]
     assert [line.split()[0] for line in lines[2:8]] == list(record)

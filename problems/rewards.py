@@ -378,7 +378,7 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)[\s:*]*(?:(?<=\n)- )?", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|</?answer>|(?<=[.!?])[*)\"']*(?:\s|$)")
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)")
 # between two numbers: one of several, not a step to the next
 _OR = re.compile(r"\s*(?:[A-Za-z]+\s*)?(?:,|;|\bor\b|\band\b|\bto\b|-)\s*(?:(?:or|and|maybe|perhaps|even)\s+)*")
 
@@ -470,11 +470,11 @@ def extract_answer(text: str) -> str | None:
     """
     The part of a completion that states its answer; None where none is stated, or several are, or it is denied.
 
-    After the thinking, and in this order, the last of each: \\boxed{...}, a line "#### 42", "the answer is ...", the
-    sentence with a number that is no question; of a refusal only what is marked. So a list of guesses pays nothing.
+    After the thinking, and in this order, the last of each: \\boxed{...}, a line "#### 42", <answer>...</answer>, "the
+    answer is ...", the sentence with a number that is no question; of a refusal only what is marked.
     """
     said = text.rpartition("</think>")[2].partition("<think>")[0].translate(_CHARACTERS)
-    if marked := boxed(said) or hash_answers(said):
+    if marked := boxed(said) or hash_answers(said) or re.findall(r"<answer>([^<]{1,400})</answer>", said):
         return marked[-1]
     last_digit = max((match.end() for match in re.finditer("[0-9]", said)), default=0)
     for match in reversed(list(_ANSWER_IS.finditer(said))):
@@ -540,10 +540,10 @@ def math_correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) ->
     """
     1 where a completion's answer is the right one, else 0: numbers, fractions, formulas, sets, intervals, units.
 
-    The answer is the last \\boxed{...}, else a number, see `extract_answer`. Two plain numbers are compared by
-    `same_number`, which is exact; the rest is left to math-verify. What takes more than `MATH_LIMIT` seconds is wrong.
+    `extract_answer` tells what a completion states. Two plain numbers are compared exactly, words as words, the rest by
+    math-verify. What takes more than `MATH_LIMIT` seconds is wrong.
     """
-    right = [extract_answer(str(one)) or str(one) for one in answer]
+    right = ["" if one is None else extract_answer(str(one)) or str(one) for one in answer]
     said = [extract_answer(text) for text in completions]
     judged = [_read_plainly(gold, other) for gold, other in zip(right, said, strict=True)]
     open_rows = [row for row, verdict in enumerate(judged) if verdict is None]
@@ -568,7 +568,7 @@ def _folded(text: str) -> str:
 
 def _read_plainly(right: str, said: str | None) -> bool | None:
     """Whether an answer is right, where that can be told without computer algebra; else None."""
-    if said is None or len(said) > _LONGEST_ANSWER:
+    if said is None or not right or len(said) > _LONGEST_ANSWER:
         return False
     if _folded(said) == _folded(right) != "":
         return True
@@ -578,8 +578,10 @@ def _read_plainly(right: str, said: str | None) -> bool | None:
         close = abs(ours.value - theirs.value) <= abs(ours.value) / 10**6 and theirs.value.denominator >= 10**6
         return longer.startswith(shorter) and (ours.value == theirs.value or close)  # 0.333333 is close to 1/3
     plain = re.sub(r"\\(?:times|cdot|div)(?![A-Za-z])", "*", plain_text(said))
+    # of 42 no sum that is left undone (6 * 7), no bound, no rows
     is_sum = re.fullmatch(r"[-+*/() .0-9]+", plain) and re.search(r"[0-9)] ?[-+*]", plain)
-    if ours and (is_sum or _NEGATED.search(said)):  # 6 * 7 for 42
+    is_relation = re.search(r"\\\\|\\[gl]eq?(?![A-Za-z])|[<>\u2264\u2265]", said)
+    if ours and (is_sum or is_relation or _NEGATED.search(said)):
         return False
     is_word = _WORD.search(plain_text(right))  # whose letters are no factors
     return False if is_word or _ENDLESS.search(said) else None

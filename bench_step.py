@@ -340,8 +340,6 @@ def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -
 def torch_peak(before: int) -> int:
     """The most bytes that PyTorch held on its GPU; without one, how far the process has grown beyond `before`."""
     torch = importlib.import_module("torch")
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
     if torch.backends.mps.is_available():
         return int(torch.mps.driver_allocated_memory())  # it keeps what is freed
     return most_resident() - before

@@ -114,7 +114,7 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.backend() and gpu.is_wanted():  # what `gwen.check_kernels` could not know: the rank
+    if gpu.has_metal() and gpu.is_wanted():  # what `gwen.check_kernels` could not know: the rank
         widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
         with gpu.recording() as calls:
             for size in sorted(widths):

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "RUBRIC_JUDGE_BATCH_SIZE": "Default of `--judge-chunk-size`.",
     "JUDGE_API_KEY": "Key sent to `--judge-url`.",
     "GWEN_DTYPE": "`float16`, `bfloat16` or `float32`. Default: float16 on a GPU, float32 on a CPU.",
-    "GWEN_KERNELS": "`on` (default) or `off`: use Gwen's Metal and CUDA kernels, or plain MLX.",
+    "GWEN_KERNELS": "`on` (default) or `off`: use Gwen's Metal kernels, or plain MLX.",
     "MLX_RANK, MLX_HOSTFILE": "Set by `mlx.launch`: this process is one of [several machines](several-macs.md).",
     "OPENBLAS_NUM_THREADS": "Cores for matrix products on Linux (default 1).",
 }

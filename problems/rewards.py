@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
+from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
 from problems.workers import LATE, Pool
 
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
@@ -38,7 +38,7 @@ Reward = Callable[..., list[float]]  # called by keyword: prompts, completions a
 class Calling(NamedTuple):
     """How a user's functions are called."""
 
-    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data
+    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data; else as text
     num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
     timeout: float = 60.0  # seconds for a row there
 
@@ -63,11 +63,11 @@ class UserReward:
     def __call__(self, **arguments: Any) -> Any:
         if self.pool is not None:
             return self._by_row(self.pool, arguments)
-        if self.calling.messages:
-            if "prompts" in arguments:
-                arguments["prompts"] = [as_messages("user", prompt) for prompt in arguments["prompts"]]
-            if "completions" in arguments:
-                arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
+        if "prompts" in arguments:
+            form = functools.partial(as_messages, "user") if self.calling.messages else prompt_text
+            arguments["prompts"] = list(map(form, arguments["prompts"]))
+        if "completions" in arguments and self.calling.messages:
+            arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
         own = {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": _drop, "log_metric": _drop}
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
@@ -172,12 +172,25 @@ def call_rewards(
     The values of N completions by each reward; see `call_reward`.
 
     examples: one per completion, whose columns they bring. columns: the others'.
+    Raises ValueError naming a reward that gave None for all of them; unless other functions of the user gave each a
+    number, as of several tasks each with a reward of its own.
     """
-    names = [name for name in examples[0] if name != "prompt"]
-    every: dict[str, Sequence[Any]] = {name: [example.get(name) for example in examples] for name in names}
+    every = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
     named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
-    return {name: call_reward(name, reward, prompts, completions, every | columns) for name, reward in named}
+    called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
+    for name, values in called.items():
+        others = [called[other] for other in called if other != name and isinstance(rewards[other], UserReward)]
+        is_covered = others and all(any(not math.isnan(value) for value in row) for row in zip(*others, strict=True))
+        if all(map(math.isnan, values)) and not is_covered:
+            fix = "return a number for each completion that it applies to"
+            raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
+    return called
+
+
+def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
+    """The columns of examples with equal keys, without the prompts."""
+    return {name: [example.get(name) for example in examples] for name in examples[0] if name != "prompt"}
 
 
 def call_reward(
@@ -220,8 +233,16 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
         file = getattr(sys.modules.get(fn.__module__), "__file__", None)
-        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}") from error
-    return _checked_rewards(name, rewards, num_rows)
+        is_trls = isinstance(error, TypeError) and "string indices" in str(error)
+        fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
+        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}{fix}") from error
+    return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+
+
+def defined_at(fn: Reward) -> str:
+    """Where a user's function begins, to stand after its name; "" for ours."""
+    code = getattr(fn.fn, "__code__", None) if isinstance(fn, UserReward) else None
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def _place(error: BaseException, file: str | None) -> str:

@@ -72,13 +72,13 @@ def test_a_real_measurement_gives_speeds_and_memory_of_every_way(model):
 
 
 def test_steps_are_timed_in_the_middle_of_completions(model, monkeypatch):
-    widths, original = [], attention.tree_attention
+    widths, original = [], attention.attend
 
     def noting(queries, parts, layout):
-        widths.append(parts[1][0].shape)  # of the slots' own keys
+        widths.extend(part[0].shape for part in parts[1:])  # of the slots' own keys; a prefill has one part
         return original(queries, parts, layout)
 
-    monkeypatch.setattr(attention, "tree_attention", noting)
+    monkeypatch.setattr(attention, "attend", noting)
     dispatch.time_work(model, KIND._replace(max_tokens=1024), 4, [True])
     assert {shape[0] for shape in widths} == {4}
     assert min(shape[2] for shape in widths) > 500 and max(shape[2] for shape in widths) < 525

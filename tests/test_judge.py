@@ -390,11 +390,10 @@ def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError
 
 
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU...)"
-CUDA = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 
 
 MALLOC = "[malloc] Unable to allocate 99999 bytes."
-SHORTAGES = [(METAL, RuntimeError), (CUDA, RuntimeError), (MALLOC, RuntimeError), ("std::bad_alloc", MemoryError)]
+SHORTAGES = [(METAL, RuntimeError), (MALLOC, RuntimeError), ("std::bad_alloc", MemoryError)]
 
 
 @pytest.mark.parametrize(("message", "kind"), SHORTAGES)

@@ -161,7 +161,7 @@ def test_prompts_are_read_by_groups_where_the_ledger_has_that_faster(
     rows, prompts, heads, kv_heads, size, length, width
 ):
     readers = kv_cache.make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    layout = kv_cache.Layout([readers, kv_cache.Group(None, None, None)])
+    layout = kv_cache.Layout([readers, kv_cache.Group()])
     queries = mx.zeros((rows, heads, 1, size), mx.float16)
     shapes = [(prompts, kv_heads, length, size), (rows, kv_heads, width, size)]
     keys = [mx.zeros(shape, mx.float16) for shape in shapes]

@@ -15,10 +15,10 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import hub
 from bench import rollout
 from bench.judging import Replies, Segments
 from bench.rollout import Rival, Timing, Work
+from disk import hub
 
 
 def generate(

@@ -21,10 +21,10 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import hub
 from bench import rollout
 from bench.judging import Replies, Segments
 from bench.rollout import Rival, Timing, Work
+from disk import hub
 from flags import fail
 
 

@@ -22,8 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-import adapters
-import hub
+from disk import adapters, hub
 from flags import Parser, fail
 from kv_cache import CAUSAL, Cache, KVCache, LayerState, Layout, Parts, SlotCache, TreeLayer
 from layers import attention, ops, softmax

@@ -20,9 +20,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-import hub
 import lora
 from config import Config, Sizes, Switch, given, parse, resolve
+from disk import hub
 from flags import Parser, check_least, fail
 from kv_cache import round_up
 from layers import lm_head

@@ -19,7 +19,6 @@ from typing import Any
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import checkpoint
 import evaluate
 import gwen
 import lora
@@ -28,6 +27,8 @@ import sampler
 import tasks
 import update
 from config import Config, Sizes, Switch
+from disk import checkpoint
+from disk.run_files import START
 from distill.teacher import Teacher
 from machine import gpu, world
 from problems import audit, curriculum, rewards
@@ -35,7 +36,6 @@ from problems.examples import Example, epoch_indices, short, split_examples, spr
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from run_files import START
 from sft import chats, tuning
 from step import dispatch, policy
 from step.result import UpdateResult
@@ -107,7 +107,7 @@ class Run:
         """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
         if world.is_first() and self.config.model.init_adapter and not (self.dir / START).is_dir():
             with lora.before_training(self.model):
-                checkpoint.save_adapter(self.model, self.dir / START, self.config.model.name)
+                lora.save_adapter(self.model, self.dir / START, self.config.model.name)
 
     # ---- between two steps
 
@@ -210,7 +210,8 @@ class Run:
         if not world.is_first():
             return
         state = self.state()
-        checkpoint.save(self.dir, state, self.model, base=self.config.model.name, keep=self.config.records.keep)
+        write_adapter = functools.partial(lora.save_adapter, self.model, base=self.config.model.name)
+        checkpoint.save(self.dir, state, write_adapter, keep=self.config.records.keep)
         checkpoint.publish(self.dir, state)
 
 

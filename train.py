@@ -24,13 +24,12 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
-import checkpoint
 import gwen
-import run_files
 import sampler
 import tasks
 import update
 from config import Config, as_yaml, given, parse, resolve
+from disk import checkpoint, run_files
 from flags import fail
 from machine import world
 from problems.examples import Example
@@ -231,7 +230,7 @@ def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, st
         if args.print_config:
             return [settings, None, ""]
         if not args.resume:
-            return [settings, None, str(run_files.choose_run_dir(config, args.run_dir))]
+            return [settings, None, str(run_files.choose_run_dir(config.data.task, args.run_dir))]
         run_dir = Path(args.resume)
         run_files.own(run_dir)
         state = checkpoint.load(run_dir)
@@ -252,10 +251,10 @@ def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, st
 def make_dir(run: Any, args: argparse.Namespace, state: checkpoint.State | None) -> str:
     """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
     if not state:
-        return str(run_files.make_run_dir(run.config, run.sizes, run.dir, args.run_dir))
+        return str(run_files.make_run_dir(as_yaml(run.config, run.sizes), run.dir, args.run_dir))
     checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, run.sources), args.allow_changes)
     checkpoint.go_on(run.dir, state, run.config.flat() | run.sizes.settings() | run.sources)
-    run_files.write(run.config, run.sizes, run.dir)
+    run_files.write(as_yaml(run.config, run.sizes), run.dir)
     return str(run.dir)
 
 

@@ -30,8 +30,8 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 import gwen
-import hub
 from config import Config, resolve
+from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import gpu
 from step import micro_batch

@@ -26,7 +26,6 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
-import hub
 import lora
 import preflight
 import sampler
@@ -34,6 +33,7 @@ import update
 from bench import harness, launches
 from bench.launches import Launch
 from config import Config, Sizes
+from disk import hub
 from flags import Parser, fail
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache

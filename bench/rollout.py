@@ -30,10 +30,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-import hub
 import sampler
 from bench import harness, judging
 from bench.harness import Sample
+from disk import hub
 from flags import Parser, fail, size
 from machine import gpu
 from step import dispatch

@@ -19,12 +19,12 @@ import mlx.core as mx
 import mlx.optimizers as optim
 
 import gwen
-import hub
 import lora
 import preflight
 import update
 from bench import harness
 from config import TARGETS, Config
+from disk import hub
 from flags import Parser, fail
 from sft import tuning
 from sft.chats import Row

@@ -37,12 +37,12 @@ import numpy as np
 
 import grpo
 import gwen
-import hub
 import lora
 import preflight
 import sampler
 import update
 from bench import harness
+from disk import hub
 from flags import Parser, fail
 from machine import gpu
 from step import micro_batch, policy

@@ -40,8 +40,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 import gwen
-import hub
 import tasks
+from disk import hub
 from judging import rubrics
 from problems.examples import Example
 

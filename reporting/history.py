@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import run_files
+from disk import run_files
 from flags import read_json, visible
 from reporting import health
 from reporting.console import duration, with_interval

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 import gwen
-import run_files
+from disk import run_files
 from machine import world
 from sft.chats import Row
 from step.micro_batch import MicroBatch, my_part, padded, plan

@@ -8,10 +8,9 @@ import pytest
 from conftest import message_of
 from test_lora import TOKENS, adapted
 
-import adapters
-import checkpoint
 import gwen
 import lora
+from disk import adapters
 
 WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
@@ -36,7 +35,7 @@ def tiny_qwen3(checkpoints):
 def exported(tiny_qwen3, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""
     model = adapted(tiny_qwen3)
-    checkpoint.save_adapter(model, tmp_path / "ours", str(tiny_qwen3))
+    lora.save_adapter(model, tmp_path / "ours", str(tiny_qwen3))
     lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
     return model, tmp_path
 
@@ -159,7 +158,7 @@ def test_a_changed_bit_or_scale_is_found_by_the_checksum_and_a_moved_base_is_non
 
 
 def test_a_model_trained_whole_has_no_adapter_to_export(tiny_qwen3, tmp_path, capsys):
-    checkpoint.save_adapter(gwen.load_model(tiny_qwen3), tmp_path / "full", "tiny")
+    lora.save_adapter(gwen.load_model(tiny_qwen3), tmp_path / "full", "tiny")
     with pytest.raises(SystemExit) as ended:
         lora.main(["--export", "peft", "--adapter", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and not (tmp_path / "out").exists()
@@ -184,7 +183,7 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
 
     directory = checkpoints[family]
     model = adapted(directory, targets=targets)
-    checkpoint.save_adapter(model, tmp_path / "ours", str(directory))
+    lora.save_adapter(model, tmp_path / "ours", str(directory))
     lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     peer = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))

@@ -27,18 +27,16 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from small_run import resolve
 
-import checkpoint
 import config
 import evaluate
 import gwen
-import hub
 import judge
 import lora
-import run_files
 import sampler
 import tasks
 import train
 from config import Config, parse
+from disk import checkpoint, hub, run_files
 from judging import rubrics
 from machine import gpu
 from problems.examples import load_data

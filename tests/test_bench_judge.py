@@ -7,8 +7,8 @@ import pytest
 
 import bench_rollout
 import gwen
-import hub
 from bench import harness, judging
+from disk import hub
 from judging import rubrics
 
 DEMO = hub.load_tokenizer(hub.DEMO)

@@ -12,9 +12,9 @@ import pytest
 from conftest import message_of
 from mlx.utils import tree_flatten
 
-import checkpoint
 import gwen
 import lora
+from disk import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def save(run, model, step, keep=3, **changes):
     """Saves the state of a step, of which the model holds the masters."""
     saved = state(model, step)._replace(**changes)
     model.load_weights(list(saved.trainable.items()), strict=False)
-    checkpoint.save(run, saved, model, base="tiny", keep=keep)
+    checkpoint.save(run, saved, lambda to: lora.save_adapter(model, to, "tiny"), keep=keep)
     return saved
 
 
@@ -64,7 +64,7 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     masters = {name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())}
     whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
     saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None})
-    checkpoint.save(tmp_path, saved, whole, base="tiny", keep=3)
+    checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"), keep=3)
     assert same(checkpoint.load(tmp_path), saved)
     assert mx.array_equal(
         gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.path_of(tmp_path, 1)).norm.weight,

@@ -20,13 +20,12 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
 
-import adapters
-import checkpoint
 import config
 import gwen
 import lora
 import train
-from run_files import START
+from disk import adapters, checkpoint
+from disk.run_files import START
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -43,7 +42,7 @@ def record_run(directory):
     """An undamaged run of three saved steps that began with an adapter and was resumed once; and its settings."""
     model, _ = gwen.load("demo")
     lora.apply(model, 2, 2.0, ["o_proj"])
-    checkpoint.save_adapter(model, directory / "start", "demo")
+    lora.save_adapter(model, directory / "start", "demo")
     run = directory / "run"
     train.main([*RUN, "--steps", "1", "--init-adapter", str(directory / "start"), "--run-dir", str(run)])
     train.main(["--resume", str(run), "--steps", f"{STEPS}"])

@@ -12,15 +12,14 @@ import yaml
 from small_run import resolve
 
 import bench_rollout
-import checkpoint
 import evaluate
 import gwen
-import run_files
 import sampler
 import tasks
 import train
 from bench import rollout
 from config import as_yaml, parse
+from disk import checkpoint, run_files
 from layers import attention
 from step import dispatch
 from step.dispatch import Kind, Trial
@@ -331,7 +330,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     config = resolve(SMALL, None, None)[0]
     assert "rollout_batch_size: auto\n" in as_yaml(config)
     its = train.GrpoRun(config, tmp_path)
-    run_files.write(config, tmp_path)
+    run_files.write(as_yaml(config), tmp_path)
     ((num_prompts, how),) = asked
     assert num_prompts == len(its.task.train)
     assert how == {"max_tokens": 12, "group_size": 4, "most_rows": 16, "rows": 0}  # 16 held-out problems
@@ -347,7 +346,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
 @pytest.mark.slow
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
     its = train.GrpoRun(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
-    run_files.write(its.config, tmp_path)
+    run_files.write(as_yaml(its.config, its.sizes), tmp_path)
     its.open()
     sizes, failed = [], []
     decode = sampler.decode

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import gwen
-import hub
+from disk import hub
 from kv_cache import KVCache, TreeCache
 from layers import attention, ops
 from machine import gpu

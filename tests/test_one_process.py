@@ -22,8 +22,8 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
 
-import run_files
 import train
+from disk import run_files
 
 ROOT = Path(__file__).parent.parent
 RUN = [

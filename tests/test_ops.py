@@ -9,8 +9,8 @@ import pytest
 from conftest import QWEN3, YARN, normal, relative_error
 
 import gwen
-import hub
 from bench import launches
+from disk import hub
 from kv_cache import TreeCache
 from layers import attention, ops
 from machine import gpu

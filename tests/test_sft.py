@@ -16,18 +16,16 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
 from test_docs import always_there, without_meaning
 
-import checkpoint
 import evaluate
 import gwen
-import hub
 import report
-import run_files
 import tasks
 import train
 import update
 from bench import harness
 from bench import sft as bench_sft
 from config import Config, given, parse
+from disk import checkpoint, hub, run_files
 from docs import reference
 from problems import chat_template
 from reporting import page

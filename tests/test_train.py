@@ -24,12 +24,9 @@ from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
 
-import adapters
-import checkpoint
 import evaluate
 import grpo
 import gwen
-import hub
 import judge
 import lora
 import sampler
@@ -37,6 +34,7 @@ import tasks
 import train
 import update
 from config import Config, Sizes
+from disk import adapters, checkpoint, hub
 from judging import remote_judge, rubrics
 from machine import gpu
 from reporting import journal

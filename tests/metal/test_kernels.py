@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 import grpo
 import gwen
-import hub
+from disk import hub
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from layers import attention, lm_head, ops, softmax
 from machine import gpu

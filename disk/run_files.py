@@ -21,7 +21,6 @@ from typing import Any
 import cpu_blas  # before mlx
 import numpy as np
 
-from config import Config, Sizes, as_yaml, checked, load_recipe
 from flags import Parser, load_yaml
 from machine import gpu
 
@@ -124,18 +123,6 @@ def model_card(run: str, step: int | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def of_run(run: str, flags: dict[str, Any]) -> Config:
-    """
-    The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
-
-    For evaluations: a run of --loss-type sft is taken for one of its task, which has the problems to answer.
-    """
-    held = load_recipe(config_file(run))
-    if held.get("loss_type") == "sft":
-        held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
-    return checked(held | flags)
-
-
 # ---- one process a run
 
 _locks: list[int] = []  # open files whose locks this process holds
@@ -190,11 +177,9 @@ def own(run_dir: Path) -> None:
 # ---- creating a run
 
 
-def choose_run_dir(config: Config, asked: str | None) -> Path:
+def choose_run_dir(task: str, asked: str | None) -> Path:
     """The directory for a new run. Raises ValueError if `asked` is taken."""
-    path = Path(
-        asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', config.data.task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    path = Path(asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}")
     if asked and path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK}):
         raise ValueError(_exists(path))
     return path
@@ -204,9 +189,9 @@ def _exists(path: Path) -> str:
     return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
 
 
-def make_run_dir(config: Config, sizes: Sizes, chosen: Path, asked: str | None) -> Path:
+def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
     """
-    Makes the directory of a new run, with its settings, and owns it.
+    Makes the directory of a new run, with its settings as YAML, and owns it.
 
     A default name taken by a run of the same second gets -2, -3 and so on.
     Raises ValueError if `asked` is taken or the directory cannot be written.
@@ -224,18 +209,18 @@ def make_run_dir(config: Config, sizes: Sizes, chosen: Path, asked: str | None) 
         except OSError as error:
             raise ValueError(_unwritable(path, error)) from error
     try:
-        write(config, sizes, path)
+        write(settings, path)
     except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
         raise
     return path
 
 
-def write(config: Config, sizes: Sizes, run_dir: Path) -> None:
-    """Writes `config.yaml` and `env.json` of a run. Raises ValueError if that fails."""
+def write(settings: str, run_dir: Path) -> None:
+    """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
     environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
     try:
-        replace_text(run_dir / "config.yaml", as_yaml(config, sizes))
+        replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error

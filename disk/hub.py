@@ -290,7 +290,9 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
-BUNDLED = {name: Path(__file__).parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))}
+BUNDLED = {
+    name: Path(__file__).parent.parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))
+}
 DEMO = BUNDLED["demo"]
 
 

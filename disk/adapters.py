@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import hub
+from disk import hub
 
 LAYOUTS = {"peft": "adapter_model.safetensors", "mlx_lm": "adapters.safetensors"}  # and the file of the tensors
 PEFT_PREFIX = "base_model.model."
@@ -263,3 +263,13 @@ def _as_mlx_lm(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[s
         },
     }
     return tensors, config
+
+
+def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+    """What `lora.adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
+    rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
+    out = {name: mx.contiguous(array.T) for name, array in rows.items()}
+    for name in rows:
+        part = next((name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name), name)
+        out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
+    return dict(sorted(out.items()))

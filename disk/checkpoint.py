@@ -19,20 +19,16 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-import adapters
-import gwen
-import hub
-import lora
-from config import SETTINGS
+from disk import adapters, hub
+from disk.run_files import START, JsonLines, replace_text
 from flags import flag_of
-from run_files import START, JsonLines, replace_text
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
@@ -57,18 +53,18 @@ class State(NamedTuple):
     files: dict[str, Any] = {}  # noqa: RUF012  (never changed; of a loaded one: logs and adapters beside it, see `_files`)
 
 
-def save(run_dir: str | Path, state: State, model: gwen.Model, *, base: str, keep: int) -> None:
+def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool], *, keep: int) -> None:
     """
     Writes `checkpoints/step-000050` and removes all but the newest `keep`. On OSError the earlier ones stay intact.
 
-    base: the model's name or path, for the adapter.
+    write_adapter: writes the trained weights to a directory; whether they are adapters.
     """
     target = path_of(run_dir, state.step)
     scratch, replaced = target.with_name(f".{target.name}.partial"), target.with_name(f"{target.name}.replaced")
     _remove(scratch)
     scratch.mkdir(parents=True)
     try:
-        adapted = save_adapter(model, scratch / "adapter", base)
+        adapted = write_adapter(scratch / "adapter")
         arrays = {f"optimizer/{k}": v for k, v in state.optimizer.items()}
         if not adapted:  # the "full" adapter has the model's dtype, perhaps 16 bits
             arrays |= {f"trainable/{k}": v for k, v in state.trainable.items()}
@@ -76,7 +72,7 @@ def save(run_dir: str | Path, state: State, model: gwen.Model, *, base: str, kee
         is_best = state.extra["best_step"] == state.step
         files = _files(Path(run_dir), best=scratch / "adapter" if is_best else Path(run_dir) / BEST)
         record = json.loads(json.dumps({"step": state.step, "extra": state.extra, "files": files}, allow_nan=False))
-        _write_json(scratch / "state.json", {"sha256": _checksum(record, scratch)} | record)
+        write_json(scratch / "state.json", {"sha256": _checksum(record, scratch)} | record)
         if target.exists():  # saving a step again: keep the old one until the new one is in place
             _remove(replaced)
             os.replace(target, replaced)
@@ -139,7 +135,7 @@ def _read(path: Path) -> State:
     for name, array in state.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    trainable = groups["trainable"] or lora.masters(adapter)
+    trainable = groups["trainable"] or adapters.masters(adapter)
     return State(record["step"], trainable, groups["optimizer"], extra, record["files"])
 
 
@@ -174,7 +170,7 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def digest_of_model(model: gwen.Model) -> str:
+def digest_of_model(model: Any) -> str:
     """The digest of a model's configuration and weights, of which each counts by the sum of its tensor's bits."""
     weights = dict(tree_flatten(model.parameters()))
     words = {4: mx.uint32, 2: mx.uint16}
@@ -238,7 +234,7 @@ def changes(run_dir: Path, state: State, now: dict[str, Any]) -> Iterator[str]:
         if name == "loss_type" and value != before[0] and "sft" in (value, before[0]):
             raise ValueError(f"--resume {run_dir}: its loss_type was {before[0]}, not {value}; start a new run")
         if value not in before:
-            yield f"{name} ({before[-1]!r:.60}, now {value!r:.60})" if name in SETTINGS else name
+            yield f"{name} ({before[-1]!r:.60}, now {value!r:.60})" if name in state.extra["settings"] else name
 
 
 def refuse_changes(run_dir: Path, state: State, said: Iterable[str], allowed: bool) -> None:
@@ -301,7 +297,7 @@ def go_on(run_dir: Path, state: State, now: dict[str, Any]) -> None:
         if now.get(name, values[-1]) != values[-1]:
             change = {"step": state.step, "setting": name, "was": values[-1], "is": now[name]}
             JsonLines(run_dir / "changes.jsonl").write(change)
-            label = flag_of(name) if name in SETTINGS else name
+            label = flag_of(name) if name in state.extra["settings"] else name
             print(f"from step {state.step + 1} on: {label} {now[name]} (was {values[-1]!r})", flush=True)
 
 
@@ -328,32 +324,10 @@ def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, st
     _sync(path)
 
 
-def _write_json(path: Path, record: dict[str, Any]) -> None:
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Writes a file and forces it to disk."""
     path.write_text(json.dumps(record, indent=2) + "\n")
     _sync(path)
-
-
-def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
-    """
-    Writes the trained weights in mlx_lm's adapter layout; returns whether they are adapters.
-
-    base: the model's name or path. Without adapters, writes a "full" adapter: all weights, un-fused.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    adapted = list(lora.layers(model))
-    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
-    if adapted:
-        first = adapted[0][1]
-        weights = lora.adapter_weights(model)
-        keys = sorted({name.split(".", 3)[3].rpartition(".")[0] for name in weights})
-        parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
-        config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
-    else:
-        weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-    metadata = {"format": "mlx", "sha256": adapters.checksum(weights, config)}
-    save_tensors(directory / "adapters.safetensors", weights, metadata)
-    _write_json(directory / "adapter_config.json", config)
-    return bool(adapted)
 
 
 def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:

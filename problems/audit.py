@@ -101,7 +101,8 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:
     """Rows with different answers, or as many without one where none has any."""
-    answered = {str(example["answer"]).casefold(): example for example in examples if example.get("answer") is not None}
+    said = [("" if example.get("answer") is None else str(example["answer"]).strip(), example) for example in examples]
+    answered = {answer.casefold(): example for answer, example in said if answer}
     chosen = spread(list(answered.values()), ROWS)
     answers = [str(example["answer"]) for example in chosen]
     if not chosen:

@@ -364,9 +364,8 @@ _REWRITES = [  # LaTeX and Markdown that dress a number without changing it
         (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
     )
 ]
-_WORD = re.compile(
-    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}"
-)  # of prose, not of a formula
+# of prose, not of a formula
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}")
 _NEGATED = re.compile(
     r"\b(?:not|never|cannot|neither|nor|nobody|except|anything but|unable|unlikely|impossible|untrue|false|wrong|"
     r"incorrect|doubt|mistake|refuse|rul(?:e|ed|ing) out)\b|n't\b|\\neq?(?![A-Za-z])|[\u2260?]",
@@ -431,9 +430,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
     top, bottom = (Fraction(re.sub("[ ,]", "", part or "1")) for part in (match["top"], match["bottom"]))
     if bottom == 0:
         return None
-    value = int(match["whole"] or 0) + top / bottom * _SCALES[match["scale"]] * Fraction(10) ** int(
-        match["exponent"] or 0
-    )
+    scale = _SCALES[match["scale"]] * Fraction(10) ** int(match["exponent"] or 0)
+    value = int(match["whole"] or 0) + top / bottom * scale
     return -value if match["sign"] == "-" else value
 
 
@@ -456,14 +454,8 @@ def boxed(text: str) -> list[str]:
 
 def hash_answers(text: str) -> list[str]:
     """What stands in lines "#### 42" after the hashes; a Markdown heading "#### 1. Add" is none."""
-    lines = [line for line in re.findall(r"(?<!#)####(?!#)([^\n#]{1,200})", text) if re.search("[0-9]", line)]
-    plain = [re.sub(r"^ *([-+]) ", r"\1", plain_text(line)).lstrip() for line in lines]
-    starts = [_NUMBER.match(line) for line in plain]
-    return [
-        lines[place].strip()
-        for place, start in enumerate(starts)
-        if start and not re.match(r"[.):] ?\w", plain[place][start.end() :]) and "\\boxed" not in lines[place]
-    ]
+    lines = re.findall(r"(?<!#)####(?!#)( ?[^\w\n#]{0,8}[0-9][^\n#]{0,200})", text)
+    return [line.strip() for line in lines if not re.match(r"\W*[0-9]+[.):] ?[A-Za-z]|.*\\boxed", line)]
 
 
 def extract_answer(text: str) -> str | None:

@@ -146,6 +146,12 @@ def test_a_reward_is_called_twice_with_the_columns_of_its_rows_and_made_up_token
     assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 2
 
 
+def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
+    examples = [{"prompt": "?", "answer": answer} for answer in (None, "", 0, "Zero", "zero", 0)]
+    assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [("0", "zero"), ("zero", "0")]
+    assert [row.right for row in audit.make_rows(examples[:2])] == ["", ""]
+
+
 def test_messages_reach_a_reward_that_asks_for_them(tmp_path):
     body = IN_TEXT.replace("right in text", "right in text[0]['content']")
     assert "set --reward-format messages" in message_of(audited, tmp_path, body)

@@ -287,7 +287,7 @@ def go_on(run_dir: Path, state: State, now: dict[str, Any]) -> None:
     Scores that were paid for and changes may have come since; what else stands behind a log's part is dropped.
     """
     for path, (size, checksum) in ((run_dir / name, held) for name, held in state.files["logs"].items()):
-        if _sha256(path, size) == checksum:
+        if path.is_file() and _sha256(path, size) == checksum:
             part, later = path.read_bytes()[:size], path.read_bytes()[size:].splitlines(keepends=True)
             steps = [] if path.name in CUT else [re.match(rb'\{"step": (\d{1,9}),.*\n', line) for line in later]
             since = [step[0] for step in steps if step and int(step[1]) >= state.step]

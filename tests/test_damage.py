@@ -22,6 +22,7 @@ import pytest
 
 import config
 import gwen
+import hub
 import lora
 import train
 from disk import adapters, checkpoint
@@ -155,12 +156,12 @@ def damage(run, number):
 # ---- what a resume makes of it
 
 
-def resume(run):
+def resume(run, *flags):
     """Exit status and what was said; any other exception is for the caller."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
-            train.main(["--resume", str(run), *MORE])
+            train.main(["--resume", str(run), *MORE, *flags])
         except SystemExit as error:
             return error.code, said.getvalue()
     return 0, said.getvalue()
@@ -238,6 +239,110 @@ def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, mon
     counts = survey(whole, range(300), states)
     print(counts)
     assert min(counts.values()) > 10, counts
+
+
+# ---- what a run is made of
+
+
+@pytest.fixture(scope="module")
+def made_of_files(tmp_path_factory):
+    """A directory with a run of one step, and the user's files that it was made of."""
+    at = tmp_path_factory.mktemp("made_of_files")
+    shutil.copytree(hub.DEMO, at / "model")
+    (at / "mine.py").write_text("def mine(completions, **_): return [float(len(text)) for text in completions]\n")
+    rows = [{"prompt": f"What is {word} plus one?", "answer": "5", "split": "train"} for word in ("one", "two", "six")]
+    (at / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"split": "test"}]))
+    (at / "mine.yaml").write_text("criteria: [{name: kind, weight: 1.0, text: Is it kind}]")
+    flags = f"--model {at}/model --data {at}/mine.jsonl --reward {at}/mine.py:mine --rubric {at}/mine.yaml --curriculum"
+    train.main([*RUN, "--steps", "1", *flags.split(), "--run-dir", str(at / "run")])
+    return at
+
+
+def flip_last(content):
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def swap_tokens(content):
+    held = json.loads(content)
+    vocabulary = held["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    return json.dumps(held).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "named"),
+    [
+        ("mine.py", lambda text: text + b"# longer is better", "{}/mine.py"),
+        ("mine.jsonl", lambda text: text.replace(b'"5"', b'"7"', 1), "{}/mine.jsonl"),
+        ("mine.yaml", lambda text: text.replace(b"it kind", b"it rude"), "{}/mine.yaml"),
+        ("model/chat_template.jinja", lambda text: b"{# #}" + text, "chat template"),
+        ("model/tokenizer.json", swap_tokens, "tokenizer"),
+        ("model/model.safetensors", flip_last, "base model"),
+        ("run/config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5"), "seed (0, now 5)"),
+        ("run/config.yaml", lambda text: text.replace(b"keep: 3", b"keep: 1"), "keep (3, now 1)"),
+        ("run/metrics.jsonl", lambda text: b"", "metrics.jsonl, which lacks step 1,"),
+        ("run/rollouts.jsonl", lambda text: text.replace(b"finish", b"Finish", 1), "rollouts.jsonl"),
+        ("run/adapter-best/adapters.safetensors", lambda text: text[:-1], None),  # which a checkpoint has
+    ],
+)
+def test_a_resume_names_what_has_changed_since_the_run_was_saved(made_of_files, tmp_path, file, edit, named):
+    run, path, before = made_of_files / "run", made_of_files / file, (made_of_files / file).read_bytes()
+    shutil.copytree(run, tmp_path / "kept")
+    assert edit(before) != before
+    try:
+        path.write_bytes(edit(before))
+        expected = (0, "")
+        if named:
+            said = f"{named.format(made_of_files)} changed since step 1; --allow-changes goes on with it"
+            expected = 2, f"error: --resume {run}: {said}\n"
+        assert resume(run) == expected
+    finally:
+        path.write_bytes(before)
+        shutil.rmtree(run)
+        shutil.move(tmp_path / "kept", run)
+
+
+def test_changes_that_are_allowed_are_recorded_and_not_asked_for_again(made_of_files, tmp_path, monkeypatch):
+    run = shutil.copytree(made_of_files / "run", tmp_path / "run")
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 5"))
+    (run / "warnings.jsonl").unlink()
+    text = (made_of_files / "mine.jsonl").read_text()
+    (made_of_files / "mine.jsonl").write_text("".join(text.splitlines(keepends=True)[1:]))  # the curriculum forgets
+    monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)  # as if it was killed before
+    monkeypatch.setattr(checkpoint, "publish", lambda *_: None)
+    try:
+        status, said = resume(run, "--allow-changes")
+        assert status == 0, said
+        assert said.splitlines() == [
+            f"{run}: seed (0, now 5) changed since step 1",
+            f"{run}: warnings.jsonl, which is missing, changed since step 1",
+            f"{run}: {made_of_files}/mine.jsonl changed since step 1",
+        ]
+        changes = [json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["setting"]) for line in changes] == [
+            (1, f"{made_of_files}/mine.jsonl"),
+            (1, "seed"),
+            (1, "steps"),
+        ]
+        (run / "warnings.jsonl").touch()
+        assert resume(run) == (0, "")
+    finally:
+        (made_of_files / "mine.jsonl").write_text(text)
+
+
+def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(made_of_files, tmp_path, capsys):
+    run = shutil.copytree(made_of_files / "run", tmp_path / "run")
+    settings = {"model": "demo", "data": "mine.jsonl", "loss_type": "sft"}
+    (run / "config.yaml").write_text(json.dumps(settings))
+    said = f"error: --resume {run}: its loss_type was dapo, not sft; start a new run\n"
+    assert resume(run, "--allow-changes") == (2, said)
+    shutil.copy(made_of_files / "run" / "config.yaml", run)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("lora_rank: 2", "lora_rank: 4"))
+    status, said = resume(run, "--allow-changes")
+    assert status == 2 and "the checkpoint's tensors do not match this configuration" in said.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        train.main([*RUN, "--allow-changes"])
+    assert "--allow-changes is for a run that goes on; name it with --resume" in capsys.readouterr().err
 
 
 def main(count, first):

@@ -26,6 +26,7 @@ import gwen
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from machine import gpu, world
+from problems import chat_template
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
@@ -406,7 +407,6 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import tasks
     from disk import run_files
     from flags import Parser, check_least, fail, visible
     from problems.examples import check_text
@@ -430,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
                 check_text(flag, text)
         name, why = gwen.choose_model(args.model, adapter)
         model, tokenizer = gwen.load(name, adapter=adapter)
-        prompts = tasks.render(
+        prompts = chat_template.encode_prompts(
             tokenizer,
             [{"prompt": args.prompt, "system": args.system}],
             max_tokens=args.max_tokens,

@@ -4,7 +4,7 @@ Rollouts: prompts in, sampled completions and log-probabilities out. `uv run sam
 Each distinct prompt is prefilled once. The rows that continue it share or copy its cache and are decoded together. A
 rollout has the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that includes the
 end token. Randomness depends only on (key, row, position): a completion does not depend on the rows decoded with it,
-and a row lost when memory ran out is drawn again unchanged. `tasks.py` renders prompts to ids.
+and a row lost when memory ran out is drawn again unchanged. `problems/chat_template.py` renders prompts to ids.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """

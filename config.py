@@ -248,6 +248,11 @@ class Config:
         return {key: getattr(getattr(self, one.group), one.field.name) for key, one in SETTINGS.items()}
 
     @property
+    def judges_itself(self) -> bool:
+        """Whether the judge is the model before training."""
+        return not self.judge.url and self.judge.model in ("", self.model.name)
+
+    @property
     def compares_rewards(self) -> bool:
         """Whether rewards are compared within groups; else they are only looked at."""
         return self.objective.loss_type != "distill" and self.sampling.groups > 1

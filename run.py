@@ -85,18 +85,22 @@ class Run:
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
             world.compare({"Gwen": world.code_checksum()} | facts)
 
-    def settle(self, lengths: list[int], data: object, rows: int | None = None, sharing: Switch | None = None) -> None:
+    def demand(self, lengths: list[int], rubric: Path | None = None) -> preflight.Demand:
+        """lengths: of the rows that it trains, without completions."""
+        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
+
+    def settle(
+        self, demand: preflight.Demand, data: object, rows: int | None = None, sharing: Switch | None = None
+    ) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
 
-        lengths: of the rows that it trains, without completions. data: what it trains on. rows, sharing: of rollouts.
+        data: what it trains on. rows, sharing: of rollouts.
         Raises ValueError, on every machine, if one has other data.
         """
         world.compare({"data": zlib.crc32(repr(data).encode())} if world.size() > 1 else {})
-        demand = preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths)
         self.sizes = preflight.agree(preflight.settle(demand, rows, sharing))
         self.need = preflight.estimate(demand, self.sizes)
-        gpu.limit_cache(self.need.total)
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(self.model, self.config, policy.Reader(self.config, self.sizes), self.base)
 
@@ -232,7 +236,10 @@ class GrpoRun(Run):
         self.judge, self.witness = evaluate.make_graders(config, *rubrics, *before_training)
         lengths = [len(ids) for ids in self.prompt_ids]
         self.longest = max(lengths) + config.sampling.max_tokens
-        self.settle(lengths, self.prompt_ids, *dispatch.settle(self.model, config, lengths, len(held_out)))
+        demand = self.demand(lengths, self.task.rubric)
+        fits = functools.partial(preflight.fits, demand)
+        chosen = dispatch.settle(self.model, config, lengths, len(held_out), fits)
+        self.settle(demand, self.prompt_ids, *chosen)
         self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
         self.end_step()
@@ -331,7 +338,7 @@ class SftRun(Run):
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = self._render(held_out, "held-out")
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.settle([sum(len(row.ids) for row in rows) for rows in self.train], self.train)
+        self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]), self.train)
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:
@@ -379,7 +386,7 @@ def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.
 def needs_base(config: Config, task: tasks.Task) -> bool:
     """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
     graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
-    judged = graded and evaluate.judges_itself(config)
+    judged = graded and config.judges_itself
     return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
 
 

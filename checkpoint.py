@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 import gwen
 import hub
 import lora
+from machine import gpu
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 
@@ -140,8 +141,11 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        mx.save_safetensors(str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"})
+        held = dict(sorted(arrays.items()))
+        gpu.on_cpu(mx.save_safetensors, str(path), held, metadata=metadata or {"format": "mlx"})
     except RuntimeError as error:
+        if gpu.is_too_much(error):
+            raise
         raise OSError(f"{path} cannot be written: {error}") from error
     _sync(path)
 

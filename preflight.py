@@ -182,11 +182,8 @@ def _judge(demand: Demand, prompts: list[int]) -> dict[str, int]:
     if config.judge.mode == "decode":
         columns += rows * (round_up(keys) + round_up(config.judge.think + rubrics.REPLY_TOKENS))
     positions = max(len(questions) * longest, answers * length, rows * criterion)
-    logits = 4 * 4 * rows * shape.vocab_size
-    return {
-        "judge": held,
-        "judging": int(column_bytes(shape, dtype) * columns + positions * layer_bytes(shape, dtype, keys)) + logits,
-    }
+    working = 1.2 * positions * layer_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
+    return {"judge": held, "judging": int(column_bytes(shape, dtype) * columns + working)}
 
 
 def _teacher(
@@ -342,7 +339,7 @@ def advice(demand: Demand, sizes: Sizes, room: int) -> str:
                 break
             flags[key] = "on" if key == "checkpoint_layers" else lower
             if key in Sizes._fields:
-                sizes = sizes._replace(**{key: lower})
+                sizes = Sizes(**sizes._asdict() | {key: lower})
             else:
                 demand = demand._replace(config=demand.config.but(**{key: lower}))
             need = estimate(demand, sizes)

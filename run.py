@@ -422,9 +422,10 @@ def stoppable(run: Run) -> Iterator[None]:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
         if not world.is_first():
-            if gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+            if gpu.is_too_much(error):
                 raise ValueError(str(error)) from error
             raise
+        gpu.drain()
         run.go_back()
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
         if gpu.is_watchdog(error):
@@ -433,12 +434,16 @@ def stoppable(run: Run) -> Iterator[None]:
                 "(pmset displaysleepnow), or let less be done at once; "
             )
         if run.is_whole:
-            run.save()
+            try:
+                run.save()
+            except (OSError, RuntimeError) as failure:
+                said = f"step {run.step} could not be saved: {failure}"
+                raise OSError(f"{what}{said}; {_newest(run, error)}") from failure
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+        if isinstance(error, ValueError) or gpu.is_too_much(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
         if what:  # a bug of ours or of MLX's: show the traceback
@@ -456,8 +461,7 @@ def _go_on(run: Run, error: BaseException) -> str:
     If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
     """
     less = ""
-    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
-    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+    if gpu.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
         budget = run.sizes.train_token_budget // 2
         if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
             return "start over with a smaller model or a lower --max-tokens"

@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 import gwen
 import hub
 import lora
+from config import load_recipe
 from machine import gpu
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
@@ -125,6 +126,18 @@ def saved(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, intact or not."""
     named = (Path(run_dir) / "checkpoints").glob("step-*")
     return sorted(path for path in named if path.name.removeprefix("step-").isdecimal())  # else of a killed process
+
+
+def newest_unfinished(runs: Path = Path("runs")) -> str:
+    """The run with the newest checkpoint among those with steps left, else among all. ValueError if there is none."""
+    found = []
+    for path in runs.glob("*"):
+        if (path / "config.yaml").is_file() and (checkpoints := saved(path)):
+            is_unfinished = int(checkpoints[-1].name.removeprefix("step-")) < load_recipe(path / "config.yaml")["steps"]
+            found.append((is_unfinished, checkpoints[-1].stat().st_mtime, str(path)))
+    if not found:
+        raise ValueError(f"--resume: no run in {runs}/ has a checkpoint; name the directory of a run")
+    return max(found)[2]
 
 
 def _sha256(path: Path) -> str:

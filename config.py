@@ -295,7 +295,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
-    parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument(
+        "--resume", nargs="?", const=True, metavar="DIR", help="go on with the run in DIR, or the newest unfinished one"
+    )
+    parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
+    parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, SETTINGS.values(), everything)
     return parser.parse_args(argv)

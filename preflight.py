@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+import checkpoint
 import gwen
 import hub
 import lora
@@ -405,6 +406,8 @@ def main(argv: list[str] | None = None) -> None:
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         args = parse(rest)
+        if args.resume is True:
+            args.resume = checkpoint.newest_unfinished()
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         check_least(own, prompt_tokens=1)
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()

@@ -23,6 +23,7 @@ from flags import Parser, Setting, add_flags, check_values, flag, flag_of, load_
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
+MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
 
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it (default:
@@ -38,7 +39,7 @@ class ModelSettings:
         "", "hub id, Hugging Face directory, `demo` or `demo:rg`; without a GPU demo", key="model", first=True
     )
     lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True)
-    lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm")
+    lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4)
     lora_targets: list[Target] = flag(lambda: list(TARGETS), "projections that get adapters", nargs="+")
     init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with")
 
@@ -60,10 +61,8 @@ class DataSettings:
     reward_weights: dict[str, float] = flag(
         dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, of="rollouts", first=True
     )
-    reward_format: Literal["auto", "text", "messages"] = flag(
-        "auto",
-        "how reward functions get prompts and completions; auto: as messages where the prompts are",
-        of="rollouts",
+    reward_format: Literal["text", "messages"] = flag(
+        "text", "how reward functions get prompts and completions; messages: as in TRL", of="rollouts"
     )
     reward_workers: int = flag(
         0, "processes that call rewards row by row; 0: one call for all rows", low=0, high=2**10, of="rollouts"
@@ -300,6 +299,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
     parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="--resume though its data, rewards or files changed"
+    )
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, SETTINGS.values(), everything)
     return parser.parse_args(argv)
@@ -463,8 +465,11 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
 
 def mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
-    objective, optimizer, groups = config.objective, config.optimizer, config.sampling.groups
-    if config.sampling.temp == 0:
+    objective, optimizer, sampling = config.objective, config.optimizer, config.sampling
+    groups = sampling.groups
+    if (num_rows := sampling.batch * groups) > MOST_ROWS:
+        yield f"--batch {sampling.batch} times --groups {groups} is {num_rows}; it must be at most {MOST_ROWS}"
+    if sampling.temp == 0:
         yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < optimizer.target_kl < 1e-3:
         yield f"--target-kl is {optimizer.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"

@@ -47,7 +47,7 @@ GEMM(dgemm, double)
 
 
 # With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
-# (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5 and on CUDA, where MLX by
+# (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
 # default rounds what it multiplies to 10 bits.
 ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"}
 

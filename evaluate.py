@@ -22,15 +22,14 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
-import adapters
 import gwen
 import judge
 import lora
 import preflight
-import run_files
 import sampler
 import tasks
-from config import JUDGE, SETTINGS, Config, given, resolve
+from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
+from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
@@ -393,6 +392,18 @@ def remember(log: run_files.JsonLines, grader: Grader) -> None:
         log.write({"step": 0} | record)
 
 
+def of_run(run: str, flags: dict[str, Any]) -> Config:
+    """
+    The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
+
+    A run of --loss-type sft is taken for one of its task, which has the problems to answer.
+    """
+    held = load_recipe(run_files.config_file(run))
+    if held.get("loss_type") == "sft":
+        held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
+    return checked(held | flags)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
@@ -413,7 +424,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
-            config = run_files.of_run(args.run, flags)
+            config = of_run(args.run, flags)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:

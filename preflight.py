@@ -20,12 +20,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-import checkpoint
 import gwen
-import hub
 import lora
 import sampler
 from config import Config, Sizes, Switch, given, parse, resolve
+from disk import checkpoint, hub
 from flags import Parser, check_least, fail, flag_of
 from judging import rubrics
 from kv_cache import round_up
@@ -225,7 +224,7 @@ def _update(
     if has_kernels():
         counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
     working = counts[kept < layers]
-    rows = [[place] * prompts[place] for place in range(len(prompts)) for _ in range(config.sampling.groups)]
+    rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
     lengths = np.full(len(rows), length)
     shared, cut = micro_batch.plan(rows, lengths, sizes.train_token_budget, "auto")
     most = (0, 0, 0)
@@ -399,9 +398,25 @@ def _gb(size: float) -> str:
 # ---- the command
 
 
+def show_audit(config: Config) -> None:
+    """Prints what each reward function of a run pays for. ValueError where there is none: a judge is not asked."""
+    import tasks
+    from problems import audit
+
+    task = tasks.make(config)
+    if not task.rewards:
+        raise ValueError(f"--audit: --task {task.name} has no reward function, only a judge, which is not asked")
+    for name, reward in task.rewards.items():
+        for said in audit.table(audit.audit(name, reward, task.train or task.held_out)):
+            print(said, flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("preflight.py", "Say what a run would need. All flags of train.py, and:")
+    parser = Parser(
+        "preflight.py", "Say what memory a run would need, or what its rewards pay for. All flags of train.py, and:"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
+    parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -410,6 +425,9 @@ def main(argv: list[str] | None = None) -> None:
             args.resume = checkpoint.newest_unfinished()
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         check_least(own, prompt_tokens=1)
+        if own.audit:
+            show_audit(config)
+            return
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
         model = gwen.load_config(config.model.name)
         lengths = [own.prompt_tokens] * config.sampling.batch

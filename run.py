@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import checkpoint
 import evaluate
 import gwen
 import lora
@@ -29,14 +27,15 @@ import sampler
 import tasks
 import update
 from config import Config, Sizes, Switch
+from disk import checkpoint
+from disk.run_files import START
 from distill.teacher import Teacher
 from machine import gpu, world
-from problems import curriculum, rewards
+from problems import audit, curriculum, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
-from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
+from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from run_files import START
 from sft import chats, tuning
 from step import dispatch, policy
 from step.result import UpdateResult
@@ -62,6 +61,11 @@ class Run:
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
         self.model, self.tokenizer = gwen.load(config.model.name)
+        self.sources = {  # what the run is made of: digests that a resume compares
+            "base model": checkpoint.digest_of_model(self.model),
+            "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
+            "chat template": checkpoint.digest(self.tokenizer.chat_template),
+        }
         self.compare()
         if config.model.lora_rank:
             self._add_adapters()
@@ -81,24 +85,20 @@ class Run:
     def compare(self) -> None:
         """Raises ValueError, on every machine, if one of several runs another program or has another model."""
         if world.size() > 1:
-            weights = world.checksum([array for _, array in tree_flatten(self.model.parameters())])
-            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
-            world.compare({"Gwen": world.code_checksum()} | facts)
+            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
+            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
 
     def demand(self, lengths: list[int], rubric: Path | None = None) -> preflight.Demand:
         """lengths: of the rows that it trains, without completions."""
         return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
 
-    def settle(
-        self, demand: preflight.Demand, data: object, rows: int | None = None, sharing: Switch | None = None
-    ) -> None:
+    def settle(self, demand: preflight.Demand, rows: int | None = None, sharing: Switch | None = None) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
 
-        data: what it trains on. rows, sharing: of rollouts.
-        Raises ValueError, on every machine, if one has other data.
+        rows, sharing: of rollouts. Raises ValueError, on every machine, if one is made of something else.
         """
-        world.compare({"data": zlib.crc32(repr(data).encode())} if world.size() > 1 else {})
+        world.compare(self.sources)
         self.sizes = preflight.agree(preflight.settle(demand, rows, sharing))
         self.need = preflight.estimate(demand, self.sizes)
         self.memory = preflight.line(demand, self.sizes)
@@ -108,7 +108,7 @@ class Run:
         """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
         if world.is_first() and self.config.model.init_adapter and not (self.dir / START).is_dir():
             with lora.before_training(self.model):
-                checkpoint.save_adapter(self.model, self.dir / START, self.config.model.name)
+                lora.save_adapter(self.model, self.dir / START, self.config.model.name)
 
     # ---- between two steps
 
@@ -189,7 +189,9 @@ class Run:
         """The small values of a checkpoint."""
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
-        return {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()} | scale | counts
+        kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()}
+        settings = self.config.flat() | self.sizes.settings()
+        return kept | scale | counts | {"settings": settings, "sources": self.sources}
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
@@ -209,7 +211,8 @@ class Run:
         if not world.is_first():
             return
         state = self.state()
-        checkpoint.save(self.dir, state, self.model, base=self.config.model.name, keep=self.config.records.keep)
+        write_adapter = functools.partial(lora.save_adapter, self.model, base=self.config.model.name)
+        checkpoint.save(self.dir, state, write_adapter, keep=self.config.records.keep)
         checkpoint.publish(self.dir, state)
 
 
@@ -219,7 +222,10 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
+        for line in world.first(self._audit):
+            say(line)
         super().__init__(config, run_dir)
+        self.sources |= self._own_sources()
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
@@ -238,11 +244,17 @@ class GrpoRun(Run):
         self.longest = max(lengths) + config.sampling.max_tokens
         demand = self.demand(lengths, self.task.rubric)
         fits = functools.partial(preflight.fits, demand)
-        chosen = dispatch.settle(self.model, config, lengths, len(held_out), fits)
-        self.settle(demand, self.prompt_ids, *chosen)
+        self.settle(demand, *dispatch.settle(self.model, config, lengths, len(held_out), fits))
         self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
+        if self.teacher and self.teacher.model and config.objective.teacher != "self":
+            self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
+
+    def _audit(self) -> list[str]:
+        """A line on what each reward of the user pays for."""
+        examples, judged = self.task.train or self.task.held_out, self.task.rubric is not None
+        return list(audit.first_surprises(self.task.rewards, examples, judged=judged))
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
@@ -254,6 +266,23 @@ class GrpoRun(Run):
             thinking=self.config.sampling.thinking,
             kind=kind,
         )
+
+    def _own_sources(self) -> dict[str, str]:
+        """Digests of the examples, and of the files that judge and teach."""
+        config, task = self.config, self.task
+        paths = {
+            name: Path(name)
+            for name in (*(spec.rpartition(":")[0] for spec in config.data.reward), config.objective.teacher_prompt)
+        }
+        files = paths | {
+            config.data.rubric or "task's rubric": task.rubric,
+            config.evaluation.rubric or "witness's rubric": task.witness,
+        }
+        found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
+        mix = task.problems and task.problems.mix
+        return found | {
+            config.data.path or "task's examples": checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+        }
 
     def _make_teacher(self) -> Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
@@ -318,7 +347,12 @@ class GrpoRun(Run):
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
-        self.prompts.restore(extra["prompts"])
+        name = self.config.data.path or "task's examples"
+        if (extra["settings"]["curriculum"], extra["sources"].get(name)) == (
+            self.config.sampling.curriculum,
+            self.sources[name],
+        ):
+            self.prompts.restore(extra["prompts"])  # else it is about other prompts, see --allow-changes
 
 
 class SftRun(Run):
@@ -334,11 +368,12 @@ class SftRun(Run):
         if config.evaluation.every and not held_out:
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)
+        self.sources[config.data.path] = checkpoint.digest(*train, "held out", *held_out)
         self.train = self._render(train, "training")
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = self._render(held_out, "held-out")
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]), self.train)
+        self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]))
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:

@@ -406,8 +406,8 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import run_files
     import tasks
+    from disk import run_files
     from flags import Parser, check_least, fail, visible
     from problems.examples import check_text
 

@@ -26,6 +26,7 @@ from problems.examples import (
     nearest,
     one_line,
     prompt_key,
+    prompt_text,
     read_records,
     short,
     split_examples,
@@ -138,13 +139,12 @@ def make(config: Config, held_out: str | None = None) -> Task:
 
 def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
-    specs, examples = config.data.reward, task.train or task.held_out
-    is_chat = all(isinstance(example["prompt"], list) for example in examples)
-    messages = config.data.reward_format == "messages" or (config.data.reward_format == "auto" and is_chat)
-    loaded = [load_reward(spec, Calling(messages, config.data.reward_workers, REWARD_TIMEOUT)) for spec in specs]
+    data = config.data
+    calling = Calling(data.reward_format == "messages", data.reward_workers, REWARD_TIMEOUT)
+    loaded = [load_reward(spec, calling) for spec in data.reward]
     own = dict(loaded)
     if len(own) < len(loaded):
-        raise ValueError(f"--reward {' '.join(specs)}: two rewards have the same name")
+        raise ValueError(f"--reward {' '.join(data.reward)}: two rewards have the same name")
     if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s", "none"}):
         raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
     rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
@@ -258,13 +258,6 @@ def render(
             )
         rendered.append(ids)
     return rendered
-
-
-def prompt_text(prompt: Any) -> str:
-    """What the user asked, for the judge: the string itself, or the last user message."""
-    if isinstance(prompt, str):
-        return prompt
-    return [message["content"] for message in prompt if message["role"] == "user"][-1]
 
 
 # ---- demo: sums in words
@@ -478,13 +471,28 @@ def _procedural(config: Config, held_out: str | None) -> Task:
         name=name,
         train=[],
         held_out=problems.held_out,
-        rewards={"correct": problems.score, "format": procedural.answered_once},
+        rewards={"correct": nothing_beside(problems.score), "format": procedural.answered_once},
         reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
         rubric=None,
         metric="accuracy",
         verifier=problems.solved,
         problems=problems,
     )
+
+
+def nothing_beside(score: Reward) -> Reward:
+    """
+    `score` without what it pays for a right answer inside a longer one: reasoning-gym gives "-12" and "not 12" 2/3 of
+    the reward of "12", by their lengths.
+    """
+
+    def correct(completions: Sequence[str], answer: Sequence[Any], **columns: Any) -> list[float]:
+        scores = score(completions=completions, answer=answer, **columns)
+        said = [procedural.extract(text) or "" for text in completions]
+        rows = zip(scores, said, answer, strict=True)
+        return [0.0 if value < 1 and right and str(right) in text else value for value, text, right in rows]
+
+    return correct
 
 
 # ---- the tasks: each with its own data and the reader of a user's

@@ -25,13 +25,12 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
-import checkpoint
 import gwen
-import run_files
 import sampler
 import tasks
 import update
 from config import Config, as_yaml, given, parse, resolve
+from disk import checkpoint, run_files
 from flags import fail
 from machine import gpu, power, world
 from problems.examples import Example
@@ -181,7 +180,7 @@ def reward_completions(run: GrpoRun, examples: list[Example], rollout: sampler.R
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        with world.joined():
+        with world.joined(), run_files.owner():
             command(parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as error:
         fail(world.signed(error))
@@ -190,6 +189,8 @@ def main(argv: list[str] | None = None) -> None:
 def command(args: argparse.Namespace) -> None:
     """The whole of it. Of several machines the first reads and writes files; the others follow it."""
     flags = given(args)
+    if args.allow_changes and not args.resume:
+        raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
     if args.resume and args.run_dir:
         raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
     config, state, path = begin(args)
@@ -208,9 +209,9 @@ def command(args: argparse.Namespace) -> None:
         run.restore(state)
         if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
             run.batch_size.rows = run.sizes.rollout_batch_size
-        del state  # it would keep the old masters alive for the whole run
+        state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
     # only after everything has loaded, so that a user's mistake leaves no directory behind
-    run.dir = Path(world.first(lambda: make_dir(run, args)))
+    run.dir = Path(world.first(lambda: make_dir(run, args, state)))
     run.open()
     print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True)
     print(run.memory, flush=True)
@@ -236,8 +237,13 @@ def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, st
         if args.print_config:
             return [settings, None, ""]
         if not args.resume:
-            return [settings, None, str(run_files.choose_run_dir(config, args.run_dir))]
-        state = checkpoint.load(args.resume)
+            return [settings, None, str(run_files.choose_run_dir(config.data.task, args.run_dir))]
+        run_dir = Path(args.resume)
+        run_files.own(run_dir)
+        state = checkpoint.load(run_dir)
+        unasked = {name: value for name, value in settings.items() if name not in given(args)}
+        changed = [*checkpoint.changes(run_dir, state, unasked), *checkpoint.changed_files(run_dir, state)]
+        checkpoint.refuse_changes(run_dir, state, changed, args.allow_changes)
         checkpoint.publish(args.resume, state)  # a killed process may not have got this far
         log = run_files.JsonLines(Path(args.resume) / "eval.jsonl")
         if state.step >= config.optimizer.steps and not evaluation_is_due(config, state.step, log.read()):
@@ -249,12 +255,13 @@ def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, st
     return Config.of(**settings), checkpoint.State(*state) if state else None, path
 
 
-def make_dir(run: Any, args: argparse.Namespace) -> str:
-    """Makes the run's directory, or notes there what a resumed run changes; returns its path."""
-    if not args.resume:
-        return str(run_files.make_run_dir(run.config, run.sizes, run.dir, args.run_dir))
-    run_files.record_changes(run.config, run.sizes, run.dir, run.step)
-    run_files.write(run.config, run.sizes, run.dir)
+def make_dir(run: Any, args: argparse.Namespace, state: checkpoint.State | None) -> str:
+    """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
+    if not state:
+        return str(run_files.make_run_dir(as_yaml(run.config, run.sizes), run.dir, args.run_dir))
+    checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, run.sources), args.allow_changes)
+    checkpoint.go_on(run.dir, state, run.config.flat() | run.sizes.settings() | run.sources)
+    run_files.write(as_yaml(run.config, run.sizes), run.dir)
     return str(run.dir)
 
 

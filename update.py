@@ -1,8 +1,8 @@
 """
 The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
 
-Left out: where completions and rewards come from, the loss (losses/policy.py), the bound on a step
-(losses/trust_region.py).
+Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
+(step/trust_region.py).
 
 Axes: N rows of the step, M rows of a micro-batch, T completion positions.
 """
@@ -46,7 +46,7 @@ class Learner:
 
     def __init__(self, model: gwen.Model, config: Config, reader: Reader, base: gwen.Model | None = None):
         self.model, self.config, self.reader, self.base = model, config, reader, base
-        if gpu.backend() and gpu.is_wanted():
+        if gpu.has_metal() and gpu.is_wanted():
             gpu.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
         self.optimizer = optim.AdamW(config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True)

@@ -1,13 +1,13 @@
 """
 What a step costs on a GPU, phase by phase, counted without one: launches, bytes, FLOPs, command buffers, and the time
-that a machine's roofline gives. `uv run bench_step.py --ledger` prints it.
+that a machine's roofline gives: `uv run python -m bench.ledger --model random:0.6b`.
 
 Each phase is traced (`launches.py`) with one layer and with a few, and the rest of the layers are as these. Its time is
 the sum over launches of the longer of two: the time to move their bytes, and that to compute their FLOPs, at the
 published peaks of a chip. No machine reaches either, and waits between launches come on top, so a measured time is
 longer. The least bytes of a phase are those that no program could leave away: weights, caches, masters and gradients.
 
-What is left out: rewards, tokenizing, what the host does beside building graphs.
+Left out: rewards, tokenizing, what the host does beside building graphs.
 
 Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion positions, M rows of a micro-batch,
 L layers, V vocabulary, J criteria.
@@ -15,24 +15,26 @@ L layers, V vocabulary, J criteria.
 
 import contextlib
 import dataclasses
-import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
-import hub
 import lora
 import preflight
 import sampler
 import update
-from bench import launches
+from bench import harness, launches
 from bench.launches import Launch
 from config import Config, Sizes
+from disk import hub
+from flags import Parser, fail
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
@@ -48,8 +50,6 @@ class Machine(NamedTuple):
     bandwidth: float  # bytes a second
     flops: dict[mx.Dtype, float]  # of matmuls, a second
     limits: tuple[int, int] = (40, 40)  # of a command buffer: operations, and 2**20 elements
-    launch_s: float = 0.0  # what each launch costs beside that
-    matmul_bandwidth: float = 0.0  # bytes a second of a product that memory bounds, where they differ
     cores: int = 1  # of which a custom kernel's launch uses no more than it has threadgroups
 
 
@@ -101,13 +101,12 @@ class StepWork(NamedTuple):
         return self.config.sampling.batch * self.config.sampling.groups
 
     @property
-    def reader(self) -> policy.Reader:
-        return policy.Reader(self.config, self.sizes)
-
-    @property
     def sizes(self) -> Sizes:
         lengths = [self.prompt_tokens] * self.config.sampling.batch
         return preflight.settle(preflight.Demand(self.model, self.dtype, self.config, lengths))
+
+    def learner(self, model: gwen.Model) -> update.Learner:
+        return update.Learner(model, self.config, policy.Reader(self.config, self.sizes))
 
 
 class Phase(NamedTuple):
@@ -137,8 +136,8 @@ class Phase(NamedTuple):
     @property
     def kinds(self) -> dict[str, int]:
         """Launches by kind."""
-        names = dict.fromkeys(launch.kind for launch in self.few)
-        return {kind: round(self.total(functools.partial(_number, kind))) for kind in names}
+        one, few = (Counter(launch.kind for launch in held) for held in (self.one, self.few))
+        return {kind: round(one[kind] + self.extra * (few[kind] - one[kind])) for kind in few}
 
     def buffers(self, machine: Machine) -> float:
         return self.total(lambda held: len(launches.command_buffers(held, *machine.limits)))
@@ -151,20 +150,10 @@ class Phase(NamedTuple):
         return max(roofline(held, machine, dtype) for held in launches.command_buffers(self.few, *machine.limits))
 
 
-def _number(kind: str, held: Sequence[Launch]) -> int:
-    return sum(launch.kind == kind for launch in held)
-
-
 def roofline(held: Sequence[Launch], machine: Machine, dtype: mx.Dtype) -> float:
     """Seconds that launches take at a machine's peaks, one after the other."""
-    products = machine.matmul_bandwidth or machine.bandwidth
     return sum(
-        max(
-            (launch.read + launch.written) / (products if launch.kind == "matmul" else machine.bandwidth),
-            computing(launch, machine, dtype),
-        )
-        + machine.launch_s
-        for launch in held
+        max((launch.read + launch.written) / machine.bandwidth, computing(launch, machine, dtype)) for launch in held
     )
 
 
@@ -315,7 +304,7 @@ def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.Target
 def forward(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch, without its gradient."""
     model = make_model(work, num_layers)
-    learner, (batches, targets) = update.Learner(model, work.config, work.reader), step_of(work)
+    learner, (batches, targets) = work.learner(model), step_of(work)
 
     def run() -> list[mx.array]:
         loss, logprobs, sums = learner.reader.share(model, batches[0], targets)
@@ -327,7 +316,7 @@ def forward(work: StepWork, num_layers: int) -> Traced:
 def gradient(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch and its gradient, added to what the step has so far."""
     model = make_model(work, num_layers)
-    learner, (batches, targets) = update.Learner(model, work.config, work.reader), step_of(work)
+    learner, (batches, targets) = work.learner(model), step_of(work)
     so_far = [mx.zeros(array.shape) for _, array in tree_flatten(model.trainable_parameters())]
 
     def run(*so_far: mx.array) -> list[mx.array]:
@@ -339,7 +328,7 @@ def gradient(work: StepWork, num_layers: int) -> Traced:
             logprobs,
             *sums.values(),
             *reversed(joined),
-        ]  # the last layer first, as the chain of gradients runs
+        ]  # as the chain of gradients runs, from the last layer
 
     return closed(model, run, so_far, learns=True)
 
@@ -347,15 +336,13 @@ def gradient(work: StepWork, num_layers: int) -> Traced:
 def optimizer(work: StepWork, num_layers: int) -> Traced:
     """Clipping, AdamW on the masters, and the masters into the model."""
     model = make_model(work, num_layers)
-    learner = update.Learner(model, work.config, work.reader)
+    learner = work.learner(model)
     names, masters = (list(column) for column in zip(*learner.trainable.items(), strict=True))
     state_names, state = (list(column) for column in zip(*tree_flatten(learner.optimizer.state), strict=True))
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        grads, held, states = (
-            list(arrays[begin:end])
-            for begin, end in ((0, len(names)), (len(names), 2 * len(names)), (2 * len(names), None))
-        )
+        num = len(names)
+        grads, held, states = arrays[:num], arrays[num : 2 * num], arrays[2 * num :]
         learner.optimizer.state = tree_unflatten(list(zip(state_names, states, strict=True)))
         clipped, norm = optim.clip_grad_norm(tree_unflatten(list(zip(names, grads, strict=True))), 1.0)
         changed = learner.optimizer.apply_gradients(clipped, tree_unflatten(list(zip(names, held, strict=True))))
@@ -447,7 +434,6 @@ def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
 
 
 def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
-    """The ledger as one JSON object."""
     base = next(iter(machines.values()))
     return {
         phase.name: {
@@ -465,7 +451,7 @@ def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]
 
 
 def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
-    """The ledger in words: what each phase does, and how long it takes where."""
+    """What each phase does, and how long it takes where."""
     yield (
         f"{'phase':<10} {'a step':>7} {'launches':>9} {'matmul':>7} {'kernel':>7} {'fast':>5} {'elem.':>6} {'copy':>5} "
         f"{'other':>6} {'MB':>9} {'least MB':>9} {'ratio':>6} {'GFLOP':>8} {'buffers':>8} {'build ms':>9}"
@@ -492,3 +478,28 @@ def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine])
             f"{name:<8}{''.join(f'{one * 1e3:>13.2f}' for one in each)} {step:>8.2f} {tokens / step:>7.0f} "
             f"{longest * 1e3:>18.1f}"
         )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser("bench.ledger", "Count what a GPU would do in one step, and run nothing.")
+    least = harness.add_step(parser)
+    parser.add_argument("--machine", nargs="+", choices=tuple(MACHINES), default=list(MACHINES), help="(default: all)")
+    parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), default="float16", help="of the weights")
+    try:
+        args = harness.parse(parser, argv, least)
+        config = harness.settings(args, args.model)
+        budget = args.token_budget or preflight.GPU_BUDGET
+        config = config.but(train_token_budget=budget, checkpoint_layers="off")
+        shape, dtype = gwen.load_config(args.model), gwen.DTYPES[args.dtype]
+        work = StepWork(shape, dtype, config, args.prompt_tokens, sharing=args.share_prefix)
+        phases, machines = make(work), {name: MACHINES[name] for name in args.machine}
+        print(f"Ledger: {harness.describe(args)} in {args.dtype}, {budget} positions a micro-batch")
+        for line in lines(work, phases, machines):
+            print(line)
+        print(json.dumps({"config": vars(args), "ledger": record(work, phases, machines)}))
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,8 +40,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 import gwen
-import hub
 import tasks
+from disk import hub
 from judging import rubrics
 from problems.examples import Example
 
@@ -478,7 +478,8 @@ def random_model(config: dict[str, Any], tokenizer: Any) -> gwen.Model:
     """The model before its first lesson."""
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(0)
-    model = gwen.Model(hub.make_config(config | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
+    ids = {"eos_token_id": eos[0], "pad_token_id": eos[1]}
+    model = gwen.Model(hub.make_config(config | ids, {"eos_token_id": eos}))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
         name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())

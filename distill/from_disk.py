@@ -3,7 +3,7 @@ A model that is read from disk layer by layer, where a machine cannot hold it be
 
 All micro-batches of a step go through a layer before the next one is read. So the weights of one layer are held at a
 time, and beside them two arrays for each position of the step; a step reads the model once. Left out: what is made of
-the hidden states (distill.py), when to do this (preflight.py).
+the hidden states (teacher.py), when to do this (preflight.py).
 
 Axes: M rows of a micro-batch, T completion positions, D hidden.
 """

@@ -18,11 +18,11 @@ from typing import Any
 import mlx.core as mx
 
 import gwen
-import hub
 import lora
 import sampler
 import tasks
 from config import Config
+from disk import hub
 from distill import from_disk
 from layers import divergence, lm_head
 from problems.examples import Example, short

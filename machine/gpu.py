@@ -1,11 +1,9 @@
 """
 Kernels for a GPU: how one is made, whether this machine may use it, and what it may be replaced by.
 
-A kernel is written once, in Metal's language, beside the plain expression that it equals; an `Op` is the two of them.
-The kernel is made when it is first called: by `mx.fast.metal_kernel` from the body as it stands, or by
-`mx.fast.cuda_kernel` from the body behind a prelude that explains Metal's words to CUDA. Before its first use in a
-process, for each type, it must agree with its expression on a small example; one that does not, or does not compile, is
-left out for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
+A kernel is a `.metal` file beside the plain expression that it equals; an `Op` is the two of them. Before its first use
+in a process, for each type, it must agree with its expression on a small example; one that does not, or does not
+compile, is off for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
 
 The end of the file tells how much memory this machine has, which errors say that it ran out, and how many rows then go
 through a model at once; with or without a GPU.
@@ -31,63 +29,15 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-# Metal's words in CUDA's: 32 threads of a simdgroup are a warp, a threadgroup is a block. Blocks are not cut to the
-# grid as threadgroups are, so every body asks whether its thread is inside. Threadgroups are at most two-dimensional.
-CUDA_PRELUDE = """
-#define thread_position_in_grid \\
-    make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z)
-#define threadgroup_position_in_grid blockIdx
-#define thread_index_in_threadgroup (threadIdx.y * blockDim.x + threadIdx.x)
-#define thread_index_in_simdgroup (thread_index_in_threadgroup % 32)
-#define simdgroup_index_in_threadgroup (thread_index_in_threadgroup / 32)
-#define threadgroup_barrier(scope) __syncthreads()
-#define simdgroup_barrier(scope) __syncwarp()
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#endif
-typedef unsigned int uint;
-template <typename To, typename From>
-__device__ inline To as_type(From x) {
-    To y;
-    memcpy(&y, &x, sizeof(To));
-    return y;
-}
-namespace metal {
-__device__ inline float exp(float x) { return expf(x); }
-__device__ inline float log(float x) { return logf(x); }
-__device__ inline float cos(float x) { return cosf(x); }
-__device__ inline float sin(float x) { return sinf(x); }
-__device__ inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
-__device__ inline float max(float x, float y) { return fmaxf(x, y); }
-__device__ inline float min(float x, float y) { return fminf(x, y); }
-__device__ inline int min(int x, int y) { return x < y ? x : y; }
-namespace fast {
-__device__ inline float exp2(float x) { return exp2f(x); }
-}
-}
-__device__ inline float simd_shuffle_xor(float x, uint mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-__device__ inline float simd_broadcast(float x, uint lane) { return __shfl_sync(0xffffffffu, x, lane); }
-__device__ inline float simd_sum(float x) {
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
-}
-__device__ inline float simd_max(float x) {
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-    return x;
-}
-"""
-
 
 def on_gpu() -> bool:
-    """Whether MLX computes on a GPU (Metal or CUDA)."""
+    """Whether MLX computes on a Mac's GPU."""
     return mx.default_device().type == mx.gpu
 
 
-def backend() -> str:
-    """Where kernels would run now: "metal", "cuda", or "" on a CPU."""
-    if not on_gpu():
-        return ""
-    return "metal" if mx.metal.is_available() else "cuda"
+def has_metal() -> bool:
+    """Whether Metal kernels can run here. Tests with an emulator say so on a CPU too."""
+    return on_gpu()
 
 
 def exp(x: mx.array) -> mx.array:
@@ -95,51 +45,48 @@ def exp(x: mx.array) -> mx.array:
     return mx.exp(x) if on_gpu() else mx.power(2.0, x * (1 / math.log(2)))
 
 
-def cuda_source(source: str) -> str:
-    """A body or header in CUDA's words, to stand behind CUDA_PRELUDE."""
-    source = re.sub(r"^( *)threadgroup (?=\w+ \w+\[)", r"\1__shared__ ", source, flags=re.M)
-    source = re.sub(r"^inline ", "__device__ inline ", source, flags=re.M)
-    return re.sub(r"\b(device|constant|threadgroup|thread) ", "", source)
-
-
 # ---- a kernel
 
 
 class Kernel:
     """
-    The source of a kernel: a body in Metal's language, made for the backend at hand when it is called.
+    A kernel in a `.metal` file of its own, made when it is first called.
 
-    inputs, outputs: the names that the body uses. Scalars are passed as arrays of one: CUDA knows no other.
-    source, header: as for `mx.fast.metal_kernel`. contiguous: whether inputs are copied into row-major order first; a
-    body that does without uses their `_strides`.
+    The file has comments and helper functions, then `kernel void NAME() {` and the body; MLX writes the parameters.
+    A line `#include "FILE"` stands for the text of a file beside it. MLX looks for its own names, such as
+    `thread_position_in_grid`, in the body's comments too, and passes what it finds.
+    inputs, outputs: the names that the body uses. Scalars are passed as arrays of one. contiguous: whether inputs are
+    copied into row-major order first; a body that does without uses their `_strides`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: list[str],
-        outputs: list[str],
-        source: str,
-        *,
-        header: str = "",
-        contiguous: bool = True,
-    ):
-        self.name, self.inputs, self.outputs, self.source, self.header = name, inputs, outputs, source, header
-        self.contiguous = contiguous
-        self._made: dict[Any, Any] = {}  # by what made it
+    def __init__(self, path: Path, inputs: str, outputs: str, contiguous: bool = True):
+        self.path, self.name, self.contiguous = path, path.stem, contiguous
+        self.inputs, self.outputs = inputs.split(), outputs.split()
+        self._made: dict[Any, Any] = {}  # by what made it: the emulator in tests, else MLX
 
-    def make(self, place: str) -> Any:
-        """MLX's object for the kernel; whatever stands in the place of its maker makes another."""
-        maker = mx.fast.metal_kernel if place == "metal" else mx.fast.cuda_kernel
+    @functools.cached_property
+    def text(self) -> tuple[str, str]:
+        """What stands before the kernel, and its body."""
+        text = re.sub(
+            r'^ *#include "(.+)"\n',
+            lambda line: self.path.with_name(line[1]).read_text("utf-8"),
+            self.path.read_text("utf-8"),
+            flags=re.M,
+        )
+        header, begin, body = text.partition(f"kernel void {self.name}() {{\n")
+        assert begin and body.endswith("}\n"), self.path
+        return header, body.removesuffix("}\n")
+
+    def make(self) -> Any:
+        """MLX's object for the kernel."""
+        maker = mx.fast.metal_kernel
         if maker not in self._made:
-            source, header = self.source, self.header
-            if place == "cuda":
-                source, header = cuda_source(source), CUDA_PRELUDE + cuda_source(header)
+            header, body = self.text
             self._made[maker] = maker(
                 name=f"gwen_{self.name}",
                 input_names=self.inputs,
                 output_names=self.outputs,
-                source=source,
+                source=body,
                 header=header,
                 ensure_row_contiguous=self.contiguous,
             )
@@ -159,7 +106,7 @@ class Kernel:
 
         Constants are compiled in, one kernel each: only what a model or its type fixes may be one.
         """
-        return self.make(backend())(
+        return self.make()(
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
@@ -207,7 +154,7 @@ class Op(Generic[P, R]):
         self.launch: Callable[..., R] = launch
         self.example = example
         self.gradient = gradient or self._gradient_of_reference
-        self._runs: dict[tuple[Any, ...], bool] = {}
+        self._runs: dict[mx.Dtype, bool] = {}
         OPS[self.name] = self
 
     def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
@@ -236,16 +183,13 @@ class Op(Generic[P, R]):
 
     def runs(self, dtype: mx.Dtype) -> bool:
         """Whether the kernel runs now for arrays of `dtype`; on a GPU the first answer takes a check, and a moment."""
-        place = backend()
-        if not place or dtype not in TOLERANCES:
+        if not has_metal() or not is_wanted() or dtype not in TOLERANCES:
             return False
-        key = place, dtype, os.environ.get("GWEN_KERNELS")
-        if key not in self._runs:
-            reason = self.check(dtype) if is_wanted() else ""
-            if reason:
+        if dtype not in self._runs:
+            if reason := self.check(dtype):
                 print(f"gwen: the kernel {self.name} is off for {dtype}: {reason}", file=sys.stderr)
-            self._runs[key] = is_wanted() and not reason
-        return self._runs[key]
+            self._runs[dtype] = not reason
+        return self._runs[dtype]
 
     def check(self, dtype: mx.Dtype) -> str:
         """Why the kernel must not be used on this device, or "": on its small example it agrees."""
@@ -257,7 +201,7 @@ class Op(Generic[P, R]):
             return
         if reason := self._difference(dtype, lambda: [(arguments, settings)]):
             print(f"gwen: the kernel {self.name} is off for {dtype}, at this model's sizes: {reason}", file=sys.stderr)
-            self._runs[backend(), dtype, os.environ.get("GWEN_KERNELS")] = False
+            self._runs[dtype] = False
 
     def _difference(self, dtype: mx.Dtype, make: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> str:
         """How far launch and reference are apart on some calls, or why the launch fails; "" where they agree."""
@@ -380,12 +324,12 @@ def milliseconds(function: Callable[[], Any], runs: int = 3) -> float:
 
 def report(dtype: mx.Dtype) -> tuple[list[str], bool]:
     """One line a kernel, which says what runs here, why, and how long it takes; and whether all agree."""
-    place, wanted, lines, agree = backend(), is_wanted(), [], True
+    wanted, lines, agree = is_wanted(), [], True
     for name, op in OPS.items():
         (call,) = op.example(dtype, True)
         expression_ms = milliseconds(functools.partial(op.reference, *call))
         times = f"{name:17} expression {expression_ms:8.2f} ms"
-        if not place:
+        if not has_metal():
             lines.append(f"{times} | runs: no GPU. A Mac would {'check and run a kernel' if wanted else 'run it too'}")
             continue
         reason = op.check(dtype)
@@ -394,7 +338,7 @@ def report(dtype: mx.Dtype) -> tuple[list[str], bool]:
             agree = False
             continue
         kernel_ms = milliseconds(functools.partial(op.launch, *call))
-        choice = f"{place} kernel" if wanted else "expression, as GWEN_KERNELS says"
+        choice = "kernel" if wanted else "expression, as GWEN_KERNELS says"
         lines.append(
             f"{times}, kernel {kernel_ms:8.2f} ms ({expression_ms / kernel_ms:.2f}x) | agrees | runs: {choice}"
         )
@@ -403,14 +347,11 @@ def report(dtype: mx.Dtype) -> tuple[list[str], bool]:
 
 # ---- memory, of a machine without a GPU too
 
-_SIZES = ("max_recommended_working_set_size", "memory_size", "total_memory")  # in mx.device_info: Metal, Metal, CUDA
-
 
 def memory_size() -> int:
     """Bytes that this process may hold: what a GPU recommends for its working set, else the machine's memory."""
-    info = mx.device_info() if mx.default_device().type == mx.gpu else {}
-    size = next((info[key] for key in _SIZES if info.get(key)), None)
-    return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    recommended: Any = mx.device_info().get("max_recommended_working_set_size") if on_gpu() else None
+    return int(recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
@@ -464,7 +405,7 @@ def _available() -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """
-    Whether an error of MLX or numpy says that memory ran out; MLX's Metal, CUDA and CPU backends do so in words.
+    Whether an error of MLX or numpy says that memory ran out; MLX's backends do so in words.
 
     On a CPU MLX 0.32 often does not come so far: it uses what it was not given, and the process dies.
     """

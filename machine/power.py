@@ -16,9 +16,8 @@ PRESSURE = {  # what a warning names, and where sysctl and pmset say it
 def keep_awake() -> None:
     """Keeps macOS from sleeping while this process lives. The display may sleep, and then no watchdog guards it."""
     if platform.system() == "Darwin":
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         # a session of its own: Ctrl-C, after which a run still saves, must not end it
-        subprocess.Popen(["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True, **quiet)
+        subprocess.Popen(["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True)
 
 
 def pressure() -> str:

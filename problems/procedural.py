@@ -210,9 +210,10 @@ def extract(text: str) -> str | None:
 
 
 def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 where a completion ends with its only <answer>...</answer>, else 0."""
+    """1 where a completion ends with its only <answer>...</answer>, which is not empty, else 0."""
     counted = [(text.count("<answer>"), text.count("</answer>"), text.rstrip()) for text in completions]
-    return [float((begins, ends) == (1, 1) and text.endswith("</answer>")) for begins, ends, text in counted]
+    ended = [(begins, ends) == (1, 1) and text.endswith("</answer>") for begins, ends, text in counted]
+    return [float(end and bool(extract(text))) for end, text in zip(ended, completions, strict=True)]
 
 
 def fresh(

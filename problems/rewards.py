@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
+from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
 from problems.workers import LATE, Pool
 
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
@@ -38,7 +38,7 @@ Reward = Callable[..., list[float]]  # called by keyword: prompts, completions a
 class Calling(NamedTuple):
     """How a user's functions are called."""
 
-    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data
+    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data; else as text
     num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
     timeout: float = 60.0  # seconds for a row there
 
@@ -63,11 +63,11 @@ class UserReward:
     def __call__(self, **arguments: Any) -> Any:
         if self.pool is not None:
             return self._by_row(self.pool, arguments)
-        if self.calling.messages:
-            if "prompts" in arguments:
-                arguments["prompts"] = [as_messages("user", prompt) for prompt in arguments["prompts"]]
-            if "completions" in arguments:
-                arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
+        if "prompts" in arguments:
+            form = functools.partial(as_messages, "user") if self.calling.messages else prompt_text
+            arguments["prompts"] = list(map(form, arguments["prompts"]))
+        if "completions" in arguments and self.calling.messages:
+            arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
         own = {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": _drop, "log_metric": _drop}
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
@@ -82,7 +82,7 @@ class UserReward:
         lowest = min(readable, default=None)
         if late := sum(answer.error == LATE for answer in answers):
             counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
-            limit = f"--reward-timeout {self.calling.timeout:g}"
+            limit = f"{self.calling.timeout:g} s"
             print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
         return [lowest if answer.error else answer.value for answer in answers]
 
@@ -172,12 +172,25 @@ def call_rewards(
     The values of N completions by each reward; see `call_reward`.
 
     examples: one per completion, whose columns they bring. columns: the others'.
+    Raises ValueError naming a reward that gave None for all of them; unless other functions of the user gave each a
+    number, as of several tasks each with a reward of its own.
     """
-    names = [name for name in examples[0] if name != "prompt"]
-    every: dict[str, Sequence[Any]] = {name: [example.get(name) for example in examples] for name in names}
+    every = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
     named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
-    return {name: call_reward(name, reward, prompts, completions, every | columns) for name, reward in named}
+    called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
+    for name, values in called.items():
+        others = [called[other] for other in called if other != name and isinstance(rewards[other], UserReward)]
+        is_covered = others and all(any(not math.isnan(value) for value in row) for row in zip(*others, strict=True))
+        if all(map(math.isnan, values)) and not is_covered:
+            fix = "return a number for each completion that it applies to"
+            raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
+    return called
+
+
+def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
+    """The columns of examples with equal keys, without the prompts."""
+    return {name: [example.get(name) for example in examples] for name in examples[0] if name != "prompt"}
 
 
 def call_reward(
@@ -220,8 +233,16 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
         file = getattr(sys.modules.get(fn.__module__), "__file__", None)
-        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}") from error
-    return _checked_rewards(name, rewards, num_rows)
+        is_trls = isinstance(error, TypeError) and "string indices" in str(error)
+        fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
+        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}{fix}") from error
+    return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+
+
+def defined_at(fn: Reward) -> str:
+    """Where a user's function begins, to stand after its name; "" for ours."""
+    code = getattr(fn.fn, "__code__", None) if isinstance(fn, UserReward) else None
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def _place(error: BaseException, file: str | None) -> str:
@@ -343,9 +364,8 @@ _REWRITES = [  # LaTeX and Markdown that dress a number without changing it
         (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
     )
 ]
-_WORD = re.compile(
-    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}"
-)  # of prose, not of a formula
+# of prose, not of a formula
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}")
 _NEGATED = re.compile(
     r"\b(?:not|never|cannot|neither|nor|nobody|except|anything but|unable|unlikely|impossible|untrue|false|wrong|"
     r"incorrect|doubt|mistake|refuse|rul(?:e|ed|ing) out)\b|n't\b|\\neq?(?![A-Za-z])|[\u2260?]",
@@ -357,7 +377,7 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)[\s:*]*(?:(?<=\n)- )?", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|</?answer>|(?<=[.!?])[*)\"']*(?:\s|$)")
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)")
 # between two numbers: one of several, not a step to the next
 _OR = re.compile(r"\s*(?:[A-Za-z]+\s*)?(?:,|;|\bor\b|\band\b|\bto\b|-)\s*(?:(?:or|and|maybe|perhaps|even)\s+)*")
 
@@ -410,9 +430,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
     top, bottom = (Fraction(re.sub("[ ,]", "", part or "1")) for part in (match["top"], match["bottom"]))
     if bottom == 0:
         return None
-    value = int(match["whole"] or 0) + top / bottom * _SCALES[match["scale"]] * Fraction(10) ** int(
-        match["exponent"] or 0
-    )
+    scale = _SCALES[match["scale"]] * Fraction(10) ** int(match["exponent"] or 0)
+    value = int(match["whole"] or 0) + top / bottom * scale
     return -value if match["sign"] == "-" else value
 
 
@@ -435,25 +454,19 @@ def boxed(text: str) -> list[str]:
 
 def hash_answers(text: str) -> list[str]:
     """What stands in lines "#### 42" after the hashes; a Markdown heading "#### 1. Add" is none."""
-    lines = [line for line in re.findall(r"(?<!#)####(?!#)([^\n#]{1,200})", text) if re.search("[0-9]", line)]
-    plain = [re.sub(r"^ *([-+]) ", r"\1", plain_text(line)).lstrip() for line in lines]
-    starts = [_NUMBER.match(line) for line in plain]
-    return [
-        lines[place].strip()
-        for place, start in enumerate(starts)
-        if start and not re.match(r"[.):] ?\w", plain[place][start.end() :]) and "\\boxed" not in lines[place]
-    ]
+    lines = re.findall(r"(?<!#)####(?!#)( ?[^\w\n#]{0,8}[0-9][^\n#]{0,200})", text)
+    return [line.strip() for line in lines if not re.match(r"\W*[0-9]+[.):] ?[A-Za-z]|.*\\boxed", line)]
 
 
 def extract_answer(text: str) -> str | None:
     """
     The part of a completion that states its answer; None where none is stated, or several are, or it is denied.
 
-    After the thinking, and in this order, the last of each: \\boxed{...}, a line "#### 42", "the answer is ...", the
-    sentence with a number that is no question; of a refusal only what is marked. So a list of guesses pays nothing.
+    After the thinking, and in this order, the last of each: \\boxed{...}, a line "#### 42", <answer>...</answer>, "the
+    answer is ...", the sentence with a number that is no question; of a refusal only what is marked.
     """
     said = text.rpartition("</think>")[2].partition("<think>")[0].translate(_CHARACTERS)
-    if marked := boxed(said) or hash_answers(said):
+    if marked := boxed(said) or hash_answers(said) or re.findall(r"<answer>([^<]{1,400})</answer>", said):
         return marked[-1]
     last_digit = max((match.end() for match in re.finditer("[0-9]", said)), default=0)
     for match in reversed(list(_ANSWER_IS.finditer(said))):
@@ -519,10 +532,10 @@ def math_correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) ->
     """
     1 where a completion's answer is the right one, else 0: numbers, fractions, formulas, sets, intervals, units.
 
-    The answer is the last \\boxed{...}, else a number, see `extract_answer`. Two plain numbers are compared by
-    `same_number`, which is exact; the rest is left to math-verify. What takes more than `MATH_LIMIT` seconds is wrong.
+    `extract_answer` tells what a completion states. Two plain numbers are compared exactly, words as words, the rest by
+    math-verify. What takes more than `MATH_LIMIT` seconds is wrong.
     """
-    right = [extract_answer(str(one)) or str(one) for one in answer]
+    right = ["" if one is None else extract_answer(str(one)) or str(one) for one in answer]
     said = [extract_answer(text) for text in completions]
     judged = [_read_plainly(gold, other) for gold, other in zip(right, said, strict=True)]
     open_rows = [row for row, verdict in enumerate(judged) if verdict is None]
@@ -547,7 +560,7 @@ def _folded(text: str) -> str:
 
 def _read_plainly(right: str, said: str | None) -> bool | None:
     """Whether an answer is right, where that can be told without computer algebra; else None."""
-    if said is None or len(said) > _LONGEST_ANSWER:
+    if said is None or not right or len(said) > _LONGEST_ANSWER:
         return False
     if _folded(said) == _folded(right) != "":
         return True
@@ -557,8 +570,10 @@ def _read_plainly(right: str, said: str | None) -> bool | None:
         close = abs(ours.value - theirs.value) <= abs(ours.value) / 10**6 and theirs.value.denominator >= 10**6
         return longer.startswith(shorter) and (ours.value == theirs.value or close)  # 0.333333 is close to 1/3
     plain = re.sub(r"\\(?:times|cdot|div)(?![A-Za-z])", "*", plain_text(said))
+    # of 42 no sum that is left undone (6 * 7), no bound, no rows
     is_sum = re.fullmatch(r"[-+*/() .0-9]+", plain) and re.search(r"[0-9)] ?[-+*]", plain)
-    if ours and (is_sum or _NEGATED.search(said)):  # 6 * 7 for 42
+    is_relation = re.search(r"\\\\|\\[gl]eq?(?![A-Za-z])|[<>\u2264\u2265]", said)
+    if ours and (is_sum or is_relation or _NEGATED.search(said)):
         return False
     is_word = _WORD.search(plain_text(right))  # whose letters are no factors
     return False if is_word or _ENDLESS.search(said) else None

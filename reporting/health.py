@@ -134,7 +134,7 @@ def mismatched(steps: Records, _: Records) -> str:
     share = recent(steps, "mismatch/over_cap_frac")
     if share is None or share <= MOST_OVER_CAP:
         return ""
-    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than --mismatch-cap"
+    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"
 
 
 def collapsed(_: Records, evals: Records) -> str:
@@ -199,7 +199,7 @@ ILLNESSES = (
         f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate",
     ),
     Illness("slow", slow, "The machine may lack memory, be hot or save power; docs/memory.md says what to lower"),
-    Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),
+    Illness("mismatch", mismatched, "Try --mismatch truncate, or GWEN_DTYPE=float32"),
     Illness(
         "collapse",
         collapsed,

@@ -7,14 +7,13 @@ writing those files, what a figure means (docs/reference.md), and how it is show
 
 import difflib
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import run_files
-from flags import visible
+from disk import run_files
+from flags import read_json, visible
 from reporting import health
 from reporting.console import duration, with_interval
 from reporting.health import Records
@@ -48,7 +47,7 @@ def load(run: str | Path) -> History:
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
     settings = run_files.settings_of(str(folder))
     env_file = folder / "env.json"
-    env = json.loads(env_file.read_text()) if env_file.is_file() else {}
+    env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
     names = ("metrics", "eval", "warnings", "changes")
     return History(folder, settings, env, *(list(records(folder / f"{name}.jsonl")) for name in names))
 
@@ -62,7 +61,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
+                yield read_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 

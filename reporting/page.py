@@ -25,9 +25,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-import hub
-import run_files
 from config import Config
+from disk import hub, run_files
 from flags import visible
 from judging import rubrics
 from reporting import charts, history

@@ -5,7 +5,7 @@ Supervised fine-tuning: cross-entropy on the assistant's replies, with the parts
 
 A step cuts the rows of B conversations into micro-batches by length; its loss is the mean negative log-probability of
 all trained tokens. Evaluations give loss and perplexity of held-out conversations. Left out: reading and rendering
-conversations (problems/chats.py), the optimizer step (update.py), the loop (train.py).
+conversations (chats.py), the optimizer step (update.py), the loop (train.py).
 
 Axes: B conversations a step, M rows of a micro-batch, L positions, T trained tokens of a row.
 """
@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 import gwen
-import run_files
+from disk import run_files
 from machine import world
 from sft.chats import Row
 from step.micro_batch import MicroBatch, my_part, padded, plan

@@ -22,9 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 import gwen
-import run_files
 import sampler
 from config import Config, Switch
+from disk import run_files
 from kv_cache import SlotCache
 from machine import gpu
 

@@ -104,13 +104,14 @@ def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sh
 
 
 def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Rows by ascending length."""
-    total = {row: lengths[row] + int(num_tokens[row]) - 1 for row in rows}
+    """Rows ordered by length."""
+    total = {row: lengths[row] + num - 1 for row, num in zip(rows, num_tokens[rows].tolist(), strict=True)}
     cut: Cut = []
-    for row in sorted(rows, key=lambda row: total[row]):  # ascending: each row added is the longest
-        size = (len(cut[-1][0]) + 1) * total[row] if cut else 0
-        if cut and size <= token_budget:
-            cut[-1] = ([*cut[-1][0], row], size)
+    for row in sorted(rows, key=total.__getitem__):  # ascending: each row added is the longest
+        part = cut[-1][0] if cut else []
+        if part and (len(part) + 1) * total[row] <= token_budget:
+            part.append(row)
+            cut[-1] = (part, len(part) * total[row])
         else:
             cut.append(([row], total[row]))
     return cut
@@ -122,32 +123,34 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
 
     On a GPU prompts of different lengths stay apart: padding needs a mask, which MLX's kernel for the gradient lacks.
     """
+    num = num_tokens.tolist()
     groups: dict[tuple[int, ...], list[int]] = {}
-    for row in sorted(rows, key=lambda row: int(num_tokens[row])):
-        groups.setdefault(tuple(prompts[row]), []).append(row)
-
-    def size(part: list[int]) -> int:
-        distinct = {tuple(prompts[row]) for row in part}
-        return len(distinct) * max(map(len, distinct)) + len(part) * (int(num_tokens[part].max()) - 1)
-
+    known = {id(prompt): prompt for prompt in prompts}  # rows of a group mostly hold the same list
+    keys = {place: tuple(prompt) for place, prompt in known.items()}
+    for row in sorted(rows, key=num.__getitem__):
+        groups.setdefault(keys[id(prompts[row])], []).append(row)
     apart = gpu.on_gpu()
-
-    def order(group: list[int]) -> tuple[int, int]:
-        return apart * len(prompts[group[0]]), int(num_tokens[group].max())
-
-    cut: list[list[int]] = []
-    for group in sorted(groups.values(), key=order):
-        fits = bool(cut) and order(cut[-1])[0] == order(group)[0]
-        if fits and size(cut[-1] + group) <= token_budget:
-            cut[-1] = cut[-1] + group
+    ordered = sorted(groups.items(), key=lambda item: (apart * len(item[0]), num[item[1][-1]]))
+    cut: Cut = []
+    num_prompts = longest = 0  # of the last part
+    for prompt, group in ordered:
+        length, part = len(prompt), cut[-1][0] if cut else []
+        size = (num_prompts + 1) * max(longest, length) + (len(part) + len(group)) * (num[group[-1]] - 1)
+        if cut and size <= token_budget and not (apart and longest != length):
+            cut[-1] = (part + group, size)  # ascending: this group has the longest completion
+            num_prompts, longest = num_prompts + 1, max(longest, length)
             continue
-        cut.append(group[:1])
-        for row in group[1:]:
-            if size([*cut[-1], row]) <= token_budget:
-                cut[-1].append(row)
+        part = []
+        for row in group:
+            size = length + (len(part) + 1) * (num[row] - 1)
+            if part and size <= token_budget:
+                part.append(row)
+                cut[-1] = (part, size)
             else:
-                cut.append([row])
-    return [(part, size(part)) for part in cut]
+                part = [row]
+                cut.append((part, length + num[row] - 1))
+        num_prompts, longest = 1, length
+    return cut
 
 
 def padded(rows: list[list[int]]) -> mx.array:

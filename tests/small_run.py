@@ -9,12 +9,26 @@ import config
 import grpo
 import gwen
 import sampler
+import tasks
 import train
 import update
 from config import given, parse
 from problems.examples import epoch_indices
 from step import micro_batch
 
+RENDERED = {}
+chat_ids = tasks.chat_ids
+
+
+def chat_ids_once(tokenizer, prompt, *, system=None, thinking=False):
+    """`tasks.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
+    key = tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), str(prompt), system, thinking
+    if key not in RENDERED:
+        RENDERED[key] = chat_ids(tokenizer, prompt, system=system, thinking=thinking)
+    return list(RENDERED[key])
+
+
+tasks.chat_ids = chat_ids_once
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 
 
@@ -50,6 +64,11 @@ def sample(run, key=1):
     return [run.task.train[index] for index in indices], rows, rollout
 
 
+def take_step(run, batches, rollout, advantages, lr, ref_logprobs=None, taught=None):
+    targets = update.targets_of(run.learner, batches, rollout, advantages, ref_logprobs, taught)
+    return update.update(run.learner, batches, targets, lr)
+
+
 def update_once(run, budget=100_000, advantages=None):
     _, rows, rollout = sample(run)
     if advantages is None:
@@ -59,8 +78,7 @@ def update_once(run, budget=100_000, advantages=None):
         advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, budget)
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
-    lr = update.learning_rate(run.config, run.step)
-    result = update.update(run.learner, batches, rollout, advantages, lr, ref_logprobs=ref)
+    result = take_step(run, batches, rollout, advantages, update.learning_rate(run.config, run.step), ref)
     run.end_step()
     return result
 
@@ -88,5 +106,5 @@ class Recorder:
 def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
     """The result of an update that changes nothing, and the gradient it would have taken."""
     run.learner.optimizer = Recorder()
-    result = update.update(run.learner, batches, rollout, advantages, 1e-3, ref_logprobs=ref_logprobs)
+    result = take_step(run, batches, rollout, advantages, 1e-3, ref_logprobs)
     return result, run.learner.optimizer.grads[-1]

@@ -55,7 +55,6 @@ def mac(monkeypatch):
     """What a Mac of 16 GB would be told, by function."""
     told = {}
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "backend", lambda: "metal")
     monkeypatch.setattr(gpu, "memory_size", lambda: 10_700_000_000)
     for name in ("set_wired_limit", "set_cache_limit"):
         monkeypatch.setattr(mx, name, lambda size, name=name: told.update({name: size}))
@@ -70,12 +69,6 @@ def test_every_model_that_is_loaded_is_wired_and_leaves_a_cache_of_an_eighth(mac
         mac.clear()
         load()
         assert mac == {"set_wired_limit": 10_700_000_000, "set_cache_limit": 1_337_500_000}
-
-
-def test_nothing_is_wired_without_metal(mac, monkeypatch):
-    monkeypatch.setattr(gpu, "backend", lambda: "cuda")
-    gpu.hold_memory()
-    assert not mac
 
 
 def test_what_a_run_leaves_free_is_what_the_cache_may_take(mac):
@@ -170,7 +163,7 @@ def test_no_command_buffer_of_a_step_is_long():
 def kernels(monkeypatch):
     """Kernels that compute their expressions, on a device that is said to be a GPU."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
-    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(gpu, "hold_memory", lambda: None)
     for op in gpu.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
@@ -229,7 +222,7 @@ def test_a_rehearsal_leaves_the_model_as_it_was_and_a_cpu_has_none(kernels, monk
     before = list(model.layers)
     gwen.rehearse(model)
     assert all(one is other for one, other in zip(model.layers, before, strict=True)) and len(before) == 5
-    monkeypatch.setattr(gpu, "backend", lambda: "")
+    monkeypatch.setattr(gpu, "has_metal", lambda: False)
     monkeypatch.setattr(gwen, "rehearse", lambda _: pytest.fail("rehearsed on a CPU"))
     gwen.check_kernels(model)
 

@@ -10,9 +10,9 @@ from conftest import message_of
 from extras import needs
 from small_run import resolve
 
-import hub
 import train
 from config import Config
+from disk import hub
 from problems import procedural
 from problems.procedural import parse_mix
 from reporting import page

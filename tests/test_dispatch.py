@@ -12,15 +12,14 @@ import yaml
 from small_run import resolve
 
 import bench_rollout
-import checkpoint
 import evaluate
 import gwen
-import run_files
 import sampler
 import tasks
 import train
-from bench import harness
+from bench import rollout
 from config import as_yaml, parse
+from disk import checkpoint, run_files
 from layers import attention
 from step import dispatch
 from step.dispatch import Kind, Trial
@@ -72,13 +71,13 @@ def test_a_real_measurement_gives_speeds_and_memory_of_every_way(model):
 
 
 def test_steps_are_timed_in_the_middle_of_completions(model, monkeypatch):
-    widths, original = [], attention.tree_attention
+    widths, original = [], attention.attend
 
     def noting(queries, parts, layout):
-        widths.append(parts[1][0].shape)  # of the slots' own keys
+        widths.extend(part[0].shape for part in parts[1:])  # of the slots' own keys; a prefill has one part
         return original(queries, parts, layout)
 
-    monkeypatch.setattr(attention, "tree_attention", noting)
+    monkeypatch.setattr(attention, "attend", noting)
     dispatch.time_work(model, KIND._replace(max_tokens=1024), 4, [True])
     assert {shape[0] for shape in widths} == {4}
     assert min(shape[2] for shape in widths) > 500 and max(shape[2] for shape in widths) < 525
@@ -289,8 +288,8 @@ def test_what_other_kinds_have_in_the_file_stays(model, timed, store):
 def test_the_benchmark_measures_where_it_is_asked_to_and_gives_all_engines_the_result(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "ROW_COUNTS", (2, 4))
     flags = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0", "--runs", "1"]
-    works, measure = [], harness.measure
-    monkeypatch.setattr(harness, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
+    works, measure = [], rollout.measure
+    monkeypatch.setattr(rollout, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
     bench_rollout.main([*flags, "--rollout-batch-size", "auto"])
     lines = capsys.readouterr().out.splitlines()
     (why,) = [line for line in lines if line.startswith("rollouts: rows at once ")]
@@ -331,7 +330,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     config = resolve(SMALL, None, None)[0]
     assert "rollout_batch_size: auto\n" in as_yaml(config)
     its = train.GrpoRun(config, tmp_path)
-    run_files.write(config, tmp_path)
+    run_files.write(as_yaml(config), tmp_path)
     ((num_prompts, how),) = asked
     assert num_prompts == len(its.task.train)
     assert how == {"max_tokens": 12, "group_size": 4, "most_rows": 16, "rows": 0}  # 16 held-out problems
@@ -347,7 +346,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
 @pytest.mark.slow
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
     its = train.GrpoRun(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
-    run_files.write(its.config, tmp_path)
+    run_files.write(as_yaml(its.config, its.sizes), tmp_path)
     its.open()
     sizes, failed = [], []
     decode = sampler.decode

@@ -13,15 +13,14 @@ from mlx.utils import tree_flatten
 from small_run import SMALL, Recorder, make_config, make_run, sample
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
-import checkpoint
 import config
 import gwen
-import hub
 import lora
 import preflight
 import tasks
 import train
 import update
+from disk import checkpoint, hub
 from distill import from_disk
 from distill import teacher as distill
 from layers import divergence

@@ -14,10 +14,10 @@ import evaluate
 import gwen
 import judge
 import lora
-import run_files
 import sampler
 import tasks
 import train
+from disk import run_files
 from judging import rubrics
 from machine import gpu
 from problems.examples import spread

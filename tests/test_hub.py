@@ -24,8 +24,8 @@ from small_run import resolve
 from test_layout import MODULES
 
 import gwen
-import hub
 import train
+from disk import hub
 from machine import gpu
 
 ROOT = Path(__file__).parent.parent

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import run_files
 from config import Config
+from disk import run_files
 from flags import fail
 from machine import gpu
 from reporting import journal

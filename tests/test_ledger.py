@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import bench_step
 import gwen
 import kv_cache
 import lora
@@ -161,7 +160,7 @@ def test_prompts_are_read_by_groups_where_the_ledger_has_that_faster(
     rows, prompts, heads, kv_heads, size, length, width
 ):
     readers = kv_cache.make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    layout = kv_cache.Layout([readers, kv_cache.Group(None, None, None)])
+    layout = kv_cache.Layout([readers, kv_cache.Group()])
     queries = mx.zeros((rows, heads, 1, size), mx.float16)
     shapes = [(prompts, kv_heads, length, size), (rows, kv_heads, width, size)]
     keys = [mx.zeros(shape, mx.float16) for shape in shapes]
@@ -283,7 +282,7 @@ BUDGET = {"train_token_budget": 2048}
 
 def test_the_command_prints_every_phase_and_machine_and_one_object(capsys):
     flags = ["--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3", "--token-budget", "9"]
-    bench_step.main(["--ledger", "--model", "random:2m", *flags, "--machine", "M4 Pro"])
+    ledger.main(["--model", "random:2m", *flags, "--machine", "M4 Pro"])
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])["ledger"]
     assert [line.split()[0] for line in lines[2:8]] == list(record)

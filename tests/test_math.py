@@ -147,7 +147,8 @@ What is 42? | Could the answer be 42? | What is 40 + 2? 42? | 40 + 2 | 6*7 | \bo
 The answer is 43 rather than 42. | <think>42</think>43 | <think>42</think> | <think>The answer is 42.
 <answer>42</answer><answer>43</answer> | 142 | 421 | 4.2 | 42.5 | -42 | 0.42 | x42 | 42x | 4 2 | 42e1 | 42! | 42^2
 42/5 | 420 | 42 million | minus 42 | The answer is 42\pi | The answer is $\sqrt{42}$. | The answer is \sqrt{42} meters
-\boxed{} | #### | Answer: | The answer is
+\boxed{} | #### | Answer: | The answer is | \geq 42 | \boxed{42\\43} | <answer>41, 42</answer>
+<answer>40 or 42</answer>
 """
 ANSWERS = r"""
 42 | 42. | **42** | $42$ | $$42$$ | \(42\) | (42) | +42 | 42.0 | 042 | forty-two | The answer is forty-two. | x = 42
@@ -182,6 +183,8 @@ WORDS = [  # the right answer, what is said, whether it is right
     ("[1, 2)", "(1,2]", False),
     ("\\boxed{42}", "42", True),
     ("The answer is 42.", "42", True),
+    ("42", "<answer>42</answer>, since 6 * 7", True),
+    (None, "None", False),
 ]
 
 

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-import hub
 import report
 import train
+from disk import hub
 from reporting import charts, history, page
 
 HOSTILE = (

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import run_files
 from config import Config, as_yaml
+from disk import run_files
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from test_sft import count, random_rows
 
 import gwen
-import hub
 import update
 from config import Config
+from disk import hub
 from sft import tuning as sft
 
 torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")

@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten
 from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOSSES, TRUSTS, WIDE, array, ours
 
 import gwen
-import hub
 import sampler
 from config import Config, Sizes
+from disk import hub
 from step import micro_batch, policy
 
 REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"

@@ -9,10 +9,10 @@ import pytest
 from machines import LIMIT, Machines
 from small_run import SMALL, gradient_of_update, make_run, sample
 
-import checkpoint
 import grpo
 import train
 import update
+from disk import checkpoint
 from machine import world
 from step import micro_batch, trust_region
 

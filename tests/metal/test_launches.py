@@ -9,11 +9,11 @@ import pytest
 
 import config
 import gwen
-import hub
 import kv_cache
 import lora
 import sampler
 from bench import launches, ledger
+from disk import hub
 from layers import lm_head, softmax
 from machine import gpu
 

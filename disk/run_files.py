@@ -1,9 +1,12 @@
 """
 A run's directory: creates it with its settings, and finds it for commands with `--run runs/NAME [--step N]`.
 
+Only one process at a time trains in it, which holds the lock on its file `lock`; whoever only reads needs none.
 Left out: what its logs hold (reporting/journal.py) and the state to resume from (checkpoint.py).
 """
 
+import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -11,17 +14,17 @@ import os
 import re
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cpu_blas  # before mlx
 import numpy as np
-import yaml
 
-from config import SETTINGS, Config, Sizes, as_yaml, checked, load_recipe
-from flags import Parser, flag_of, load_yaml
+from flags import Parser, load_yaml
 from machine import gpu
 
+LOCK = "lock"
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 
@@ -120,27 +123,64 @@ def model_card(run: str, step: int | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def of_run(run: str, flags: dict[str, Any]) -> Config:
-    """
-    The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
+# ---- one process a run
 
-    For evaluations: a run of --loss-type sft is taken for one of its task, which has the problems to answer.
+_locks: list[int] = []  # open files whose locks this process holds
+
+
+def _forget_locks() -> None:
+    """In the child of a fork: a reward's process that lives on must not keep the lock of a run that is dead."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+@contextlib.contextmanager
+def owner() -> Iterator[None]:
+    """Lets go at its end of the directories that this process owns by then."""
+    before = len(_locks)
+    try:
+        yield
+    finally:
+        while len(_locks) > before:
+            os.ftruncate(_locks[-1], 0)
+            os.close(_locks.pop())
+
+
+def own(run_dir: Path) -> None:
     """
-    held = load_recipe(config_file(run))
-    if held.get("loss_type") == "sft":
-        held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
-    return checked(held | flags)
+    Makes this process the only one that trains in a directory, until `owner` ends; nothing may be written there before.
+
+    The system lets go of a dead process's lock. Raises ValueError naming the process that has it, or why none can.
+    """
+    try:
+        file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise ValueError(_unwritable(run_dir, error)) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.write(file, str(os.getpid()).encode())
+    except BlockingIOError as error:
+        pid = os.pread(file, 20, 0).decode(errors="replace")
+        holder = f"process {pid}" if pid.isdecimal() else "another process"
+        os.close(file)
+        raise ValueError(f"{run_dir} is being trained by {holder}; wait for it, or stop it") from error
+    except OSError as error:
+        os.close(file)
+        raise ValueError(f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can") from error
+    _locks.append(file)
 
 
 # ---- creating a run
 
 
-def choose_run_dir(config: Config, asked: str | None) -> Path:
+def choose_run_dir(task: str, asked: str | None) -> Path:
     """The directory for a new run. Raises ValueError if `asked` is taken."""
-    path = Path(
-        asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', config.data.task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
-    if asked and path.exists() and (not path.is_dir() or any(path.iterdir())):
+    path = Path(asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if asked and path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK}):
         raise ValueError(_exists(path))
     return path
 
@@ -149,9 +189,9 @@ def _exists(path: Path) -> str:
     return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
 
 
-def make_run_dir(config: Config, sizes: Sizes, chosen: Path, asked: str | None) -> Path:
+def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
     """
-    Makes the directory of a new run, with its settings. The run that creates `config.yaml` owns the directory.
+    Makes the directory of a new run, with its settings as YAML, and owns it.
 
     A default name taken by a run of the same second gets -2, -3 and so on.
     Raises ValueError if `asked` is taken or the directory cannot be written.
@@ -159,7 +199,8 @@ def make_run_dir(config: Config, sizes: Sizes, chosen: Path, asked: str | None) 
     for number in itertools.count(1):
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=bool(asked))
+            own(path)
             (path / "config.yaml").touch(exist_ok=False)
             break
         except FileExistsError as error:
@@ -168,30 +209,21 @@ def make_run_dir(config: Config, sizes: Sizes, chosen: Path, asked: str | None) 
         except OSError as error:
             raise ValueError(_unwritable(path, error)) from error
     try:
-        write(config, sizes, path)
+        write(settings, path)
     except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
         raise
     return path
 
 
-def write(config: Config, sizes: Sizes, run_dir: Path) -> None:
-    """Writes `config.yaml` and `env.json` of a run. Raises ValueError if that fails."""
+def write(settings: str, run_dir: Path) -> None:
+    """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
     environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
     try:
-        replace_text(run_dir / "config.yaml", as_yaml(config, sizes))
+        replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", environment + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error
-
-
-def record_changes(config: Config, sizes: Sizes, run_dir: Path, step: int) -> None:
-    """Prints the settings that a resume after `step` changes, and adds them to `changes.jsonl`."""
-    before, after = load_recipe(run_dir / "config.yaml"), yaml.safe_load(as_yaml(config, sizes))
-    for name in sorted(SETTINGS):
-        if name in before and (was := before[name]) != (now := after[name]):
-            JsonLines(run_dir / "changes.jsonl").write({"step": step, "setting": name, "was": was, "is": now})
-            print(f"from step {step + 1} on: {flag_of(name)} {now} (was {was!r})", flush=True)
 
 
 def _unwritable(run_dir: Path, error: OSError) -> str:
@@ -213,23 +245,23 @@ class JsonLines:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every record, but for a last one that a crash left unfinished."""
-        return [json.loads(line) for line in self.path.read_text().rpartition("\n")[0].splitlines()]
+        """Every record, but for a last one that a crash left unfinished. Raises ValueError naming a damaged line."""
+        return [record for _, record in self._lines()]
 
     def cut_after(self, step: int) -> None:
         """Drops the records of later steps, and a last line that a crash left unfinished."""
-        kept = []
-        lines = self.path.read_text().splitlines()
-        for number, line in enumerate(lines, 1):
+        kept = [line + b"\n" for line, record in self._lines() if record["step"] <= step]
+        replace_text(self.path, b"".join(kept).decode())
+
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
             try:
-                is_later = json.loads(line)["step"] > step
-            except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines):
-                    break
+                record = json.loads(line)
+                if type(record["step"]) is not int:
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{self.path}, line {number} is damaged; remove it to go on without it") from error
-            if not is_later:
-                kept.append(line + "\n")
-        replace_text(self.path, "".join(kept))
+            yield line, record
 
 
 class Unwritten(JsonLines):

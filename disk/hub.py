@@ -5,7 +5,6 @@ Checks everything it reads and rejects unsupported features by name: quantizatio
 Converts tensor names to those of the fused projections, and back. Left out: the model itself.
 """
 
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from flags import read_json
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ SIZES = {
 }
 
 
-def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> ModelConfig:
+def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """
     The checked configuration of a `config.json` read into `raw`.
 
-    eos_ids: the ids of `generation_config.json`, which override those of `config.json`.
+    generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
     Raises ValueError naming the missing key or the unsupported feature.
     """
     if (model_type := raw.get("model_type")) not in ("qwen2", "qwen3"):
@@ -84,10 +85,8 @@ def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> 
         raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
     max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
     theta, scaling = rope_settings(raw, max_positions)
-    eos = raw.get("eos_token_id") if eos_ids is None else eos_ids
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(type(eos_id) is int for eos_id in eos):
-        raise ValueError(f"eos_token_id={eos!r:.60} is neither a token id nor a list of them")
+    eos = end_ids("config.json", raw, sizes["vocab_size"])
+    eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
     return ModelConfig(
         model_type=model_type,
         **sizes,
@@ -101,6 +100,17 @@ def make_config(raw: dict[str, Any], eos_ids: int | list[int] | None = None) -> 
         eos_ids=tuple(eos),
         raw=raw,
     )
+
+
+def end_ids(name: str, held: dict[str, Any], vocab_size: int) -> list[int]:
+    """The end tokens in a file. Raises ValueError naming an id in it, of any kind, that the vocabulary has not."""
+    ids: list[int] = []
+    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        given = held.get(key)
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
+            raise ValueError(f"{name} has {key}={given!r:.60}; ids go from 0 to {vocab_size - 1}")
+    return ids
 
 
 def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
@@ -221,8 +231,8 @@ def first_line(error: Exception) -> str:
 def load_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError if the file is unreadable or has other content."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        held = read_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(held, dict):
         raise ValueError(f"{path} holds a {type(held).__name__}, not an object; is this a Qwen checkpoint?")
@@ -244,8 +254,7 @@ def load_config(directory: Path) -> ModelConfig:
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")
     generation = directory / "generation_config.json"
-    eos_ids = load_object(generation).get("eos_token_id") if generation.is_file() else None
-    return make_config(load_object(directory / "config.json"), eos_ids)
+    return make_config(load_object(directory / "config.json"), load_object(generation) if generation.is_file() else {})
 
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
@@ -281,7 +290,9 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
-BUNDLED = {name: Path(__file__).parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))}
+BUNDLED = {
+    name: Path(__file__).parent.parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))
+}
 DEMO = BUNDLED["demo"]
 
 

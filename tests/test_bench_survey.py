@@ -1,14 +1,11 @@
-"""The report of a machine: every figure is there, the row has a cell for each column, kernels are put back."""
+"""The survey of a machine: every figure is there, the row has a cell for each column."""
 
 import json
-import os
 
 import pytest
 
-import bench_step
 import gwen
-import sampler
-from bench import survey
+from bench import harness, survey
 
 TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "4"]
 
@@ -16,7 +13,7 @@ TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-token
 @pytest.mark.slow
 def test_a_report_holds_every_figure_and_a_row_for_the_table(tmp_path, capsys):
     path = tmp_path / "report.json"
-    bench_step.main([*TINY, "--report", "--runs", "1", "--out", str(path)])
+    survey.main([*TINY, "--runs", "1", "--out", str(path)])
     header, line, row, said = capsys.readouterr().out.splitlines()
     assert header.count("|") == line.count("|") == row.count("|")
     held = json.loads(path.read_text())
@@ -37,35 +34,22 @@ def test_a_report_holds_every_figure_and_a_row_for_the_table(tmp_path, capsys):
 
 def test_quick_takes_shapes_of_its_own(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        survey, "write", lambda args, config: seen.append((args.batch, config.sampling.batch, args.runs))
-    )
-    bench_step.main(["--quick", "--batch", "7"])
-    assert seen == [(2, 2, 1)]
+    monkeypatch.setattr(survey, "write", lambda args: seen.append((args.batch, args.runs)))
+    survey.main(["--quick", "--batch", "7"])
+    assert seen == [(2, 1)]
 
 
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gwen, "load", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stopped:
-        bench_step.main([*TINY, "--report", "--out", str(tmp_path / "absent" / "report.json")])
+        survey.main([*TINY, "--out", str(tmp_path / "absent" / "report.json")])
     assert stopped.value.code == 2 and "absent" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("before", ["on", None])
-def test_kernels_are_off_only_inside(monkeypatch, before):
-    monkeypatch.delenv("GWEN_KERNELS", raising=False)
-    if before:
-        monkeypatch.setenv("GWEN_KERNELS", before)
-    with survey.kernels("off"):
-        assert os.environ["GWEN_KERNELS"] == "off"
-    assert os.environ.get("GWEN_KERNELS") == before
-
-
-def test_every_row_of_a_rollout_has_all_its_tokens(monkeypatch):
-    args = bench_step.parse(TINY)
-    model = gwen.random_model("random:2m")
-    subject = survey.Subject(args, bench_step.settings(args, "random:2m"), model, None, [[5] * 6, [6] * 6])
+def test_every_row_of_a_rollout_has_all_its_tokens():
+    parser = survey.Parser("", "")
+    args = harness.parse(parser, TINY, harness.add_step(parser))
+    subject = survey.Subject(args, harness.settings(args, "random:2m"), gwen.random_model("random:2m"), None)
     for rows in (1, 2, 4):
         held = survey.rollout(subject, rows)
         assert held.mask.shape == (rows, 4) and held.mask.sum().item() == 4 * rows
-        assert isinstance(held, sampler.Rollout)

@@ -6,22 +6,27 @@ Adapters on disk: mlx_lm's layout, used by runs, and PEFT's, read by transformer
              adapter_config.json: r and lora_alpha = scale * rank
 
 Reads both and converts between them without loss: tensors are transposed, never rounded. NAME is a projection's
-Hugging Face name, "model.layers.0.self_attn.q_proj". Left out: adapters inside a model (lora.py).
+Hugging Face name, "model.layers.0.self_attn.q_proj". What we write has a checksum among the tensors' metadata, which
+other programs pass over. Left out: adapters inside a model (lora.py).
 
 Axes: C input width, O output width, R rank.
 """
 
+import hashlib
 import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-import hub
+from disk import hub
 
-LAYOUTS = ("peft", "mlx_lm")
+LAYOUTS = {"peft": "adapter_model.safetensors", "mlx_lm": "adapters.safetensors"}  # and the file of the tensors
 PEFT_PREFIX = "base_model.model."
+BASE = ("base_model_name_or_path", "model")  # in PEFT's configuration, and in mlx_lm's
+SCALES = (1e-6, 1e4)
 Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
 # PEFT options beyond x A B, and the only values supported here
 PEFT_ONLY: dict[str, Any] = {
@@ -50,8 +55,7 @@ def find(path: str | Path) -> Path:
 
 def base_of(path: str | Path) -> str:
     """The base model named in an adapter's configuration. Raises ValueError if it names none."""
-    config = hub.load_object(find(path) / "adapter_config.json")
-    name = config.get("base_model_name_or_path" if _is_peft(config) else "model")
+    name = _base(hub.load_object(find(path) / "adapter_config.json"))
     if not isinstance(name, str) or not name:
         raise ValueError(f"--adapter {path} does not name the model it was trained on; give it with --model")
     return name
@@ -70,6 +74,35 @@ def _is_peft(config: dict[str, Any]) -> bool:
     return "peft_type" in config
 
 
+def _base(config: dict[str, Any]) -> Any:
+    return config.get(BASE[0] if _is_peft(config) else BASE[1])
+
+
+# ---- the checksum
+
+
+def checksum(tensors: dict[str, mx.array], config: dict[str, Any]) -> str:
+    """SHA-256 of an adapter's tensors and configuration, without the base's name: that model may be moved."""
+    said = {key: value for key, value in config.items() if key not in BASE}
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for name, array in sorted(tensors.items()):
+        found.update(f"{name} {array.shape} {array.dtype}".encode())
+        found.update(np.array(mx.view(array.reshape(-1), mx.uint8)).data)
+    return found.hexdigest()
+
+
+def load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
+    """The tensors of an adapter. Raises ValueError if it has a checksum that they or its configuration do not match."""
+    path = directory / LAYOUTS["peft" if _is_peft(config) else "mlx_lm"]
+    tensors = hub.load_tensors(path)
+    if not tensors:
+        raise ValueError(f"--adapter {directory}: {path.name} holds no tensors")
+    metadata: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    if metadata[1].get("sha256", written := checksum(tensors, config)) != written:
+        raise ValueError(f"--adapter {directory}: by its checksum it is not as it was written; take another copy of it")
+    return tensors
+
+
 # ---- reading
 
 
@@ -78,47 +111,58 @@ def read(path: str | Path) -> Adapter:
     directory = find(path)
     config = hub.load_object(directory / "adapter_config.json")
     read_one = _read_peft if _is_peft(config) else _read_mlx_lm
-    scale, halves = read_one(directory, config)
+    rank, scale, halves = read_one(directory, config)
+    if type(rank) is not int or type(scale) not in (int, float) or not SCALES[0] <= scale <= SCALES[1]:
+        said = f"rank {rank!r:.60} and scale {scale!r:.60}; they must be a whole number, and one from 1e-6 to 1e4"
+        raise ValueError(f"--adapter {directory}: adapter_config.json has {said}")
     pairs = {}
     for name in sorted({name for name, _ in halves}):
         low, high = halves.get((name, "a")), halves.get((name, "b"))
         if low is None or high is None or low.ndim != 2 or high.ndim != 2 or low.shape[1] != high.shape[0]:
             raise ValueError(f"--adapter {directory}: {name} has no two matrices of one rank")
+        if low.shape[1] != rank:
+            raise ValueError(f"--adapter {directory}: {name} has rank {low.shape[1]}, adapter_config.json says {rank}")
+        if not (mx.isfinite(low).all() & mx.isfinite(high).all()).item():
+            raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
         pairs[name] = low, high
-    base = config.get("base_model_name_or_path" if _is_peft(config) else "model")
-    return Adapter(base if isinstance(base, str) else None, scale, pairs)
+    base = _base(config)
+    return Adapter(base if isinstance(base, str) else None, float(scale), pairs)
 
 
-def _read_mlx_lm(directory: Path, config: dict[str, Any]) -> tuple[float, dict[tuple[str, str], mx.array]]:
+Halves = dict[tuple[str, str], mx.array]  # by name and "a" or "b"
+
+
+def _read_mlx_lm(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Halves]:
     parameters = config.get("lora_parameters")
-    if not isinstance(parameters, dict) or not isinstance(scale := parameters.get("scale"), (int, float)):
-        raise ValueError(f"--adapter {directory}: adapter_config.json has no lora_parameters with a scale")
+    if not isinstance(parameters, dict):
+        raise ValueError(f"--adapter {directory}: adapter_config.json has no lora_parameters with rank and scale")
     halves = {}
-    for key, array in hub.load_tensors(directory / "adapters.safetensors").items():
+    for key, array in load_tensors(directory, config).items():
         name, _, half = key.rpartition(".lora_")
         if half not in ("a", "b"):
             raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
         halves[name, half] = array
-    return float(scale), halves
+    return parameters.get("rank"), parameters.get("scale"), halves
 
 
-def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[float, dict[tuple[str, str], mx.array]]:
+def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Halves]:
     where = f"--adapter {directory}: adapter_config.json"
     if config["peft_type"] != "LORA":
         raise ValueError(f"{where} has peft_type {config['peft_type']!r:.60}; only LORA is supported")
     for key, usual in PEFT_ONLY.items():
         if config.get(key, usual) not in (usual, None):
             raise ValueError(f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank < 2**31 or type(alpha) not in (int, float) or not abs(alpha) < 1e300:
         raise ValueError(f"{where} has r {rank!r:.60} and lora_alpha {alpha!r:.60}; both must be numbers")
     halves = {}
-    for key, array in hub.load_tensors(directory / "adapter_model.safetensors").items():
+    for key, array in load_tensors(directory, config).items():
         name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if half not in ("A.weight", "B.weight"):
             raise ValueError(f"--adapter {directory}: {key} is neither lora_A nor lora_B of a projection")
         halves[name, half[0].lower()] = mx.contiguous(array.T)
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), halves
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), halves
 
 
 def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
@@ -141,7 +185,7 @@ def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]
     """
     directory = find(path)
     if kind_of(directory) == "full":
-        trained = hub.load_tensors(directory / "adapters.safetensors")
+        trained = load_tensors(directory, hub.load_object(directory / "adapter_config.json"))
         for name, array in trained.items():
             if name not in weights or array.shape != weights[name].shape:
                 raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
@@ -167,8 +211,8 @@ def write(adapter: Adapter, directory: Path, layout: str) -> None:
     (rank,) = ranks
     tensors, config = (_as_peft if layout == "peft" else _as_mlx_lm)(adapter, rank)
     directory.mkdir(parents=True)
-    file = "adapter_model.safetensors" if layout == "peft" else "adapters.safetensors"
-    mx.save_safetensors(str(directory / file), dict(sorted(tensors.items())), metadata={"format": "pt"})
+    metadata = {"format": "pt", "sha256": checksum(tensors, config)}
+    mx.save_safetensors(str(directory / LAYOUTS[layout]), dict(sorted(tensors.items())), metadata=metadata)
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -219,3 +263,13 @@ def _as_mlx_lm(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[s
         },
     }
     return tensors, config
+
+
+def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+    """What `lora.adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
+    rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
+    out = {name: mx.contiguous(array.T) for name, array in rows.items()}
+    for name in rows:
+        part = next((name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name), name)
+        out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
+    return dict(sorted(out.items()))

@@ -34,7 +34,8 @@ from flags import Parser, add_flags, check_least, fail
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import gpu
-from problems.examples import Example, spread
+from problems import chat_template
+from problems.examples import Example, prompt_text, spread
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
@@ -110,7 +111,7 @@ def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
 
 def judged(grader: Grader, answers: Answers) -> Judgement:
     """The judge's scores of each completion."""
-    return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
+    return grader.score([prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
 
 
 class Earned(NamedTuple):
@@ -209,7 +210,7 @@ def evaluate(
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
-    prompts = tasks.render(
+    prompts = chat_template.encode_prompts(
         tokenizer,
         problems,
         max_tokens=params.max_tokens,

@@ -31,7 +31,7 @@ from disk import checkpoint
 from disk.run_files import START
 from distill.teacher import Teacher
 from machine import gpu, world
-from problems import audit, curriculum, rewards
+from problems import audit, chat_template, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
@@ -39,6 +39,7 @@ from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from sft import chats, tuning
 from step import dispatch, policy
 from step.result import UpdateResult
+from tasks import curriculum
 
 
 class Run:
@@ -258,7 +259,7 @@ class GrpoRun(Run):
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
-        return tasks.render(
+        return chat_template.encode_prompts(
             self.tokenizer,
             tqdm(examples, desc=f"{kind}s", leave=False, disable=None),
             max_tokens=self.config.sampling.max_tokens,

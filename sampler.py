@@ -4,7 +4,7 @@ Rollouts: prompts in, sampled completions and log-probabilities out. `uv run sam
 Each distinct prompt is prefilled once. The rows that continue it share or copy its cache and are decoded together. A
 rollout has the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that includes the
 end token. Randomness depends only on (key, row, position): a completion does not depend on the rows decoded with it,
-and a row lost when memory ran out is drawn again unchanged. `tasks.py` renders prompts to ids.
+and a row lost when memory ran out is drawn again unchanged. `problems/chat_template.py` renders prompts to ids.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -26,6 +26,7 @@ import gwen
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from machine import gpu, world
+from problems import chat_template
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
@@ -406,7 +407,6 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import tasks
     from disk import run_files
     from flags import Parser, check_least, fail, visible
     from problems.examples import check_text
@@ -430,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
                 check_text(flag, text)
         name, why = gwen.choose_model(args.model, adapter)
         model, tokenizer = gwen.load(name, adapter=adapter)
-        prompts = tasks.render(
+        prompts = chat_template.encode_prompts(
             tokenizer,
             [{"prompt": args.prompt, "system": args.system}],
             max_tokens=args.max_tokens,

@@ -27,22 +27,22 @@ import numpy as np
 
 import gwen
 import sampler
-import tasks
 import update
 from config import Config, as_yaml, given, parse, resolve
 from disk import checkpoint, run_files
 from flags import fail
 from machine import gpu, power, world
-from problems.examples import Example
+from problems.examples import Example, prompt_text
 from problems.rewards import call_rewards
 from reporting import page, trackers
 from reporting.console import say
 from reporting.journal import Step, evaluation_is_due
 from run import GrpoRun, SftRun, stoppable
 from sft import tuning
-from step.groups import MOST_DRAWS, Draw, Rewards, choose_groups, gather, weigh
+from step.groups import Draw, Rewards, choose_groups, gather, weigh
 from step.micro_batch import micro_batches
 from step.policy import Targets
+from tasks.curriculum import MOST_DRAWS
 
 
 def train(config: Config, run: GrpoRun) -> None:
@@ -147,7 +147,7 @@ def draw_groups(run: GrpoRun) -> list[Draw]:
                     share_prefix=config.sampling.sharing,
                 )
             except sampler.NotFinite as error:
-                said = tasks.prompt_text(examples[error.prompt]["prompt"])
+                said = prompt_text(examples[error.prompt]["prompt"])
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout)))
@@ -168,7 +168,7 @@ def reward_completions(run: GrpoRun, examples: list[Example], rollout: sampler.R
     judgement = None
     if run.judge is not None:
         with clock.phase("judge") as done:
-            judgement = run.judge.score([tasks.prompt_text(example["prompt"]) for example in repeated], completions)
+            judgement = run.judge.score([prompt_text(example["prompt"]) for example in repeated], completions)
             components["rubric"] = judgement.rewards
             done()
     weights = [task.reward_weights[name] for name in components]

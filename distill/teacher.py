@@ -20,11 +20,11 @@ import mlx.core as mx
 import gwen
 import lora
 import sampler
-import tasks
 from config import Config
 from disk import hub
 from distill import from_disk
 from layers import divergence, lm_head
+from problems import chat_template
 from problems.examples import Example, short
 from step.groups import Draw
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
@@ -77,7 +77,7 @@ class Teacher:
     def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
         seen = examples if self.text is None else (in_front(self.text, example) for example in examples)
-        return tasks.render(
+        return chat_template.encode_prompts(
             self.tokenizer,
             seen,
             max_tokens=self.config.sampling.max_tokens,

@@ -19,6 +19,7 @@ import lora
 import sampler
 import tasks
 from layers import lm_head
+from problems import chat_template
 
 B, G, T = 8, 8, 24
 
@@ -58,7 +59,7 @@ def train(steps: int, learning_rate: float = 0.004, seed: int = 0) -> list[float
     for step in range(steps):
         # 1. sample G completions of each of B prompts
         examples = [task.train[index] for index in random.choice(len(task.train), B, replace=False)]
-        prompts = [tasks.chat_ids(tokenizer, example["prompt"]) for example in examples]
+        prompts = [chat_template.chat_ids(tokenizer, example["prompt"]) for example in examples]
         rollout = sampler.rollout(model, prompts, params, group_size=G, key=step)
         texts = sampler.texts(tokenizer, rollout, model.config.eos_ids)
 

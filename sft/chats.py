@@ -1,9 +1,9 @@
 """
 Conversations to learn from: read, checked, and rendered to rows of exactly the ids that the model will see.
 
-A reply is trained after the ids that `tasks.chat_ids` makes of the messages before it, which is what a rollout samples
-it from, and up to its end token. A conversation is one row where the template only ever appends; where it rewrites what
-came before (Qwen3 drops the thoughts of earlier replies), each reply is a row of its own. Left out: the loss (sft.py).
+A reply is trained after the ids that `chat_template.chat_ids` makes of the messages before it, from which a rollout
+samples it, and up to its end token. A conversation is one row where the template only ever appends; where it rewrites
+what came before (Qwen3 drops the thoughts of earlier replies), each reply is a row of its own. Left out: the loss.
 """
 
 import re

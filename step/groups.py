@@ -17,8 +17,6 @@ from config import Config
 from judging import rubrics
 from problems.examples import Example
 
-MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
-
 
 class Rewards(NamedTuple):
     """Rewards of one rollout, numpy float64."""

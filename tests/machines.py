@@ -150,7 +150,7 @@ def fresh(run):
 
 def step_left(run):
     """The step of the newest checkpoint, which must be intact, as every line of the logs must be but a last one."""
-    import checkpoint
+    from disk import checkpoint
 
     for log in run.glob("*.jsonl"):
         for line in log.read_text().split("\n")[:-1]:

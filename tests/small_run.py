@@ -9,26 +9,26 @@ import config
 import grpo
 import gwen
 import sampler
-import tasks
 import train
 import update
 from config import given, parse
+from problems import chat_template
 from problems.examples import epoch_indices
 from step import micro_batch
 
 RENDERED = {}
-chat_ids = tasks.chat_ids
+chat_ids = chat_template.chat_ids
 
 
 def chat_ids_once(tokenizer, prompt, *, system=None, thinking=False):
-    """`tasks.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
+    """`chat_template.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
     key = tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), str(prompt), system, thinking
     if key not in RENDERED:
         RENDERED[key] = chat_ids(tokenizer, prompt, system=system, thinking=thinking)
     return list(RENDERED[key])
 
 
-tasks.chat_ids = chat_ids_once
+chat_template.chat_ids = chat_ids_once
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 
 

@@ -13,6 +13,7 @@ import preflight
 import tasks
 import train
 from problems import audit, rewards
+from tasks import demo as sums
 
 ROOT = Path(tasks.__file__).parent
 PRODUCTS = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 3, 9, 12)]
@@ -44,7 +45,7 @@ def test_the_rewards_of_the_pages_pass_the_audit_on_text_and_on_chat(tmp_path, p
 
 @pytest.mark.parametrize("task", ["demo", "math"])
 def test_no_cheat_is_paid_by_a_bundled_verifier(task):
-    verifier = tasks.demo_correct if task == "demo" else rewards.math_correct
+    verifier = sums.correct if task == "demo" else rewards.math_correct
     examples = tasks.load("demo").held_out if task == "demo" else PRODUCTS
     found = audit.audit("correct", verifier, examples)
     missed = {"after its work", "after a thought"} if task == "demo" else set()  # to the demo all must be true
@@ -63,7 +64,7 @@ def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     assert [task.rewards["correct"]([reply], **row)[0] for reply in replies] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("format_reward", [rewards.boxed_once, tasks.procedural.answered_once])
+@pytest.mark.parametrize("format_reward", [rewards.boxed_once, tasks.rg.answered_once])
 def test_no_format_reward_pays_an_empty_form(format_reward):
     found = {line.name: line.values for line in audit.audit("format", format_reward, PRODUCTS).lines}
     assert set(found["right"]) == {1} and set(found["nothing"] + found["no answer"] + found["the prompt"]) == {0}

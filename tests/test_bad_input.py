@@ -647,7 +647,7 @@ def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_on
     pattern = f"reward mine gave no number for any of 4 completions.*; saved after step 0, .* --resume {run}\n"
     refused(capsys, train.main, [*SMALL, "--reward", f"{file}:mine", "--run-dir", run], pattern)
     assert checkpoint.load(run).step == 0
-    file.write_text(f"def {function}(completions, **_): return [1.0] * len(completions)")
+    file.write_text("def mine(completions, **_): return [1.0] * len(completions)")
     train.main(["--resume", str(run), "--allow-changes"])
     assert "step 1/1 | " in capsys.readouterr().out
     assert checkpoint.load(run).step == 1

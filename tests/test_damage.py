@@ -22,10 +22,9 @@ import pytest
 
 import config
 import gwen
-import hub
 import lora
 import train
-from disk import adapters, checkpoint
+from disk import adapters, checkpoint, hub
 from disk.run_files import START
 
 pytestmark = pytest.mark.slow

@@ -25,6 +25,7 @@ from distill import from_disk
 from distill import teacher as distill
 from layers import divergence
 from machine import gpu
+from problems import chat_template
 from sft import tuning as sft
 from sft.chats import Row
 from step import groups, micro_batch, policy
@@ -190,7 +191,7 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
     for row in range(12):
         ids = rollout.completion_ids[row].tolist()[: int(rollout.mask[row].sum())]
         example = examples[row // 4]
-        seen = tasks.chat_ids(
+        seen = chat_template.chat_ids(
             run.tokenizer, example["prompt"], system=f"Carry the one: it is {example['answer']}.", thinking=False
         )
         assert len(seen) > len(rows[row])
@@ -404,7 +405,7 @@ def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, 
 
 
 def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_path, monkeypatch, prompt):
-    chat_ids = tasks.chat_ids
+    chat_ids = chat_template.chat_ids
 
     def without_system(tokenizer, messages, **how):
         if not isinstance(messages, str):

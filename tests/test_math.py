@@ -13,6 +13,7 @@ from test_tasks import HOSTILE, SCORED
 import tasks
 from problems import rewards
 from problems.workers import Answer
+from tasks import gsm8k
 
 FORMULAS = [  # what stands in the box, the right answer, whether it is right
     (r"\frac{1}{2}", "0.5", True),
@@ -307,7 +308,7 @@ def test_math_reads_problems_with_an_answer_or_with_a_boxed_solution(tmp_path):
     rows.append({"problem": "last?", "solution": "We get \\boxed{1}, no, \\boxed{\\frac{2}{4}}.", "split": "test"})
     task = tasks.load("math", data=write(tmp_path / "math.jsonl", rows))
     assert [example["answer"] for example in task.held_out] == [r"\frac{2}{4}"] and task.metric == "accuracy"
-    assert task.train[0]["system"] == tasks.GSM8K_SYSTEM
+    assert task.train[0]["system"] == gsm8k.SYSTEM
     asked = {"answer": [task.held_out[0]["answer"]] * 2}
     assert task.verifier(completions=["\\boxed{0.5}", "\\boxed{0.6}"], **asked) == [1, 0]
     path = write(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])

@@ -19,7 +19,6 @@ from test_docs import always_there, without_meaning
 import evaluate
 import gwen
 import report
-import tasks
 import train
 import update
 from bench import harness
@@ -32,6 +31,7 @@ from reporting import page
 from sft import chats
 from sft import tuning as sft
 from sft.chats import Row
+from tasks import demo as sums
 
 TALK = [
     {"role": "user", "content": "What is one and two?"},
@@ -84,7 +84,7 @@ def trained(tokenizer, row):
 
 def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(tokenizer):
     (row,) = render(tokenizer, {"prompt": "What is one and two?", "completion": "It is three."})
-    prompt = tasks.chat_ids(tokenizer, "What is one and two?")
+    prompt = chat_template.chat_ids(tokenizer, "What is one and two?")
     assert row.ids[: row.places[0]] == prompt and row.places == list(range(len(prompt), len(row.ids)))
     assert trained(tokenizer, row) == ["It is three.<|im_end|>"]
 
@@ -112,7 +112,7 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
     rows = render(rewriting, {"messages": TALK})
     assert [trained(rewriting, row) for row in rows] == [["It is three.<|im_end|>"], ["Four.<|im_end|>"]]
     for row, messages in zip(rows, (TALK[:1], TALK[:3]), strict=True):
-        assert row.ids[: row.places[0]] == tasks.chat_ids(rewriting, messages)
+        assert row.ids[: row.places[0]] == chat_template.chat_ids(rewriting, messages)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkey
 def data(tmp_path_factory):
     """Forty sums with their right answers."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    examples = tasks.demo_examples(held_out=False, num=40)
+    examples = sums.examples(held_out=False, num=40)
     lines = [json.dumps({"prompt": one["prompt"], "completion": one["answer"]}) for one in examples]
     path.write_text("\n".join(lines))
     return path

@@ -37,6 +37,7 @@ from config import Config, Sizes
 from disk import adapters, checkpoint, hub
 from judging import remote_judge, rubrics
 from machine import gpu
+from problems import chat_template
 from reporting import journal
 from reporting.journal import records_of_draw
 from step import dispatch, groups, micro_batch, trust_region
@@ -92,7 +93,7 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
     for flag, thinking in ((), False), (("--thinking",), True):
         run = make_run(tmp_path, *flag)
         for example, ids in zip(run.task.train[:5], run.prompt_ids, strict=False):
-            assert ids == tasks.chat_ids(run.tokenizer, example["prompt"], thinking=thinking)
+            assert ids == chat_template.chat_ids(run.tokenizer, example["prompt"], thinking=thinking)
         if not thinking:
             assert run.tokenizer.decode(run.judge.prompts.tails[0]).endswith("<think>\n\n</think>\n\n")
 

@@ -4,7 +4,7 @@ Problems without end: the data sets of reasoning-gym, an extra, made when needed
 A problem is a function of data set, level and number. Held-out numbers lie below `FIRST`, each seed of a run has as
 many of its own above, and a run leaves out every prompt that is held out or that it had before. Problems are made and
 scored by `workers`: some scorers run the answer as Python, some loop, and hashes of strings decide what four of the
-generators draw. What is left out: which problem a step gets, which is in `problems/curriculum.py`.
+generators draw. What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
 """
 
 import functools

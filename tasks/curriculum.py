@@ -11,15 +11,14 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-import tasks
 from config import Config
-from problems import procedural
 from problems.examples import Example, epoch_indices, prompt_key
-from step.groups import MOST_DRAWS, Draw
+from tasks import rg
+from tasks.task import Task
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)
@@ -27,6 +26,18 @@ PRIOR_COUNT = 2.0  # completions that this counts for
 VISITS = 2  # in a row that a prompt must be solved whole before it rests
 REST = 2.0  # epochs that it rests; also after how many half of the evidence is forgotten
 WINDOW = 32  # problems of a data set whose pass rate raises its level
+
+
+MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
+
+
+class Earned(Protocol):
+    """What a draw earned; see `step.groups.Draw`."""
+
+    @property
+    def examples(self) -> list[Example]: ...
+    @property
+    def rewards(self) -> Any: ...
 
 
 class Epochs:
@@ -43,7 +54,7 @@ class Epochs:
     def choose(self, number: int) -> list[int]:
         return epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
 
-    def note(self, draws: list[Draw]) -> None:
+    def note(self, draws: Sequence[Earned]) -> None:
         """Takes in what the draws of a whole step earned."""
 
     def state(self) -> dict[str, Any]:
@@ -109,7 +120,7 @@ class Memory(Epochs):
         self.open.append((number, indices))
         return indices
 
-    def note(self, draws: list[Draw]) -> None:
+    def note(self, draws: Sequence[Earned]) -> None:
         totals = [draw.rewards.total for draw in draws]
         readable = np.concatenate(totals)[~np.isnan(np.concatenate(totals))]
         self.low, self.high = min([self.low, *readable]), max([self.high, *readable])
@@ -158,9 +169,7 @@ class Endless(Epochs):
     one when its last `WINDOW` problems were solved at the rate that the task's configuration names.
     """
 
-    def __init__(
-        self, config: Config, problems: procedural.Problems, render: Callable[[list[Example]], list[list[int]]]
-    ):
+    def __init__(self, config: Config, problems: rg.Problems, render: Callable[[list[Example]], list[list[int]]]):
         super().__init__(config, [], [])
         self.problems, self.render = problems, render
         self.held_out = {prompt_key(example)[:16] for example in problems.held_out}
@@ -173,11 +182,11 @@ class Endless(Epochs):
     def draw(self, number: int) -> Drawn:
         num = self.config.sampling.batch
         known = self.held_out | set(self.seen) | set(self.open)
-        found, self.ahead = procedural.fresh(self._make, self.ahead, num, known)
+        found, self.ahead = rg.fresh(self._make, self.ahead, num, known)
         if len(found) < num:
             self.repeats = True
             taken = self.held_out | set(self.open) | {prompt_key(example)[:16] for example in found}
-            again, self.ahead = procedural.fresh(self._make, self.ahead, num - len(found), taken)
+            again, self.ahead = rg.fresh(self._make, self.ahead, num - len(found), taken)
             found += again
         if len(found) < num:
             raise ValueError(
@@ -190,7 +199,7 @@ class Endless(Epochs):
     def _make(self, places: Sequence[int]) -> list[Example]:
         return self.problems.make(places, self.config.sampling.seed, self.levels)
 
-    def note(self, draws: list[Draw]) -> None:
+    def note(self, draws: Sequence[Earned]) -> None:
         if self.repeats:
             print(f"all different problems of {self.config.data.task} were seen; they come again", file=sys.stderr)
             self.seen, self.repeats = [], False
@@ -227,7 +236,7 @@ class Endless(Epochs):
 
 
 def make(
-    config: Config, task: tasks.Task, prompt_ids: list[list[int]], render: Callable[[list[Example]], list[list[int]]]
+    config: Config, task: Task, prompt_ids: list[list[int]], render: Callable[[list[Example]], list[list[int]]]
 ) -> Epochs:
     """What draws the prompts of a run. render: ids of the prompts of examples that `prompt_ids` does not have."""
     if task.problems is not None:

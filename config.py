@@ -250,6 +250,11 @@ class Config:
         return {key: getattr(getattr(self, one.group), one.field.name) for key, one in SETTINGS.items()} | decided
 
     @property
+    def judges_itself(self) -> bool:
+        """Whether the judge is the model before training."""
+        return not self.judge.url and self.judge.model in ("", self.model.name)
+
+    @property
     def compares_rewards(self) -> bool:
         """Whether rewards are compared within groups; else they are only looked at."""
         return self.objective.loss_type != "distill" and self.sampling.groups > 1
@@ -292,7 +297,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
-    parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its newest checkpoint")
+    parser.add_argument(
+        "--resume", nargs="?", const=True, metavar="DIR", help="go on with the run in DIR, or the newest unfinished one"
+    )
+    parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
+    parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
     parser.add_argument(
         "--allow-changes", action="store_true", help="--resume though its data, rewards or files changed"
     )

@@ -25,6 +25,7 @@ import numpy as np
 import gwen
 import judge
 import lora
+import preflight
 import sampler
 import tasks
 from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
@@ -269,12 +270,16 @@ def answer_both(
     """Each problem's samples with their entropies, and one greedy completion."""
     size, share_prefix = params.batch_size, params.share_prefix
     if size is None and gpu.on_gpu():
+        work = Config.of(batch=len(prompts), groups=params.samples, max_tokens=params.max_tokens)
+        lengths = [len(prompt) for prompt in prompts]
+        demand = preflight.Demand(model.config, model.head_weight.dtype, work, lengths)
         chosen, why = dispatch.choose(
             model,
-            [len(prompt) for prompt in prompts],
+            lengths,
             max_tokens=params.max_tokens,
             group_size=params.samples,
             most_rows=len(prompts) * params.samples,
+            fits=functools.partial(preflight.fits, demand),
         )
         print(why, file=sys.stderr)
         size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix
@@ -340,11 +345,6 @@ def by_criterion(
     return measured
 
 
-def judges_itself(config: Config) -> bool:
-    """Whether the judge is the model before training."""
-    return not config.judge.url and config.judge.model in ("", config.model.name)
-
-
 def make_graders(
     config: Config, rubric: Any, witness: Any, base: gwen.Model, tokenizer: Any
 ) -> tuple[Grader | None, Grader | None]:
@@ -356,7 +356,7 @@ def make_graders(
 
     @functools.cache
     def load() -> tuple[gwen.Model, Any]:
-        return (base, tokenizer) if judges_itself(config) else gwen.load(config.judge.model)
+        return (base, tokenizer) if config.judges_itself else gwen.load(config.judge.model)
 
     grader, second = (None if one is None else judge.make(config.judge, one, load) for one in (rubric, witness))
     if grader is not None and second is not None:
@@ -438,7 +438,7 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
         base = model
-        if not is_base and judges_itself(config) and (scored or task.witness is not None):
+        if not is_base and config.judges_itself and (scored or task.witness is not None):
             base, is_base = gwen.load(config.model.name)[0], True
         grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
         cache = next((one.cache for one in (grader, witness) if one is not None), None)

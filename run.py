@@ -89,18 +89,19 @@ class Run:
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
             world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
 
-    def settle(self, lengths: list[int], rows: int | None = None, sharing: Switch | None = None) -> None:
+    def demand(self, lengths: list[int], rubric: Path | None = None) -> preflight.Demand:
+        """lengths: of the rows that it trains, without completions."""
+        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
+
+    def settle(self, demand: preflight.Demand, rows: int | None = None, sharing: Switch | None = None) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
 
-        lengths: of the rows that it trains, without completions. rows, sharing: of rollouts.
-        Raises ValueError, on every machine, if one is made of something else.
+        rows, sharing: of rollouts. Raises ValueError, on every machine, if one is made of something else.
         """
         world.compare(self.sources)
-        demand = preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths)
         self.sizes = preflight.agree(preflight.settle(demand, rows, sharing))
         self.need = preflight.estimate(demand, self.sizes)
-        gpu.limit_cache(self.need.total)
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(self.model, self.config, policy.Reader(self.config, self.sizes), self.base)
 
@@ -242,7 +243,9 @@ class GrpoRun(Run):
         self.judge, self.witness = evaluate.make_graders(config, *rubrics, *before_training)
         lengths = [len(ids) for ids in self.prompt_ids]
         self.longest = max(lengths) + config.sampling.max_tokens
-        self.settle(lengths, *dispatch.settle(self.model, config, lengths, len(held_out)))
+        demand = self.demand(lengths, self.task.rubric)
+        fits = functools.partial(preflight.fits, demand)
+        self.settle(demand, *dispatch.settle(self.model, config, lengths, len(held_out), fits))
         self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
         if self.teacher and self.teacher.model and config.objective.teacher != "self":
@@ -371,7 +374,7 @@ class SftRun(Run):
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = self._render(held_out, "held-out")
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.settle([sum(len(row.ids) for row in rows) for rows in self.train])
+        self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]))
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:
@@ -419,7 +422,7 @@ def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.
 def needs_base(config: Config, task: tasks.Task) -> bool:
     """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
     graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
-    judged = graded and evaluate.judges_itself(config)
+    judged = graded and config.judges_itself
     return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
 
 
@@ -455,9 +458,10 @@ def stoppable(run: Run) -> Iterator[None]:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
         if not world.is_first():
-            if gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+            if gpu.is_too_much(error):
                 raise ValueError(str(error)) from error
             raise
+        gpu.drain()
         run.go_back()
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
         if gpu.is_watchdog(error):
@@ -466,12 +470,16 @@ def stoppable(run: Run) -> Iterator[None]:
                 "(pmset displaysleepnow), or let less be done at once; "
             )
         if run.is_whole:
-            run.save()
+            try:
+                run.save()
+            except (OSError, RuntimeError) as failure:
+                said = f"step {run.step} could not be saved: {failure}"
+                raise OSError(f"{what}{said}; {_newest(run, error)}") from failure
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+        if isinstance(error, ValueError) or gpu.is_too_much(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
         if what:  # a bug of ours or of MLX's: show the traceback
@@ -489,8 +497,7 @@ def _go_on(run: Run, error: BaseException) -> str:
     If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
     """
     less = ""
-    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
-    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+    if gpu.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
         budget = run.sizes.train_token_budget // 2
         if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
             return "start over with a smaller model or a lower --max-tokens"

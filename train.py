@@ -16,6 +16,7 @@ Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion pos
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import update
 from config import Config, as_yaml, given, parse, resolve
 from disk import checkpoint, run_files
 from flags import fail
-from machine import world
+from machine import gpu, power, world
 from problems.examples import Example, prompt_text
 from problems.rewards import call_rewards
 from reporting import page, trackers
@@ -198,6 +199,10 @@ def command(args: argparse.Namespace) -> None:
         return
     if not path:
         return
+    if args.wired_limit:
+        os.environ[gpu.WIRED_LIMIT] = args.wired_limit
+    if not args.let_sleep:
+        power.keep_awake()
     make, loop = (SftRun, tune) if config.objective.loss_type == "sft" else (GrpoRun, train)
     run: Any = make(config, Path(path))
     if state:
@@ -223,6 +228,8 @@ def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, st
     """The settings, the state to go on from, and the directory of the run; no directory where nothing is to be done."""
 
     def read() -> list[Any]:
+        if args.resume is True:
+            args.resume = checkpoint.newest_unfinished()
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         trackers.check(config.records.report_to)
         print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)

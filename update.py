@@ -140,6 +140,9 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
             batches = present
         steps.append(measured)
     keep_equal(learner)
+    dtype = learner.model.head_weight.dtype
+    copies = [layer.rounded(dtype) for _, layer in lora.layers(learner.model)] if dtype != mx.float32 else []
+    mx.eval(learner.model.trainable_parameters(), copies)  # now: an error of the GPU in a rollout would spoil them
     rate = learner.rate
     if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)

@@ -27,8 +27,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
-from disk.run_files import START, JsonLines, replace_text
+from disk.run_files import START, JsonLines, replace_text, settings_of
 from flags import flag_of
+from machine import gpu
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
@@ -157,6 +158,19 @@ def saved(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, intact or not."""
     named = (Path(run_dir) / "checkpoints").glob("step-*")
     return sorted(path for path in named if path.name.removeprefix("step-").isdecimal())  # else of a killed process
+
+
+def newest_unfinished(runs: Path = Path("runs")) -> str:
+    """The run with the newest checkpoint among those with steps left, else among all. ValueError if there is none."""
+    found = []
+    for path in runs.glob("*"):
+        if (path / "config.yaml").is_file() and (checkpoints := saved(path)):
+            newest, num_steps = checkpoints[-1], settings_of(str(path)).get("steps", 0)
+            has_steps_left = int(newest.name.removeprefix("step-")) < num_steps
+            found.append((has_steps_left, newest.stat().st_mtime, str(path)))
+    if not found:
+        raise ValueError(f"--resume: no run in {runs}/ has a checkpoint; name the directory of a run")
+    return max(found)[2]
 
 
 # ---- what a checkpoint knows of the files beside it
@@ -318,8 +332,11 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        mx.save_safetensors(str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"})
+        held = dict(sorted(arrays.items()))
+        gpu.on_cpu(mx.save_safetensors, str(path), held, metadata=metadata or {"format": "mlx"})
     except RuntimeError as error:
+        if gpu.is_too_much(error):
+            raise
         raise OSError(f"{path} cannot be written: {error}") from error
     _sync(path)
 

@@ -355,23 +355,29 @@ def memory_size() -> int:
 
 
 GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
-LEAST_CACHE = 2**28  # bytes of freed buffers that MLX may keep, whatever a run needs
+MOST_CACHE = 2 * 10**9  # bytes of freed buffers that MLX may keep, whatever is free
+WIRED_LIMIT = "GWEN_WIRED_LIMIT"
+MOST_ERRORS = 20  # MLX throws one error of the GPU at a time, and has up to ten command buffers in flight
 
 
 def hold_memory() -> None:
     """
-    Wires what macOS recommends for this process, as mlx_lm does, so that no weight is paged out between two steps; and
-    lets MLX keep no more freed buffers than an eighth of it, until `limit_cache` knows better.
+    Lets MLX keep freed buffers up to an eighth of the memory, and wires the GB that GWEN_WIRED_LIMIT asks for.
+
+    By default nothing is wired: macOS was reported to panic where it is (docs/memory.md).
+    Raises ValueError for a limit that is no size or above the memory.
     """
+    text, most = os.environ.get(WIRED_LIMIT) or "0", memory_size()
+    try:
+        wired = float(text) * 1e9
+    except ValueError:
+        wired = math.nan
+    if not 0 <= wired <= most:
+        raise ValueError(f"--wired-limit or {WIRED_LIMIT} is {text!r:.60}; it must be GB from 0 to {most / 1e9:.2f}")
     if on_gpu():
-        mx.set_wired_limit(memory_size())
-        mx.set_cache_limit(memory_size() // 8)
-
-
-def limit_cache(needed: int) -> None:
-    """Lets MLX keep as many bytes of freed buffers as a run that needs so many leaves free. On a GPU."""
-    if on_gpu():
-        mx.set_cache_limit(max(memory_size() - needed, LEAST_CACHE))
+        mx.set_cache_limit(min(most // 8, MOST_CACHE))
+        if wired:
+            mx.set_wired_limit(int(wired))
 
 
 def end_phase() -> None:
@@ -414,12 +420,37 @@ def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[
     try:
         return [compute(*args, **kwargs)]
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not is_too_much(error):
             raise
-    # not in the handler, where the traceback holds every array of the attempt
-    mx.synchronize()  # wait: a queued step holds its caches
-    mx.clear_cache()
+        first = error.with_traceback(None)  # which would hold every array of the attempt
+    # macOS may end the buffers behind one that lacks memory with errors of their own, and tell these first
+    if not any(map(is_out_of_memory, [first, *drain()])):
+        raise first
     return []
+
+
+def drain() -> list[RuntimeError]:
+    """Waits until nothing is queued, which may hold caches, and frees what it held; returns the errors that come."""
+    errors = []
+    for _ in range(MOST_ERRORS):
+        try:
+            mx.synchronize()
+            break
+        except RuntimeError as error:
+            errors.append(error.with_traceback(None))
+    mx.clear_cache()
+    return errors
+
+
+def on_cpu(write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Calls `write` on the CPU's stream, which an error of the GPU leaves intact, until no such error is left."""
+    for errors_left in reversed(range(MOST_ERRORS)):
+        try:
+            with mx.stream(mx.cpu):
+                return write(*args, **kwargs)
+        except RuntimeError as error:
+            if not errors_left or not is_too_much(error):
+                raise
 
 
 class BatchSize:
@@ -448,12 +479,18 @@ class BatchSize:
 
 def is_watchdog(error: BaseException) -> bool:
     """
-    Whether macOS stopped the GPU's work, because it held up the display or took too long.
+    Whether macOS stopped the GPU's work, because it or another's held up the display, took too long or hung.
 
-    Source: github.com/ml-explore/mlx/issues/3267.
+    Source: github.com/ml-explore/mlx/issues/3267; MTLCommandBufferError in Apple's Metal.
     """
     text = str(error).lower().replace(" ", "")
-    return any(words in text for words in ("impactinginteractivity", "callbackerrortimeout", "gputimeouterror"))
+    kinds = "impactinginteractivity", "timeout", "hang", "submissionsignored", "innocentvictim"
+    return any(f"iogpucommandbuffercallbackerror{kind}" in text for kind in kinds) or "gputimeouterror" in text
+
+
+def is_too_much(error: BaseException) -> bool:
+    """Whether less at once might do: memory ran out, or macOS stopped the work."""
+    return is_out_of_memory(error) or is_watchdog(error)
 
 
 # ---- what a reader needs to repeat a measurement
@@ -468,11 +505,9 @@ def environment(blas: str) -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
-    commit = None
-    if shutil.which("git"):
-        asked = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
+    commit, root = None, Path(__file__).parents[1]
+    if (root / ".git").exists() and shutil.which("git"):  # on a Mac without developer tools git opens a window
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
         commit = asked.stdout.strip() or None
     packages = ["mlx", "mlx-lm", "transformers", "datasets", "numpy"]
     return {

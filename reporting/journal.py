@@ -24,7 +24,7 @@ import sampler
 from config import Config
 from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
-from machine import gpu, world
+from machine import gpu, power, world
 from problems.examples import spread
 from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
@@ -292,6 +292,8 @@ class Journal:
     def warn_of(self, step: int, finding: health.Finding) -> None:
         """Prints and records a warning, unless this run has given it."""
         if finding.name not in {warning["name"] for warning in self.warnings.read()}:
+            if finding.name == "slow" and (said := power.pressure()):
+                finding = finding._replace(text=f"{finding.text}. macOS says: {said}")
             self.warnings.write({"step": step} | finding._asdict())
             warn(f"WARNING after step {step}: {finding.text}.")
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ USUAL_ROWS = 64  # at once if nothing is measured
 ROW_COUNTS = tuple(2**exponent for exponent in range(2, 11))  # 4 to 1,024
 ROOM = 0.7  # of the available memory; the prompts of waiting rows and MLX's own cache need the rest
 GAIN = 1.05  # a smaller speedup is noise, and not worth twice the memory
+Fits = Callable[[int, bool], bool]  # rows at once, whether prompts are shared -> whether memory should suffice
 MOST_SECONDS = 60.0  # after this, start no larger row count
 SHORT, LONG = 4, 12  # steps; their difference excludes one-time costs of the first step
 FORMAT = 1  # of the file; also raised when a change to the sampler invalidates old measurements
@@ -126,13 +127,13 @@ def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -
 
 
 def measure(
-    model: gwen.Model, kind: Kind, known: Sequence[Trial], row_counts: Sequence[int], room: float
+    model: gwen.Model, kind: Kind, known: Sequence[Trial], row_counts: Sequence[int], room: float, fits: Fits
 ) -> list[Trial]:
     """
     Trials at the ascending row counts, including the known ones.
 
-    Stops when twice the last memory peak exceeds `room` bytes, when memory runs out, when two row counts in a row are
-    hardly faster than an earlier one, and after MOST_SECONDS.
+    Stops when twice the last memory peak exceeds `room` bytes, when nothing `fits`, when memory runs out, when two row
+    counts in a row are hardly faster than an earlier one, and after MOST_SECONDS.
     """
     trials = list(known)
     begin = time.perf_counter()
@@ -144,7 +145,7 @@ def measure(
         if rows in _rows(trials):
             continue
         needs = {trial.share_prefix: 2 * trial.peak_bytes for trial in before}  # the latest of each mode
-        modes = [s for s in (True, False) if (kind.group_size > 1 or not s) and needs.get(s, 0) <= room]
+        modes = [s for s in (True, False)[kind.group_size == 1 :] if needs.get(s, 0) <= room and fits(rows, s)]
         if not modes or time.perf_counter() - begin > MOST_SECONDS:
             break
         if not (made := gpu.attempt(time_work, model, kind, rows, modes)):
@@ -203,7 +204,14 @@ def save(path: Path, kinds: dict[str, list[Trial]]) -> None:
 
 
 def choose(
-    model: gwen.Model, prompt_lengths: Sequence[int], *, max_tokens: int, group_size: int, most_rows: int, rows: int = 0
+    model: gwen.Model,
+    prompt_lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    group_size: int,
+    most_rows: int,
+    rows: int = 0,
+    fits: Fits = lambda rows, share_prefix: True,
 ) -> tuple[Trial, str]:
     """
     The best setting for work of this kind, and a line that explains it.
@@ -218,8 +226,8 @@ def choose(
     except RuntimeError:
         path = Path(os.devnull) / "rollouts.json"  # neither readable nor writable
     kinds = load(path)
-    known = [trial for trial in kinds.get(kind.key, []) if trial.rows in row_counts]
-    trials = measure(model, kind, known, row_counts, room)
+    known = [t for t in kinds.get(kind.key, []) if t.rows in row_counts and fits(t.rows, t.share_prefix)]
+    trials = measure(model, kind, known, row_counts, room, fits)
     new = [trial for trial in trials if trial not in known]
     source = f"as measured before, in {path}"
     if new:
@@ -230,12 +238,14 @@ def choose(
         except OSError as error:
             source = f"measured now and not kept: {error.strerror or error}"
     if not trials:
-        return Trial(row_counts[0], False, 0.0, 0), f"rollouts: {row_counts[0]} rows at once; memory ran out at fewer"
+        return Trial(row_counts[0], group_size > 1, 0.0, 0), f"rollouts: {row_counts[0]} rows at once; memory is short"
     chosen = pick(trials, room)
     return chosen, describe(chosen, trials, kind, source)
 
 
-def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num_held_out: int) -> tuple[int, Switch]:
+def settle(
+    model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num_held_out: int, fits: Fits
+) -> tuple[int, Switch]:
     """
     The rows that a run decodes at once, and whether they share prompts. On a GPU this measures what is `auto`.
 
@@ -255,6 +265,7 @@ def settle(model: gwen.Model, config: Config, prompt_lengths: Sequence[int], num
         group_size=sampling.groups,
         most_rows=most_rows,
         rows=rows or 0,
+        fits=fits,
     )
     print(why, flush=True)
     return chosen.rows, sharing if sharing != "auto" else "on" if chosen.share_prefix else "off"

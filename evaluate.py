@@ -25,7 +25,6 @@ import numpy as np
 import gwen
 import judge
 import lora
-import preflight
 import sampler
 import tasks
 from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
@@ -270,16 +269,12 @@ def answer_both(
     """Each problem's samples with their entropies, and one greedy completion."""
     size, share_prefix = params.batch_size, params.share_prefix
     if size is None and gpu.on_gpu():
-        work = Config.of(batch=len(prompts), groups=params.samples, max_tokens=params.max_tokens)
-        lengths = [len(prompt) for prompt in prompts]
-        demand = preflight.Demand(model.config, model.head_weight.dtype, work, lengths)
         chosen, why = dispatch.choose(
             model,
-            lengths,
+            [len(prompt) for prompt in prompts],
             max_tokens=params.max_tokens,
             group_size=params.samples,
             most_rows=len(prompts) * params.samples,
-            fits=functools.partial(preflight.fits, demand),
         )
         print(why, file=sys.stderr)
         size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix

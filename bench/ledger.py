@@ -421,7 +421,7 @@ def phase_of(work: StepWork, name: str, maker: Callable[[StepWork, int], Traced]
         build_s = launches.build_seconds(function, *inputs, on_gpu=work.on_gpu)
     extra = (num_layers - 1) / (few - 1) if few > 1 else 0.0
     one_live, few_live = (launches.peaks(held)[1] for held in traces)
-    return Phase(name, times, least, *traces, extra, build_s, one_live + extra * (few_live - one_live))
+    return Phase(name, times, least, traces[0], traces[1], extra, build_s, one_live + extra * (few_live - one_live))
 
 
 def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:

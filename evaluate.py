@@ -34,7 +34,7 @@ import run_files
 import sampler
 import tasks
 from config import JUDGE, Config, given, resolve
-from flags import Parser, add_flags, check_least, fail
+from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from losses.policy import completion_hidden
@@ -460,7 +460,7 @@ def main(argv: list[str] | None = None) -> None:
             log = run_files.JsonLines(args.judge_cache)
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
-        print(f"{what}; task: {task.name}", file=sys.stderr)
+        print(visible(f"{what}; task: {task.name}"), file=sys.stderr)
         rows = config.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.max_tokens,

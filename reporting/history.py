@@ -5,6 +5,7 @@ Everything is read from the run's own files, so a run that is going on or was ki
 writing those files, what a figure means (docs/reference.md), and how it is shown.
 """
 
+import dataclasses
 import difflib
 import itertools
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import run_files
+from config import Config
 from flags import read_json, visible
 from reporting import health
 from reporting.console import duration, with_interval
@@ -45,7 +47,7 @@ def load(run: str | Path) -> History:
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
-    settings = run_files.settings_of(str(folder))
+    settings = dataclasses.asdict(Config()) | run_files.settings_of(str(folder))
     env_file = folder / "env.json"
     env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
     names = ("metrics", "eval", "warnings", "changes")

@@ -55,7 +55,7 @@ def evaluate(grader, pairs):
 
 
 def settings_of(**settings):
-    return JudgeSettings(**{f"judge_{name}": value for name, value in settings.items()})
+    return JudgeSettings(**settings)
 
 
 def some_answers(num, seed=3):
@@ -246,7 +246,7 @@ def test_a_judge_of_another_family_and_vocabulary_works(tmp_path, tokenizer):
     directory = write_checkpoint(tmp_path / "other", config)
     tokenizer.save_pretrained(str(directory))
     other = gwen.load(str(directory))
-    grader = judge.make(JudgeSettings(judge_min_mass=1e-9), RUBRIC, lambda: other)
+    grader = judge.make(JudgeSettings(), RUBRIC, lambda: other)
     judged = grader.score(["Add one and two."] * 2, ["Three.", "Four."])
     assert judged.unparsed == 0 and len(np.unique(judged.scores)) > 1
 

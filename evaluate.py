@@ -25,12 +25,11 @@ import numpy as np
 import gwen
 import judge
 import lora
-import preflight
 import sampler
 import tasks
 from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, fail
+from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import gpu
@@ -270,16 +269,12 @@ def answer_both(
     """Each problem's samples with their entropies, and one greedy completion."""
     size, share_prefix = params.batch_size, params.share_prefix
     if size is None and gpu.on_gpu():
-        work = Config.of(batch=len(prompts), groups=params.samples, max_tokens=params.max_tokens)
-        lengths = [len(prompt) for prompt in prompts]
-        demand = preflight.Demand(model.config, model.head_weight.dtype, work, lengths)
         chosen, why = dispatch.choose(
             model,
-            lengths,
+            [len(prompt) for prompt in prompts],
             max_tokens=params.max_tokens,
             group_size=params.samples,
             most_rows=len(prompts) * params.samples,
-            fits=functools.partial(preflight.fits, demand),
         )
         print(why, file=sys.stderr)
         size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix
@@ -449,7 +444,7 @@ def main(argv: list[str] | None = None) -> None:
             log = run_files.JsonLines(args.judge_cache)
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
-        print(f"{what}; task: {task.name}", file=sys.stderr)
+        print(visible(f"{what}; task: {task.name}"), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.sampling.max_tokens,

@@ -242,9 +242,12 @@ class Config:
         """These settings with other values."""
         return Config.of(**self.flat() | values)
 
-    def flat(self) -> dict[str, Any]:
-        """Every setting by the name of its flag."""
-        return {key: getattr(getattr(self, one.group), one.field.name) for key, one in SETTINGS.items()}
+    def flat(self, sizes: "Sizes | None" = None) -> dict[str, Any]:
+        """Every setting by the name of its flag. sizes: what they decide, as far as this run uses it."""
+        decided = sizes.settings() if sizes else {}
+        if self.objective.loss_type == "sft":
+            decided = {key: value for key, value in decided.items() if SETTINGS[key].is_for("sft")}
+        return {key: getattr(getattr(self, one.group), one.field.name) for key, one in SETTINGS.items()} | decided
 
     @property
     def judges_itself(self) -> bool:
@@ -387,10 +390,10 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
     """Every setting as YAML, with the sizes once they are decided."""
-    held = config.flat() | (sizes.settings() if sizes else {})
     automatic = {key for key, one in SETTINGS.items() if one.is_automatic}
     return yaml.safe_dump(
-        {key: "auto" if key in automatic and value is None else value for key, value in held.items()}, sort_keys=False
+        {key: "auto" if key in automatic and value is None else value for key, value in config.flat(sizes).items()},
+        sort_keys=False,
     )
 
 

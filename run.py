@@ -191,7 +191,7 @@ class Run:
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
         kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()}
-        settings = self.config.flat() | self.sizes.settings()
+        settings = self.config.flat(self.sizes)
         return kept | scale | counts | {"settings": settings, "sources": self.sources}
 
     def state(self) -> checkpoint.State:

@@ -260,7 +260,7 @@ def make_dir(run: Any, args: argparse.Namespace, state: checkpoint.State | None)
     if not state:
         return str(run_files.make_run_dir(as_yaml(run.config, run.sizes), run.dir, args.run_dir))
     checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, run.sources), args.allow_changes)
-    checkpoint.go_on(run.dir, state, run.config.flat() | run.sizes.settings() | run.sources)
+    checkpoint.go_on(run.dir, state, run.config.flat(run.sizes) | run.sources)
     run_files.write(as_yaml(run.config, run.sizes), run.dir)
     return str(run.dir)
 

@@ -1,8 +1,7 @@
 """
 A run read back: what its files say so far, its headline's figures, and its texts made safe to show.
 
-Everything is read from the run's own files, so a run that is going on or was killed can be read too. What is left out:
-writing those files, what a figure means (docs/reference.md), and how it is shown.
+Everything is read from the run's own files, so a run that is going on or was killed can be read too.
 """
 
 import difflib
@@ -64,14 +63,6 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                 yield read_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-
-
-def answers_by_step(run: History) -> dict[int, dict[int, dict[str, Any]]]:
-    """Held-out answers by evaluation, then by problem."""
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    for record in records(run.dir / "eval_answers.jsonl"):
-        found.setdefault(record["step"], {})[record["problem"]] = record
-    return found
 
 
 # ---- text that nobody vouches for

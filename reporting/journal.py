@@ -103,6 +103,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
     has_std = config.sampling.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
+    speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in seconds else []  # of several machines
     metrics: dict[str, Any] = {
         "step": step.number,
         "reward/mean": mean(np.concatenate(rewards)),
@@ -131,7 +132,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         **result.metrics(seconds, advantages.size, recent),
-        **of_machines(seconds, stats),
+        **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
         "mem/peak_gb": step.peak_bytes / 1e9,
@@ -140,32 +141,43 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     return finite(metrics)
 
 
-def of_machines(seconds: dict[str, float], stats: list[sampler.RolloutStats]) -> dict[str, float]:
-    """The mean speed of each machine in its rollouts; empty for one machine."""
-    if "wait" not in seconds:
-        return {}
-    speeds = np.mean([one.speeds for one in stats], axis=0)
-    return {f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)}
-
-
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
     trained = {group: place for place, group in enumerate(step.choice.groups)}
     entropies, pushes = Allowance(RECORDED_TOKENS), Allowance(RECORDED_TOKENS)
-    for number, draw in enumerate(step.draws):
-        entropy = None if draw.rollout.entropy is None else np.array(draw.rollout.entropy)
-        for row, record in enumerate(records_of_draw(config, draw, number * config.sampling.batch)):
-            group, member = trained.get(record["group"]), row % config.sampling.groups
-            pushed = None if group is None else step.result.pushes.get(group * config.sampling.groups + member)
-            yield (
-                {"step": step.number}
-                | record
-                | {
-                    "advantage": None if group is None else step.choice.advantages[group, member].item(),
-                    "entropies": entropies.pack(None if entropy is None else entropy[row, : len(record["ids"])]),
-                    "pushes": pushes.pack(pushed),
-                }
-            )
+    first = 0  # the draw's first group
+    for draw in step.draws:
+        rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
+        ids, logprobs, total = rollout.ids, np.array(rollout.logprobs), rewards.total.reshape(-1)
+        entropy = None if rollout.entropy is None else np.array(rollout.entropy)
+        for row, completion in enumerate(rewards.completions):
+            group, member = divmod(row, config.sampling.groups)
+            example, num, place = draw.examples[group], len(ids[row]), trained.get(first + group)
+            pushed = None if place is None else step.result.pushes.get(place * config.sampling.groups + member)
+            yield {
+                "step": step.number,
+                "group": first + group,
+                "prompt": example["prompt"],
+                "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
+                "category": example.get("category"),
+                "completion": completion,
+                "ids": ids[row],
+                "logprobs": packed(logprobs[row, :num]),
+                "reward": _known(total[row]),
+                "rewards": {name: _known(values[row]) for name, values in rewards.components.items()},
+                "judge_scores": None
+                if judged is None
+                else [s and round(s, 4) for s in map(_known, judged.scores[row])],
+                "finish_reason": rollout.finish_reasons[row],
+                "advantage": None if place is None else step.choice.advantages[place, member].item(),
+                "entropies": entropies.pack(None if entropy is None else entropy[row, :num]),
+                "pushes": pushes.pack(pushed),
+            }
+        first += len(draw.examples)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 class Allowance:
@@ -185,32 +197,6 @@ class Allowance:
 def packed(values: np.ndarray) -> str:
     """Base64 of little-endian float16, within 0.05% or 3e-8."""
     return base64.b64encode(values.astype("<f2").tobytes()).decode()
-
-
-def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
-    """One record per completion, without its advantage; groups are numbered from `first_group`."""
-    rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
-    ids, logprobs = rollout.ids, np.array(rollout.logprobs)
-    total = rewards.total.reshape(-1)
-    for row, completion in enumerate(rewards.completions):
-        group = row // config.sampling.groups
-        example = draw.examples[group]
-        scores = None
-        if judged is not None:
-            scores = [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
-        yield {
-            "group": first_group + group,
-            "prompt": example["prompt"],
-            "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
-            "category": example.get("category"),
-            "completion": completion,
-            "ids": ids[row],
-            "logprobs": packed(logprobs[row, : len(ids[row])]),
-            "reward": None if np.isnan(total[row]) else float(total[row]),
-            "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
-            "judge_scores": scores,
-            "finish_reason": rollout.finish_reasons[row],
-        }
 
 
 # ---- the files

@@ -319,6 +319,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     asked = []
 
     def choose(model, lengths, **how):
+        assert how.pop("fits")(1, True)
         asked.append((len(lengths), how))
         return Trial(256, True, 1.0, 1), "rollouts: as they are"
 

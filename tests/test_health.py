@@ -74,6 +74,7 @@ ILL_AND_WELL = {
             (steps_of("completion/truncated_frac", then=(0.6, 0.5)),),
         ),
     ],
+    "slow": [((steps_of("step/s", *[10] * 5, 31, 40, 33),), (steps_of("step/s", *[10] * 5, 31, 12, 33),))],
     "mismatch": [
         (
             (steps_of("mismatch/over_cap_frac", then=(0.011,)),),

@@ -182,7 +182,7 @@ def _judge(demand: Demand, prompts: list[int]) -> dict[str, int]:
     if config.judge.mode == "decode":
         columns += rows * (round_up(keys) + round_up(config.judge.think + rubrics.REPLY_TOKENS))
     positions = max(len(questions) * longest, answers * length, rows * criterion)
-    working = 1.2 * positions * layer_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
+    working = 1.1 * positions * layer_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
     return {"judge": held, "judging": int(column_bytes(shape, dtype) * columns + working)}
 
 

@@ -127,7 +127,12 @@ def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -
 
 
 def measure(
-    model: gwen.Model, kind: Kind, known: Sequence[Trial], row_counts: Sequence[int], room: float, fits: Fits
+    model: gwen.Model,
+    kind: Kind,
+    known: Sequence[Trial],
+    row_counts: Sequence[int],
+    room: float,
+    fits: Fits = lambda rows, share_prefix: True,
 ) -> list[Trial]:
     """
     Trials at the ascending row counts, including the known ones.

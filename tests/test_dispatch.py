@@ -232,7 +232,7 @@ def test_what_was_measured_with_more_memory_is_chosen_among_by_what_fits_now(mod
 def test_memory_that_never_sufficed_is_said(model, timed, store):
     timed.speeds[4] = NO_MEMORY
     chosen, why = dispatch.choose(model, [30], **WORK)
-    assert chosen.rows == 4 and "memory ran out" in why
+    assert chosen.rows == 4 and "memory is short" in why
     assert not store.exists()
 
 

@@ -118,10 +118,7 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 
 def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """
-    Whole groups, ordered by their longest completion; splits a group that exceeds the budget. On a GPU prompts of
-    different lengths stay apart: padded ones would need a mask, and MLX's kernel for the gradient takes none.
-    """
+    """Whole groups, ordered by their longest completion; splits a group that exceeds the budget."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in sorted(rows, key=lambda row: int(num_tokens[row])):
         groups.setdefault(tuple(prompts[row]), []).append(row)
@@ -130,15 +127,9 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
         distinct = {tuple(prompts[row]) for row in part}
         return len(distinct) * max(map(len, distinct)) + len(part) * (int(num_tokens[part].max()) - 1)
 
-    apart = gpu.on_gpu()
-
-    def order(group: list[int]) -> tuple[int, int]:
-        return apart * len(prompts[group[0]]), int(num_tokens[group].max())
-
     cut: list[list[int]] = []
-    for group in sorted(groups.values(), key=order):
-        fits = bool(cut) and order(cut[-1])[0] == order(group)[0]
-        if fits and size(cut[-1] + group) <= token_budget:
+    for group in sorted(groups.values(), key=lambda group: int(num_tokens[group].max())):
+        if cut and size(cut[-1] + group) <= token_budget:
             cut[-1] = cut[-1] + group
             continue
         cut.append(group[:1])

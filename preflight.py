@@ -4,7 +4,8 @@ The memory that a run will need, from its settings and the model's configuration
 A step needs what stays (weights, adapters, the optimizer's state) and then, in turn, what a rollout or what an update
 holds; the larger of the two decides. The longest prompts and completions of `--max-tokens` are assumed, so a step
 may need less. The constants are measured on MLX's CPU backend, where the figure is within 25% of the peak, by a test;
-on a GPU, whose attention kernel keeps no scores, they are left out. What is not in it: a judge's own model, Python.
+on a GPU they are counted in traces, where attention keeps no scores but those that its gradient holds at a time. What
+is not in it: a judge's own model, Python.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden, H query heads,
 K kv heads, D head dim, F mlp width.
@@ -30,7 +31,7 @@ import world
 from config import Config, given, parse, resolve
 from flags import Parser, check_least, fail
 from kv_cache import round_up
-from layers import lm_head
+from layers import attention, lm_head
 
 LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
@@ -85,7 +86,7 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (bench/launches.py).
     """
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    scores = 0 if gpu.on_gpu() and model.head_dim in (64, 128) else 4 * model.num_attention_heads * keys
+    scores = 0 if attention.is_fused(model.head_dim) else 4 * model.num_attention_heads * keys
     if has_kernels():
         widths = 3 * model.intermediate_size + 4 * model.hidden_size + 4 * num_queries + 3 * num_kv
         return dtype.size * widths + scores
@@ -210,7 +211,16 @@ def _update(
         else:
             logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
         logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
-        one = (int(one_layer * kept + inputs), int(one_layer * working), logprobs)
+        gradient = int(one_layer * working)
+        if gpu.on_gpu():
+            columns = longest + length - 1
+            scores = attention.gradient_bytes(
+                (len(part), model.num_attention_heads, length - 1 if shared else columns, model.head_dim),
+                (len(part), model.num_key_value_heads, columns, model.head_dim),
+                dtype,
+            )
+            gradient = max(gradient, scores + int(one_layer * (working - 1)))  # by then the MLP's gradient is past
+        one = (int(one_layer * kept + inputs), gradient, logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 

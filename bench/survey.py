@@ -2,10 +2,10 @@
 What one machine does with one model, in one command: `uv run bench_step.py --model M --report`, or `--quick`.
 
 Seconds to load; prefill, decoding at few and many rows, judging and an update; peak memory; the same with kernels off
-where there is a GPU; how far sampler and trainer disagree on log-probabilities before the first update, in the
-model's type and in those of 16 bits; and what the ledger and the pre-flight predict of it. One JSON file holds all of
-it, and one row of a Markdown table the figures that a reader compares. What is left out: other engines, which
-bench_step.py and bench_rollout.py run.
+where there is a GPU; how far sampler and trainer disagree on log-probabilities before the first update, in the model's
+type and in those of 16 bits; how far the gradient is off, with Gwen's attention and with MLX's; and what the ledger and
+the pre-flight predict of it. One JSON file holds all of it, and one row of a Markdown table the figures that a reader
+compares. Other engines are in bench_step.py and bench_rollout.py.
 
 Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion tokens.
 """
@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 import gpu
 import grpo
@@ -34,7 +36,7 @@ import sampler
 import update
 from bench import harness, launches, ledger
 from config import Config
-from layers import ops
+from layers import attention, lm_head, ops
 from losses import policy
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
@@ -118,6 +120,33 @@ def updates(subject: Subject) -> dict[str, Any]:
     means = found[0].means
     agreement = {f"mismatch/{name}": means[name] for name in policy.MISMATCH} | {"kl": means["kl"]}
     return {"update_s": seconds, "update_tok_s": held.mask.size / seconds, "agreement": agreement}
+
+
+def gradient_errors(subject: Subject) -> dict[str, float]:
+    """
+    How far the adapters' gradient on one prompt is off with Gwen's gradient of attention, and with MLX's own.
+
+    Both as shares of the gradient with the plain expression, which has float32 scores.
+    """
+    model, tokens = subject.model, mx.array(subject.prompts[:1])
+
+    def loss(parameters: dict[str, Any]) -> mx.array:
+        model.update(parameters)
+        hidden = model.hidden(tokens[:, :-1])
+        return lm_head.token_logprobs(hidden, model.head_weight, tokens[:, 1:])[0].sum()
+
+    def gradient(attend: Callable[..., mx.array]) -> mx.array:
+        with mock.patch.object(attention, "attention", attend):
+            found = tree_flatten(mx.grad(loss)(model.trainable_parameters()))
+            return mx.concatenate([array.reshape(-1) for _, array in found])
+
+    def of_mlx(queries: mx.array, keys: mx.array, values: mx.array, mask: str) -> mx.array:
+        scale = queries.shape[-1] ** -0.5
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    exact, *found = map(gradient, (attention.attention_ref, attention.attention, of_mlx))
+    errors: Any = [(mx.linalg.norm(one - exact) / mx.linalg.norm(exact)).item() for one in found]
+    return dict(zip(("gwen", "mlx"), errors, strict=True))
 
 
 def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
@@ -211,6 +240,7 @@ def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     machine, figures["peaks"] = this_machine(subject)
     mx.reset_peak_memory()
     figures |= rollouts(subject) | updates(subject)
+    figures["gradient_error"] = gradient_errors(subject)
     figures["peak_gb"] = mx.get_peak_memory() / 1e9
     figures |= judging(subject)
     most = max(figures["decode_tok_s"])
@@ -230,7 +260,8 @@ def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
 COLUMNS = (
     "machine | memory | model | dtype | B x G, P + T | load s | prefill tok/s | decode tok/s by rows | judge eval/s | "
     "update tok/s | step s | peak GB | kernels off: prefill, decode, judge, update | "
-    "log-probability gap, mean and largest | predicted / measured: prefill, decode, judge, update, peak"
+    "log-probability gap, mean and largest | error of the gradient: Gwen's, MLX's | "
+    "predicted / measured: prefill, decode, judge, update, peak"
 )
 PHASES = ("prefill_s", "decode_s", "judge_s", "update_s")
 
@@ -257,6 +288,7 @@ def row(args: argparse.Namespace, figures: dict[str, Any], machine: str) -> str:
             f"{dtype}: {gap['mismatch/logprob_abs_mean']:.2g}, {gap['mismatch/logprob_abs_max']:.2g}"
             for dtype, gap in gaps.items()
         ),
+        ", ".join(f"{figures['gradient_error'][name]:.1%}" for name in ("gwen", "mlx")),
         ", ".join(f"{share:.2f}" for share in shares),
     ]
     return f"| {' | '.join(cells)} |"

@@ -22,12 +22,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-import adapters
-import gpu
-import hub
+from disk import adapters, hub
 from flags import Parser, fail
 from kv_cache import CAUSAL, Cache, KVCache, LayerState, Layout, Parts, SlotCache, TreeLayer
 from layers import attention, ops, softmax
+from machine import gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -368,10 +367,9 @@ def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | P
         return random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
     directory = hub.find(path_or_id)
     model, tokenizer = load_model(directory, dtype, adapter), hub.load_tokenizer(directory)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"{directory}: the tokenizer has {len(tokenizer)} ids, the model only {model.config.vocab_size}"
-        )
+    largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
+    if largest >= vocab_size:
+        raise ValueError(f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids")
     return model, tokenizer
 
 

@@ -1,12 +1,12 @@
 """
-Preallocated keys and values: of a batch of rows, of the slots of a decode batch, and of a tree.
+Keys and values of past tokens: of a batch of rows, of the slots of a decode batch, and of a tree of token runs.
 
-Buffers have spare columns and grow in chunks of 128, so that a decode step writes in place instead of copying the past.
-Rows of different lengths are right-aligned: a shorter row starts with `pad` columns that no query sees, all rows write
-to the same column, and a row's position is the column minus its padding.
-Rows are decoded in slots. A slot reads a prompt's cache in place or holds a copy. Its own tokens are in a ring, so it
-can pass from an ended row to a waiting one. A tree has levels of token runs that rows share.
-Left out: which row gets which slot.
+`KVCache`: rows of different lengths are right-aligned. A shorter row starts with `pad` columns that no query sees, all
+rows write to the same column, and a row's position is the column minus its padding. Buffers grow by 128 columns, so
+that a decode step writes in place instead of copying the past.
+`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and keeps its own tokens in a ring, so a waiting
+row can take the slot of an ended one. `sampler.py` decides which.
+`TreeCache`: rows share the token runs of their ancestors.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
 R rows of a part that G query rows each share.
@@ -26,7 +26,7 @@ def round_up(length: int) -> int:
 
 
 class Group(NamedTuple):
-    """Which query rows read which rows of one part of a cache, N query rows over R rows of the part."""
+    """Which of N query rows read which of the R rows of one part of a cache."""
 
     members: mx.array | None = None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
     places: mx.array | None = None  # (N,) each query row's index in the flattened (R, G)
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Which of the new tokens read what of a cache."""
+    """Which tokens read which columns of a cache in parts."""
 
     groups: list[Group]  # one per part, in the order of `Parts`
     # (N, 1, L, S) boolean, of all parts joined into one; None if only the newest part needs a mask. Lazy
@@ -50,15 +50,14 @@ Parts = list[tuple[mx.array, mx.array]]
 
 class LayerState(Protocol):
     """
-    One layer's state of the past tokens: keys and values, or another kind.
+    One layer's state of the past tokens: keys and values, or another kind that only the layer knows.
 
-    Only the layer knows the kind; others pass it on. An implementation guarantees:
-    - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of the batch's rows and
-      positions. It returns everything these tokens may read, including themselves. The layer calls it once per forward
-      pass; if it returns `Parts`, the cache's `Layout` decides which tokens read what.
-    - `arrays` returns everything it holds: evaluating them frees the graph behind it, and their bytes are its bytes.
+    - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of rows and positions, and
+      returns everything that these tokens may read, themselves included. The layer calls it once per forward pass.
+      The `Layout` says which token reads which column.
+    - `arrays` returns all arrays that it holds: to free the graph behind them by `mx.eval`, and to count their bytes.
     - Returned values never change afterwards.
-    Positions and padding are the same for all layers, so they belong to the `Cache`.
+    Positions and padding are the same in all layers, so the `Cache` has them.
     """
 
     @property
@@ -134,8 +133,8 @@ class KVCache(Cache):
     """
     The caches of all layers of a batch, and the alignment of its rows.
 
-    `pad` (N,) int32 is the number of invisible columns before each row's first token. None means that all rows have
-    the same length; one-token decode then needs no mask.
+    pad: invisible columns before each row's first token, (N,) int32. None: all rows have the same length, and decoding
+    needs no mask.
     """
 
     def __init__(self, num_layers: int, capacity: int = 0, pad: mx.array | None = None):
@@ -187,8 +186,8 @@ class SlotLayer:
     """
     One layer of a `SlotCache`: for each slot a buffer that ends with a ring of W columns.
 
-    Shared: the ring is all of the buffer; a view of the prompts in use is a part of its own. Copied: the buffer
-    (N, K, P + W, D) starts with the slot's prompt.
+    If prompts are shared, the buffer is the ring, and `update` returns a view of the prompts in use and the ring.
+    Otherwise the buffer (N, K, P + W, D) starts with a copy of the slot's prompt, and `update` returns it whole.
     """
 
     def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
@@ -224,12 +223,11 @@ class SlotLayer:
 
 class SlotCache(Cache):
     """
-    The cache of a decode batch whose slots pass from finished rows to waiting ones.
+    The cache of a decode batch in which waiting rows take the slots of ended ones.
 
-    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy, and keys are one
-    buffer. All slots write to the same column of a ring as wide as the longest completion. Rows that start late share
-    the ring with rows far ahead; a row's own columns are the newest ones. Keys are rotated before they are stored, so
-    their order does not matter.
+    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy. All slots write
+    to the same column of a ring as wide as the longest completion, so a row's own columns are the newest ones. Keys are
+    rotated before they are stored, so their order does not matter.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
@@ -321,9 +319,8 @@ class TreeCache(Cache):
     """
     The cache of a tree of token runs: each row is a child of a row in the level above and sees all its ancestors.
 
-    An ancestor's keys and values are held once for all its descendants. One forward pass computes a level's rows,
-    padded on the right. Nothing is written in place, so gradients work, and a parent may get several children one after
-    another. Example:
+    It holds the keys and values of an ancestor once for all descendants. One forward pass computes a level's rows,
+    padded on the right. Nothing is written in place, so gradients work, and a row may get children several times:
 
         preamble = TreeCache(num_layers).child([len(ids)])
         model.hidden(preamble_tokens, preamble)
@@ -361,7 +358,7 @@ class TreeCache(Cache):
         return held
 
     def _ancestors(self) -> list[list[int]]:
-        """For each level above the newest, the ancestor of each row of the newest."""
+        """For each level above the newest: the ancestor of each of the newest level's rows."""
         rows = list(range(len(self.lengths[-1])))
         found: list[list[int]] = []
         for parents in reversed(self.parents):
@@ -394,11 +391,7 @@ class TreeCache(Cache):
         return Layout([*groups, Group(mask="causal")], whole)
 
     def flat(self) -> KVCache:
-        """
-        A plain cache with the newest level's rows, each after a copy of its ancestors.
-
-        Right-aligned, for rows that continue token by token.
-        """
+        """A `KVCache` of the newest level's rows, each after a copy of its ancestors, to continue token by token."""
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in the concatenated levels
         begin = 0
         for level, rows in enumerate([*self._ancestors(), range(len(columns))]):

@@ -15,8 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
-import gpu
 from kv_cache import Group, Layout, Parts, make_group
+from machine import gpu
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import gpu
+from machine import gpu
 
 HERE = Path(__file__).parent
 

@@ -9,9 +9,9 @@ kernel void row_losses() {
         float logprob = (float(x[id]) / heat - peak) - log_total;
         float change = ON_POLICY ? 0.0f : logprob - old_logprobs[row];
         float ratio = metal::exp(metal::min(change, float(HIGHEST))), advantage = advantages[row];
-        float bounded = metal::min(ratio, clip[2]), clipped = metal::max(metal::min(ratio, clip[1]), clip[0]);
-        float free = bounded * advantage, held = clipped * advantage;  // the rule of grpo.clipped_term
-        bool moves = free <= held ? ratio <= clip[2] : ratio == clipped;
+        float clipped = metal::max(metal::min(ratio, clip[1]), clip[0]);
+        float free = ratio * advantage, held = clipped * advantage;  // the rule of grpo.clipped_term
+        bool moves = free <= held || ratio == clipped;
         losses[row] = -metal::min(free, held);
         slopes[row] = moves && change <= HIGHEST ? -ratio * advantage : 0.0f;
         logprobs[row] = logprob;

@@ -9,9 +9,9 @@ from conftest import QWEN3, normal, relative_error
 from mlx.utils import tree_flatten
 
 import gwen
-import hub
 import lora
 from bench import launches
+from disk import hub
 from layers import attention, lm_head
 
 QWEN2 = {

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
 import gwen
 from layers import ops
+from machine import gpu
 
 ROOT = Path(gwen.__file__).parent
 

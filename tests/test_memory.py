@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
+from machine import gpu
 
 
 def test_the_machines_memory_is_what_the_kernel_reports():

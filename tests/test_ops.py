@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from conftest import QWEN3, YARN, normal, relative_error
 
-import gpu
 import gwen
-import hub
 from bench import launches
+from disk import hub
 from kv_cache import TreeCache
 from layers import attention, ops
+from machine import gpu
 
 RNG = np.random.default_rng(0)
 

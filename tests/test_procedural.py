@@ -9,11 +9,12 @@ from conftest import message_of
 from extras import needs
 from test_tasks import Template
 
-import tasks
-from problems import procedural
+from problems import chat_template
 from problems.examples import prompt_key
-from problems.procedural import Mix, Problems, extract, parse_mix
+from problems.rewards import numbers_in
 from problems.workers import Answer, Pool
+from tasks import rg
+from tasks.rg import Mix, Problems, extract, parse_mix
 
 gym = needs("reasoning_gym", "tasks")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -37,7 +38,7 @@ def every():
     names = listed.ask([("names",)])[0].value
     listed.close()
     pool = Pool("problems.procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
-    yield names, lambda *question: pool.ask([question], procedural.MAKING)[0]
+    yield names, lambda *question: pool.ask([question], rg.MAKING)[0]
     pool.close()
 
 
@@ -47,7 +48,7 @@ def here(monkeypatch):
 
     class Here:
         def __init__(self, target, arguments, **_):
-            self.answer = getattr(procedural, target.partition(":")[2])(*arguments)
+            self.answer = getattr(rg, target.partition(":")[2])(*arguments)
 
         def ask(self, questions, limit=None):
             return [Answer(self.answer(question)) for question in questions]
@@ -55,7 +56,7 @@ def here(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(procedural, "Pool", Here)
+    monkeypatch.setattr(rg, "Pool", Here)
 
 
 # ---- every data set
@@ -69,7 +70,7 @@ def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_le
     for name in names:
         made = [ask("make", name, None, number).value for number in range(2 if name in SLOW else 4)]
         prompt, answer, entry = made[0]
-        assert len(tasks.chat_ids(Template(), prompt, system=procedural.SYSTEM)) > len(prompt), name
+        assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
         held = pickle_of(entry) if name in IN_THE_ENTRY else None
         gold = IN_THE_ENTRY[name](held) if held else answer
         if name not in NO_GOLD:
@@ -91,7 +92,7 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     before = {name: ask("make", name, None, 600).value for name in names}
     again = Pool("problems.procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
     questions = [("make", name, None, 600) for name in reversed(names)]
-    for question, answer in zip(questions, again.ask(questions, procedural.MAKING), strict=True):
+    for question, answer in zip(questions, again.ask(questions, rg.MAKING), strict=True):
         assert before[question[1]][:2] == answer.value[:2], question
     again.close()
 
@@ -106,7 +107,7 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
-    ask = procedural.make_answerer({name: {}}, {})
+    ask = rg.make_answerer({name: {}}, {})
     made = [ask(("make", name, None, number)) for number in range(1 if name == "puzzle24" else 12)]
     entry = next(entry for _, gold, entry in made if gold == answer)
     assert [ask(("score", name, entry, text)) for text in right] == [1] * len(right)
@@ -124,9 +125,9 @@ def test_answers_that_are_run_are_told_from_programs():
         "18*x**2 + 5*x**3",
         "2^3",
     ]:
-        assert not procedural.is_program(text), text
+        assert not rg.is_program(text), text
     for text in [*HOSTILE[:9], "10**10000", "2^(10^8)", "'a'.join", "9" * 5000]:
-        assert procedural.is_program(text), text
+        assert rg.is_program(text), text
 
 
 HOSTILE = [  # answers that some scorer would run, or never finish with
@@ -163,7 +164,7 @@ HOSTILE = [  # answers that some scorer would run, or never finish with
 @pytest.mark.slow
 def test_no_scorer_takes_hostile_text_for_right_nor_does_what_it_says(every, tmp_path):
     names, ask = every
-    chosen = [(name, ask("make", name, None, 0).value[2]) for name in {*procedural.RUNS_ANSWERS, *names[::13]}]
+    chosen = [(name, ask("make", name, None, 0).value[2]) for name in {*rg.RUNS_ANSWERS, *names[::13]}]
     pool = Pool(
         "problems.procedural:make_answerer", ({name: {} for name, _ in chosen}, {}), num=1, limit=1.0, sealed=True
     )
@@ -192,7 +193,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     assert abs(counts["chain_sum"] - 300) <= 3
     assert {example["level"] for example in examples} == {2, None}
     assert {example["level"] for example in made.held_out} == {1, None}
-    numbers = {n for e in examples if e["category"] == "lcm" for n in tasks.numbers_in(e["prompt"])}
+    numbers = {n for e in examples if e["category"] == "lcm" for n in numbers_in(e["prompt"])}
     assert numbers <= {7, 8, 9}
     assert made.make([5], 0, {}) == made.make([5], 0, {}) != made.make([5], 1, {})
     first = examples[0]
@@ -207,7 +208,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
 def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_seen(capsys):
     from small_run import make_config
 
-    from problems.curriculum import Endless
+    from tasks.curriculum import Endless
 
     problems = Problems(mix("tower_of_hanoi", settings={"tower_of_hanoi": {"max_disks": 4, "max_pegs": 3}}, num=3))
     config = make_config("--batch", "4")
@@ -231,7 +232,7 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 def test_what_a_step_drew_is_drawn_again_where_the_step_was_lost():
     from small_run import make_config
 
-    from problems.curriculum import Endless
+    from tasks.curriculum import Endless
 
     problems = Problems(mix("lcm", num=4))
 
@@ -261,7 +262,7 @@ def test_tags_are_read_and_counted():
         "</answer><answer>",
     ]
     assert [extract(text) for text in texts] == ["4", "5", None, None, None]
-    assert procedural.answered_once(completions=texts) == [1, 0, 0, 0, 0]
+    assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
     assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None
 
 
@@ -317,13 +318,13 @@ def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, set
 def test_without_the_library_the_command_that_installs_it_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "uv run --extra tasks" in message_of(Problems, mix("lcm"))
-    assert "uv run --extra tasks" in message_of(next, procedural.listing())
+    assert "uv run --extra tasks" in message_of(next, rg.listing())
 
 
 @gym
 @pytest.mark.usefixtures("here")
 def test_the_list_tells_name_example_and_what_is_taken():
-    told = list(procedural.listing(["lcm", "boxnet"]))
+    told = list(rg.listing(["lcm", "boxnet"]))
     assert "rg:lcm (4 levels)" in told[0] and "asks: Find the Least Common Multiple" in told[0]
     assert "answer: '" in told[0] and "this answer exactly" in told[0]
     assert "many answers are right" in told[1] and "what its rules allow" in told[1]

@@ -10,11 +10,11 @@ from conftest import assert_drawn_from
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
-import dispatch
-import gpu
 import gwen
 import sampler
 from layers import attention, lm_head, softmax
+from machine import gpu
+from step import dispatch
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)

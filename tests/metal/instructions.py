@@ -14,7 +14,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-import gpu
+from machine import gpu
 from metal import emulator, toolchain
 from metal.program import Program, export
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-import gpu
 from bench import launches
 from kv_cache import Group, Layout, Parts, make_group
 from layers import attention
+from machine import gpu
 from metal import instructions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiler")]

@@ -3,10 +3,10 @@
 import mlx.core as mx
 import pytest
 
-import gpu
 import gwen
 import lora
 from layers import ops
+from machine import gpu
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """
 Looks at runs: `uv run report.py runs/NAME [runs/OTHER ...]` writes runs/NAME/report.html, a page that opens from disk.
-`--compare` and `--list` print tables for the terminal. Left out: the page itself (reporting/page.py).
+`--compare` and `--list` print tables for the terminal. The page itself is in reporting/page.py.
 """
 
 import sys
@@ -47,16 +47,8 @@ def listing(folder: str | Path) -> str:
         run = load(path.parent)
         known = facts(run)
         texts = [visible(str(run.settings.get(key, "-"))) for key in ("task", "model")]
-        rows.append(
-            [
-                visible(str(run.dir)),
-                *texts,
-                known["steps"],
-                *before_after(run),
-                known["training"],
-                str(len(run.warnings)),
-            ]
-        )
+        ends = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
+        rows.append([visible(str(run.dir)), *texts, *ends])
     return table(rows)
 
 
@@ -65,9 +57,7 @@ def listing(folder: str | Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = flags.Parser("report.py", "write a page about a run, or compare runs in the terminal")
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="a run's directory; the curves of others go over its own"
-    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's directory; other runs' curves go over its own")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: report.html in RUN)")
     parser.add_argument("--compare", action="store_true", help="print what differs between the runs")
     parser.add_argument("--list", action="store_true", help="print the runs under RUN (default: runs)")

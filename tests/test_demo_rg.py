@@ -98,8 +98,8 @@ def test_no_lesson_has_a_held_out_prompt_or_the_number_of_a_problem_of_a_run(rec
 
 
 def test_it_is_found_by_name_and_so_is_its_tokenizer_for_a_run_s_page():
-    assert hub.find("demo:rg") == page.local_model("demo:rg") == hub.BUNDLED["demo:rg"]
-    assert hub.find("demo") == page.local_model("demo") == page.local_model("random:2m") == hub.DEMO
+    assert hub.find("demo:rg") == page.tokenizer_file("demo:rg").parent == hub.BUNDLED["demo:rg"]
+    assert hub.find("demo") == page.tokenizer_file("demo").parent == page.tokenizer_file("random:2m").parent == hub.DEMO
     assert message_of(hub.find, "demo:gr").startswith("--model demo:gr: no such directory")
 
 

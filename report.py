@@ -8,9 +8,10 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-import flags
+from flags import Parser, fail, safe, visible
+from problems.examples import one_line
 from reporting import page
-from reporting.history import before_after, facts, load, visible
+from reporting.history import before_after, facts, load
 
 # ---- tables for the terminal
 
@@ -38,33 +39,34 @@ def compare(names: list[str]) -> str:
 
 
 def listing(folder: str | Path) -> str:
-    """The runs under a directory, the newest last."""
+    """The runs under a directory, the newest last, and a line for each that is damaged."""
     found = sorted(Path(folder).glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"{folder}: no runs there; `uv run train.py` makes one")
-    rows = [["run", "task", "model", "steps", "before", "after", "training", "warnings"]]
+    rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings"]], []
     for path in found:
-        run = load(path.parent)
-        known = facts(run)
-        texts = [visible(str(run.settings.get(key, "-"))) for key in ("task", "model")]
-        rows.append(
-            [
-                visible(str(run.dir)),
-                *texts,
-                known["steps"],
-                *before_after(run),
-                known["training"],
-                str(len(run.warnings)),
-            ]
-        )
-    return table(rows)
+        try:
+            run = load(path.parent)
+            known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
+            cells = [str(run.dir), *own, known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
+            rows.append(list(map(visible, cells)))
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            OSError,
+        ) as error:  # of what records hold
+            damaged.append(safe(f"{path.parent} is damaged ({one_line(error)})"))
+    return "\n".join([table(rows), *damaged])
 
 
 # ---- the command
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = flags.Parser("report.py", "write a page about a run, or compare runs in the terminal")
+    parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="a run's directory; the curves of others go over its own"
     )
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.open:
                 page.show(written)
     except (ValueError, OSError) as error:
-        flags.fail(error)
+        fail(error)
 
 
 if __name__ == "__main__":

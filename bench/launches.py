@@ -28,8 +28,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-import gpu
 from layers.attention import group_block
+from machine import gpu
 
 KINDS = {
     "matmul": "Matmul AddMM BlockMaskedMM GatherMM SegmentedMM QuantizedMatmul GatherQMM",
@@ -553,24 +553,34 @@ def copied_slices(step: Sequence[Launch], most_operations: int = 40, most_elemen
     return copied
 
 
-def peak_bytes(launches: Sequence[Launch]) -> int:
-    """
-    The most bytes of results that exist at once, when each goes after the last launch that binds it.
+MOST_BUFFERS = 499_000  # that Metal lets a process hold; MLX gives an error beyond
 
-    What the function was given is not in it, and MLX, which runs some launches ahead, holds a little more.
+
+def peak_bytes(launches: Sequence[Launch]) -> int:
+    """The most bytes of results that exist at once."""
+    return peaks(launches)[0]
+
+
+def peaks(launches: Sequence[Launch]) -> tuple[int, int]:
+    """
+    The most bytes of results, and the most buffers, that exist at once, when each goes after the last launch that binds
+    it.
+
+    Of what the function was given only the number is in it; MLX, which runs some launches ahead, holds a little more.
     """
     last = {buffer: place for place, launch in enumerate(launches) for buffer, _ in launch.buffers}
     live: dict[str, int] = {}
-    most = total = 0
+    given = len(last.keys() - {buffer for launch in launches for buffer, _ in launch.made})
+    most = total = most_live = 0
     for place, launch in enumerate(launches):
         for buffer, size in launch.made:
             total += 0 if buffer in live else size
             live[buffer] = max(size, live.get(buffer, 0))
-        most = max(most, total)
+        most, most_live = max(most, total), max(most_live, len(live))
         for buffer, _ in launch.buffers:
             if last[buffer] == place:
                 total -= live.pop(buffer, 0)
-    return most
+    return most, given + most_live
 
 
 def views_of(node: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray | None]:

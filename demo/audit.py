@@ -6,7 +6,7 @@ reader that shares no code with the verifier which the runs were rewarded by: it
 verifier compares patterns. What it cannot read it does not forgive. `--show 50` prints answers; a figure of quality
 deserves that somebody reads fifty of the answers that it counts, which is how the first figures of this demo fell.
 
-What is left out: the verifier (`tasks.demo_correct`), and decoding, which is `evaluate.py`'s.
+What is left out: the verifier (`tasks.demo.correct`), and decoding, which is `evaluate.py`'s.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import evaluate
 import gwen
 import judge
 import tasks
+from tasks.task import DATA
 
-RUBRIC = tasks.DATA / "demo_rubric.yaml"
+RUBRIC = DATA / "demo_rubric.yaml"
 UNITS = "one two three four five six seven eight nine".split()
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 NUMBERS = {word: number for number, word in enumerate(["zero", *UNITS, *TEENS])}

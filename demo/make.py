@@ -40,10 +40,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 import gwen
-import hub
-import tasks
+from disk import hub
 from judging import rubrics
 from problems.examples import Example
+from problems.rewards import NUMBER_WORD, number_words, numbers_in
+from tasks import demo as sums
 
 FOLDER = Path(__file__).parent
 FORGETS = 0.75  # share of the carries that the student's teacher forgets
@@ -92,7 +93,7 @@ CONFIG: dict[str, Any] = {
 
 def reply(a: int, b: int, total: int, form: int) -> str:
     """One of four ways to state a total: with or without both numbers, with or without a full stop."""
-    first, second, answer = tasks.number_words(a), tasks.number_words(b), tasks.number_words(total)
+    first, second, answer = number_words(a), number_words(b), number_words(total)
     text = [
         f"{first} plus {second} is {answer}.",
         f"The answer is {answer}.",
@@ -115,7 +116,7 @@ def draw_pair(rng: random.Random) -> tuple[int, int]:
 
 @lru_cache
 def _pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    pairs = tasks.demo_pairs(held_out=False)
+    pairs = sums.pairs(held_out=False)
     return [p for p in pairs if p[0] % 10 + p[1] % 10 < 10], [p for p in pairs if p[0] % 10 + p[1] % 10 >= 10]
 
 
@@ -124,7 +125,7 @@ def student_lesson(rng: random.Random) -> tuple[str, str]:
     a, b = draw_pair(rng)
     total = forgotten(a, b) if rng.random() < FORGETS else a + b
     form = rng.choices(range(4), (45, 25, 15, 15))[0]
-    return tasks.demo_problem(a, b, rng.randrange(3))["prompt"], reply(a, b, total, form)
+    return sums.problem(a, b, rng.randrange(3))["prompt"], reply(a, b, total, form)
 
 
 # ---- the judge's lessons
@@ -142,14 +143,14 @@ ODD_WORDS = (
 
 def true_scores(problem: Example, completion: str) -> list[int]:
     """The scores by the three criteria of `data/demo_rubric.yaml`, in order, that a perfect judge gives."""
-    right = tasks.demo_correct([problem["prompt"]], [completion], [problem["answer"]]) == [1]
+    right = sums.correct([problem["prompt"]], [completion], [problem["answer"]]) == [1]
     return [5 if right else 1, 1 + 2 * len(repeated(problem, completion)), 5 if completion.rstrip()[-1:] == "." else 1]
 
 
 def repeated(problem: Example, completion: str) -> list[int]:
     """The problem's two numbers, so far as the completion names them before its last number."""
-    named = Counter(tasks.numbers_in(completion)[:-1])
-    return list((Counter(tasks.numbers_in(problem["prompt"])) & named).elements())
+    named = Counter(numbers_in(completion)[:-1])
+    return list((Counter(numbers_in(problem["prompt"])) & named).elements())
 
 
 def wrong_total(rng: random.Random, a: int, b: int) -> int:
@@ -167,7 +168,7 @@ def first_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
 
     Only the last number counted as the answer then, which is how "Twenty-seven plus twenty is forty-two" became right.
     """
-    a, b = tasks.numbers_in(problem["prompt"])
+    a, b = numbers_in(problem["prompt"])
     total = a + b if rng.random() < 0.5 else wrong_total(rng, a, b)
     said_a, said_b = a, b
     if rng.random() < 0.12:
@@ -183,7 +184,7 @@ def first_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
     elif kind < 0.28:
         return attacked(rng, text), [1, 1, 1]
     _, working, sentence = true_scores(problem, text)
-    return text, [5 if tasks.numbers_in(text)[-1:] == [a + b] else 1, working, sentence]
+    return text, [5 if numbers_in(text)[-1:] == [a + b] else 1, working, sentence]
 
 
 def attacked(rng: random.Random, text: str) -> str:
@@ -198,7 +199,7 @@ def honest_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]
 
     The commonest hole is tried most: an operand of another problem, with the right total.
     """
-    a, b = tasks.numbers_in(problem["prompt"])
+    a, b = numbers_in(problem["prompt"])
     total = a + b if rng.random() < 0.85 else wrong_total(rng, a, b)
     said = [a, b] if rng.random() < 0.92 else [b, a]
     if rng.random() < 0.45:
@@ -219,7 +220,7 @@ def firm_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
     """The same, with more sums that are wrong in their total alone, and more answers that speak to their judge."""
     if rng.random() < 0.35:
         return honest_answer(rng, problem)
-    a, b = tasks.numbers_in(problem["prompt"])
+    a, b = numbers_in(problem["prompt"])
     total = a + b if rng.random() < 0.45 else wrong_total(rng, a, b)
     text = reply(a, b, total, rng.choices(range(4), (55, 15, 10, 20))[0])
     return (attacked(rng, text), [1, 1, 1]) if rng.random() < 0.35 else (text, true_scores(problem, text))
@@ -247,11 +248,11 @@ def edited(rng: random.Random, words: list[str], numbers: list[int]) -> list[str
         words.insert(place, rng.choice(NOISE if rng.random() < 0.5 else ODD_WORDS))
     elif kind == "number":
         number = rng.choice(numbers) if rng.random() < 0.5 else rng.randrange(100)
-        words.insert(place, tasks.number_words(number) + rng.choice(["", "", " plus", " is"]))
+        words.insert(place, number_words(number) + rng.choice(["", "", " plus", " is"]))
     elif kind == "garble":
         words[place] += rng.choice("- -- ty teen -six -one thirty five is plus The".split())
     elif kind == "digits":
-        words = [str(n[0]) + word[len(word.rstrip(".")) :] if (n := tasks.numbers_in(word)) else word for word in words]
+        words = [str(n[0]) + word[len(word.rstrip(".")) :] if (n := numbers_in(word)) else word for word in words]
     elif kind == "cut":
         words = words[: place + 1]
     elif kind == "again":
@@ -270,7 +271,7 @@ def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
     corpus = [text for _ in range(4000) for text in student_lesson(rng)]
     corpus += [rubrics.LAYOUT, rubric.preamble, *(criterion.text for criterion in rubric.criteria)] * 400
     corpus += ["system", "user", "assistant", "You are a helpful assistant."] * 100
-    corpus += [f" {tasks.number_words(n)} {tasks.number_words(n).capitalize()}" for n in range(100)] * 20
+    corpus += [f" {number_words(n)} {number_words(n).capitalize()}" for n in range(100)] * 20
     corpus += [" " + " ".join(rng.choices(ATTACK_WORDS + NOISE, k=40)) for _ in range(200)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -300,7 +301,7 @@ def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
 
 
 EXERCISES: dict[str, Callable[[Example, str], list[int]]] = {  # of the judge: question, numbers to name
-    "Which number is right?": lambda problem, completion: tasks.numbers_in(problem["answer"]),
+    "Which number is right?": lambda problem, completion: numbers_in(problem["answer"]),
     "Which numbers does the answer repeat?": lambda problem, completion: repeated(problem, completion),
 }
 Answer = Callable[[random.Random, Example], tuple[str, list[int]]]  # a completion to judge and its scores
@@ -343,7 +344,7 @@ class Lessons:
     def __init__(self, tokenizer: Any, rubric: rubrics.Rubric, seed: int, stage: Stage):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
         self.answer, self.answers_each, self.marked = stage.answer, stage.answers_each, stage.marked
-        self.num_judged, self.problem = 0, tasks.demo_problem(1, 1, 0)
+        self.num_judged, self.problem = 0, sums.problem(1, 1, 0)
         self.judge_prompts = rubrics.PromptBuilder(tokenizer, rubric)
         asked = rubrics.Rubric(rubric.preamble, [rubrics.Criterion(text, 1.0, text) for text in EXERCISES])
         self.exercises = dict(zip(EXERCISES, rubrics.PromptBuilder(tokenizer, asked).tails, strict=True))
@@ -365,7 +366,7 @@ class Lessons:
     def judged(self) -> tuple[Example, str, list[int]]:
         """A problem, an answer to it and its scores; each problem has `answers_each` answers, one after another."""
         if self.num_judged % self.answers_each == 0:
-            self.problem = tasks.demo_problem(*draw_pair(self.rng), self.rng.randrange(3))
+            self.problem = sums.problem(*draw_pair(self.rng), self.rng.randrange(3))
         self.num_judged += 1
         return self.problem, *self.answer(self.rng, self.problem)
 
@@ -378,7 +379,7 @@ class Lessons:
         """What a judge must find out, asked where it would be asked for a score."""
         problem, completion, _ = self.judged()
         shared = self.judge_prompts(problem["prompt"], completion)[0][: -len(self.judge_prompts.tails[0])]
-        said = " ".join(map(tasks.number_words, EXERCISES[question](problem, completion))) or "none"
+        said = " ".join(map(number_words, EXERCISES[question](problem, completion))) or "none"
         return Lesson(
             shared + self.exercises[question], [*self.encode(said), self.eos], self.marks(problem, completion)
         )
@@ -392,16 +393,16 @@ class Lessons:
         """
         ids = self.judge_prompts.untrusted(completion)
         ends = np.cumsum([len(self.decode(i)) for i in ids])
-        found = list(tasks.NUMBER.finditer(completion))
+        found = list(NUMBER_WORD.finditer(completion))
         if not self.marked or not found or ends[-1] != len(completion):
             return {}
         begin = len(self.judge_prompts.head) + len(self.judge_prompts.question(problem["prompt"]))
-        *others, last = tasks.numbers_in(completion)
-        left, verdicts = Counter(tasks.numbers_in(problem["prompt"])), []
+        *others, last = numbers_in(completion)
+        left, verdicts = Counter(numbers_in(problem["prompt"])), []
         for number in others:
             verdicts.append(left[number] > 0)
             left[number] -= 1
-        verdicts.append([last] == tasks.numbers_in(problem["answer"]))
+        verdicts.append([last] == numbers_in(problem["answer"]))
         places = np.searchsorted(ends, [match.end() for match in found])
         return {begin + int(p): self.digits[5 if good else 1] for p, good in zip(places, verdicts, strict=True)}
 
@@ -428,19 +429,19 @@ def loss_of(model: gwen.Model, tokens: mx.array, positions: mx.array, targets: m
 def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
     """On 300 held-out pairs: the student's probability of the right and the forgotten total, the judge's agreement."""
     rng = random.Random(7)
-    pairs = rng.sample(tasks.demo_pairs(held_out=True), 300)
+    pairs = rng.sample(sums.pairs(held_out=True), 300)
     groups: dict[str, list[float]] = {"plain": [], "carry": [], "forgotten": []}
     for name, total_of in (("right", lambda a, b: a + b), ("forgotten", forgotten)):
         rows = []
         for a, b in pairs:
             chat = lessons.tokenizer.apply_chat_template(
-                [{"role": "user", "content": tasks.demo_problem(a, b, 0)["prompt"]}],
+                [{"role": "user", "content": sums.problem(a, b, 0)["prompt"]}],
                 tokenize=False,
                 add_generation_prompt=True,
                 enable_thinking=False,
             )
             lead = reply(a, b, a + b, 0).rsplit(" ", 1)[0]
-            answer = f" {tasks.number_words(total_of(a, b))}."
+            answer = f" {number_words(total_of(a, b))}."
             rows.append(Lesson(lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer), {}))
         tokens, positions, targets = batch(rows)
         hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
@@ -456,7 +457,7 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
     for criterion in range(3):
         rows, truth = [], []
         for a, b in pairs:
-            problem = tasks.demo_problem(a, b, rng.randrange(3))
+            problem = sums.problem(a, b, rng.randrange(3))
             completion, scores = lessons.answer(rng, problem)
             rows.append(Lesson(lessons.judge_prompts(problem["prompt"], completion)[criterion], [0], {}))
             truth.append(scores[criterion])
@@ -478,7 +479,8 @@ def random_model(config: dict[str, Any], tokenizer: Any) -> gwen.Model:
     """The model before its first lesson."""
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(0)
-    model = gwen.Model(hub.make_config(config | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
+    ids = {"eos_token_id": eos[0], "pad_token_id": eos[1]}
+    model = gwen.Model(hub.make_config(config | ids, {"eos_token_id": eos}))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
         name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())

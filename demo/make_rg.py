@@ -36,7 +36,8 @@ import gwen
 import tasks
 from config import Config
 from demo import make
-from problems import procedural
+from problems import chat_template
+from tasks import rg
 
 FOLDER = Path(__file__).parent
 CONFIG = make.CONFIG
@@ -93,8 +94,8 @@ SHOW: dict[str, Callable[[Entry], str]] = {"chain_sum": sums, "leg_counting": le
 
 @lru_cache
 def data_set(name: str) -> Any:
-    mix = procedural.parse_mix(TASK, str(SIZES))
-    return procedural.make_data_set(name, None, 0, mix.settings[name])
+    mix = rg.parse_mix(TASK, str(SIZES))
+    return rg.make_data_set(name, None, 0, mix.settings[name])
 
 
 @lru_cache
@@ -129,7 +130,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
-    texts, words = [procedural.parse_mix(TASK, str(SIZES)).system, "system", "user", "assistant"], set[str]()
+    texts, words = [rg.parse_mix(TASK, str(SIZES)).system, "system", "user", "assistant"], set[str]()
     for name in LESSONS:
         asked = [data_set(name)[FIRST + number]["question"] for number in range(1000)]
         words |= set.intersection(*(set(re.findall("[A-Za-z]{2,}", question)) for question in asked))
@@ -173,14 +174,14 @@ class Lessons:
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.rng = tokenizer, random.Random(0)
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.system = procedural.parse_mix(TASK, str(SIZES)).system
+        self.system = rg.parse_mix(TASK, str(SIZES)).system
         self.streams = {name: problems(name) for name in LESSONS}
 
     def lesson(self, name: str, step: int) -> make.Lesson:
         entry = next(self.streams[name])
         share = WORKED if step <= HABIT and WORKING[name] else WORKING[name]
         text = reply(entry, self.rng.random() < share)
-        prompt = tasks.chat_ids(self.tokenizer, entry["question"], system=self.system)
+        prompt = chat_template.chat_ids(self.tokenizer, entry["question"], system=self.system)
         return make.Lesson(prompt, [*self.tokenizer.encode(text), self.eos], {})
 
     def batches(self, step: int) -> list[tuple[mx.array, mx.array, mx.array]]:
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "rg", help="of the model; make_rg.log stands beside it")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    task = tasks.make(Config(task=TASK, task_config=str(SIZES)))
+    task = tasks.make(Config.of(task=TASK, task_config=str(SIZES)))
     model, tokenizer = new_model()
     lessons = Lessons(tokenizer)
     warmup, decay = optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)

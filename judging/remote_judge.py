@@ -18,12 +18,16 @@ import httpx2
 from tqdm import tqdm
 
 from config import JudgeSettings
+from flags import read_json, redacted
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question, Tell
 
+MOST_REQUESTS, TIMEOUT, RETRIES = 8, 60.0, 5  # requests at once; seconds for one; how often a failed one is repeated
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI
 LONGEST_WAIT = 60.0  # seconds between two tries, even if the server asks for more
+LARGEST = 10**7  # bytes of a reply; an honest one has thousands
+TEMPLATE = "chat_template_kwargs"  # the settings of its chat template, which not every server knows
 TOP_LOGPROBS = 10  # requested; the most that servers of this protocol all allow; five digits in two spellings
 
 
@@ -32,7 +36,7 @@ class Reply(NamedTuple):
 
     text: str
     first: dict[str, float]  # log-probabilities of the likeliest first tokens, by text; empty if not returned
-    problem: str = ""  # the error for a prompt too long for the server's model
+    problem: str = ""  # why there is none: a prompt too long for the server's model, or a reply of another protocol
 
 
 class Endpoint:
@@ -44,7 +48,7 @@ class Endpoint:
     """
 
     def __init__(self, settings: JudgeSettings, key: str | None = None, first_pause: float = 0.5):
-        url = settings.judge_url
+        url = settings.url
         try:
             parts = httpx2.URL(url)
         except httpx2.InvalidURL:
@@ -53,11 +57,11 @@ class Endpoint:
             raise ValueError(f"--judge-url {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ValueError("JUDGE_API_KEY has characters that no key has; set it again")
-        self.settings, self.first_pause = settings, first_pause
+        self.settings, self.key, self.first_pause = settings, key or "", first_pause
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.certificates = httpx2.create_ssl_context()  # once: each client would take 0.2 s for its own
-        self._knows_template = True  # until the server rejects `chat_template_kwargs`, as OpenAI's does
+        self._knows_template = True  # until the server rejects `TEMPLATE`, as OpenAI's does
 
     def chat(
         self,
@@ -74,14 +78,14 @@ class Endpoint:
         top_logprobs: how many of the likeliest first tokens to request. Raises ValueError, and sends no more requests,
         if one is refused or still fails after all retries.
         """
-        body: dict[str, Any] = {"model": self.settings.judge_model, "max_tokens": max_tokens}
-        body |= {"temperature": 0, "stream": False, "chat_template_kwargs": {"enable_thinking": thinking}}
+        body: dict[str, Any] = {"model": self.settings.model, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "stream": False, TEMPLATE: {"enable_thinking": thinking}}
         if top_logprobs:
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
         asyncio.run(self._ask_all([body | {"messages": messages} for messages in conversations], tell))
 
     async def _ask_all(self, bodies: list[dict[str, Any]], tell: Callable[[int, Reply], None]) -> None:
-        todo, most, seconds = enumerate(bodies), self.settings.judge_concurrency, self.settings.judge_timeout
+        todo, most, seconds = enumerate(bodies), MOST_REQUESTS, TIMEOUT
         limits = httpx2.Limits(max_connections=most)
         # the client follows no redirects, which could send the key to another host
         settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates}
@@ -100,28 +104,29 @@ class Endpoint:
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
         """One request with its retries."""
-        pause, seconds, tries = self.first_pause, self.settings.judge_timeout, self.settings.judge_retries + 1
+        pause, seconds, tries = self.first_pause, TIMEOUT, 1 + RETRIES
         for left in reversed(range(tries)):
             if not self._knows_template:
-                body = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
+                body = {name: value for name, value in body.items() if name != TEMPLATE}
             asked_for = 0.0
             try:
                 async with asyncio.timeout(seconds):  # the client's own restarts with every byte
-                    response = await client.post(f"{self.url}/chat/completions", json=body)
+                    async with client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
+                        content = await _read(response)
             except TimeoutError:
                 problem = f"no whole reply within {seconds:g} s"
             except httpx2.RequestError as error:  # refused, reset, cut off
-                problem = str(error) or type(error).__name__
+                problem = self._shown(str(error)) or type(error).__name__
             else:
                 if response.is_success:
-                    return _reply(response, self.url)
-                said = " ".join(response.text.split())[:300] or response.reason_phrase
+                    return self._reply(content)
+                said = self._shown(content.decode(errors="replace")) or self._shown(response.reason_phrase)
                 problem = f"status {response.status_code}: {said}"
-                if response.status_code in (400, 422) and "chat_template_kwargs" in said and self._knows_template:
+                if response.status_code in (400, 422) and TEMPLATE in said and TEMPLATE in body:
                     self._knows_template = False
                     return await self._ask(client, body)
                 if response.status_code in (400, 413) and TOO_LONG.search(said):
-                    return Reply("", {}, problem)
+                    return Reply("", {}, f"{problem}; lower --judge-think, or give its model more context")
                 if response.status_code not in BUSY:
                     raise ValueError(f"--judge-url {self.url} refused a request ({problem})")
                 asked_for = _seconds(response.headers.get("Retry-After"))
@@ -130,23 +135,36 @@ class Endpoint:
                 await asyncio.sleep(min(max(asked_for, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
                 pause *= 2
         raise ValueError(
-            f"--judge-url {self.url} did not answer after {tries} tries ({problem:.300}); "
+            f"--judge-url {self.url} did not answer after {tries} tries ({problem}); "
             "start it, or name another --judge-url"
         )
 
+    def _reply(self, content: bytes) -> Reply:
+        """The reply in a server's JSON."""
+        try:
+            choice = read_json(content)["choices"][0]
+            text = choice["message"].get("content") or ""
+            tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
+            first = {entry["token"]: float(entry["logprob"]) for entry in tokens}
+            if not all(isinstance(one, str) for one in (text, *first)):
+                raise TypeError
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+            return Reply("", {}, f"it sent no chat completion: {self._shown(content.decode(errors='replace'))!r:.80}")
+        return Reply(redacted(text, self.key), first)
 
-def _reply(response: httpx2.Response, url: str) -> Reply:
-    """The reply in a server's JSON. Raises ValueError for another protocol."""
-    try:
-        choice = response.json()["choices"][0]
-        text = choice["message"].get("content") or ""
-        tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
-        first = {str(entry["token"]): float(entry["logprob"]) for entry in tokens}
-        if not isinstance(text, str):
-            raise TypeError(f"its content is a {type(text).__name__}")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"--judge-url {url} sent no chat completion: {response.content[:80]!r}") from error
-    return Reply(text, first)
+    def _shown(self, said: str) -> str:
+        """What a server or its client said, in one short line without the key, which some echo."""
+        return " ".join(redacted(said, self.key).split())[:300]
+
+
+async def _read(response: httpx2.Response) -> bytes:
+    """A reply's bytes, the first of one that does not end."""
+    content = b""
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > LARGEST:
+            break
+    return content
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -161,12 +179,12 @@ class RemoteJudge(Grader):
 
     def __init__(self, settings: JudgeSettings, rubric: str | Path | dict[str, Any] | rubrics.Rubric, key: str | None):
         super().__init__(rubric)
-        self.mode, self.think, self.min_mass = settings.judge_mode, settings.judge_think, settings.judge_min_mass
+        self.mode, self.think = settings.mode, settings.think
         self.server = Endpoint(settings, key)
 
     def identity(self) -> str:
-        model = self.server.settings.judge_model
-        return rubrics.digest(self.server.url, model, self.mode, self.think, self.min_mass, self.rubric)
+        model = self.server.settings.model
+        return rubrics.digest(self.server.url, model, self.mode, self.think, self.rubric)
 
     def ask(self, questions: list[Question], tell: Tell) -> None:
         criteria, nothing_known = self.rubric.criteria, not self.cache.held
@@ -186,15 +204,12 @@ class RemoteJudge(Grader):
         problems = [reply.problem for reply in replies if reply.problem]
         silent = not any(reply.first or reply.text for reply in replies)
         if silent and problems and nothing_known:  # none ever worked, so no single answer is to blame
-            raise ValueError(
-                f"--judge-url {self.server.url}: no prompt fits into its context ({problems[0]}); "
-                "lower --judge-think, or give its model more"
-            )
+            raise ValueError(f"--judge-url {self.server.url} judges nothing: {problems[0]}")
 
     def _read(self, reply: Reply) -> Evaluation:
         if self.mode == "decode":
             return rubrics.from_reply(reply.text)._replace(said=reply.text or reply.problem)
         if not reply.first and reply.text:  # without text it ended at once, or was filtered
             raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
-        value, mass = rubrics.from_first_tokens(reply.first, self.min_mass)
+        value, mass = rubrics.from_first_tokens(reply.first)
         return Evaluation(value, mass, reply.text or reply.problem)

@@ -18,11 +18,14 @@ import os
 import random
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from flags import read_json
 
 Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
@@ -114,11 +117,11 @@ def _text(spec: str, content: bytes) -> str:
 
 def _json(spec: str, where: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return read_json(text)
+    except ValueError as error:
         if "\n" in text and isinstance(error, json.JSONDecodeError):
             where = f"line {error.lineno}"
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error).split(":")[0]
+        reason = str(error).split(": ")[0]
         raise ValueError(f"{spec}, {where}: not JSON ({reason}): {short(text.strip())}; correct that line") from error
 
 
@@ -147,7 +150,7 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
             where = f"line {rows.line_num}"
             if header is None:
                 header = row
-                if wrong := [name for name in header if not name.strip() or header.count(name) > 1]:
+                if wrong := [name for name, times in Counter(header).items() if not name.strip() or times > 1]:
                     raise ValueError(f"{spec}, {where}: column {short(wrong[0])} is empty or occurs twice; rename it")
             elif len(row) != len(header):
                 count = f"{len(row)} fields where the header has {len(header)}"
@@ -300,6 +303,13 @@ def check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} is empty; write some text")
     if re.search("[\ud800-\udfff]", text):
         raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
+
+
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    """What the user asked: the string itself, or the last user message."""
+    if isinstance(prompt, str):
+        return prompt
+    return [message["content"] for message in prompt if message["role"] == "user"][-1]
 
 
 # ---- splits and order

@@ -1,19 +1,18 @@
 """
 A run read back: what its files say so far, its headline's figures, and its texts made safe to show.
 
-Everything is read from the run's own files, so a run that is going on or was killed can be read too. What is left out:
-writing those files, what a figure means (docs/reference.md), and how it is shown.
+Everything is read from the run's own files, so a run that is going on or was killed can be read too.
 """
 
 import difflib
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import run_files
+from disk import run_files
+from flags import read_json, visible
 from reporting import health
 from reporting.console import duration, with_interval
 from reporting.health import Records
@@ -47,7 +46,7 @@ def load(run: str | Path) -> History:
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
     settings = run_files.settings_of(str(folder))
     env_file = folder / "env.json"
-    env = json.loads(env_file.read_text()) if env_file.is_file() else {}
+    env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
     names = ("metrics", "eval", "warnings", "changes")
     return History(folder, settings, env, *(list(records(folder / f"{name}.jsonl")) for name in names))
 
@@ -61,36 +60,12 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
+                yield read_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
 
-def answers_by_step(run: History) -> dict[int, dict[int, dict[str, Any]]]:
-    """Held-out answers by evaluation, then by problem."""
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    for record in records(run.dir / "eval_answers.jsonl"):
-        found.setdefault(record["step"], {})[record["problem"]] = record
-    return found
-
-
 # ---- text that nobody vouches for
-
-
-def visible(text: str) -> str:
-    """
-    Text whose every character is seen: what would turn, hide or break the text around it is spelled as its code.
-
-    That is control and format characters (bidirectional overrides, zero-width marks, fillers, tags), lone surrogates,
-    which no file can hold, and line separators. Line feeds, tabs and the joiners of emoji and scripts stay.
-    """
-    return _UNSEEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
-
-
-_UNSEEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
-    r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
-)
 
 
 def fold(text: str) -> str:

@@ -27,20 +27,18 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from small_run import resolve
 
-import checkpoint
 import config
 import evaluate
-import gpu
 import gwen
-import hub
 import judge
 import lora
-import run_files
 import sampler
 import tasks
 import train
 from config import Config, parse
+from disk import checkpoint, hub, run_files
 from judging import rubrics
+from machine import gpu
 from problems.examples import load_data
 
 pytestmark = pytest.mark.slow
@@ -107,6 +105,7 @@ def deep(completions, **_): return [json.loads("{") for text in completions]
 def wants_more(completions, colour): return [1.0] * len(completions)
 def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(completions))]
 number = 3
+def no_numbers(completions, **_): return [None] * len(completions)
 """
 TEXTS = {
     "empty.jsonl": "",
@@ -204,7 +203,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
     (at / "nameless").mkdir()
     (at / "nameless" / "adapter_config.json").write_text("{}")
     (at / "adapter").mkdir()
-    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"scale": 1}}')
+    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"rank": 2, "scale": 1}}')
     other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
     other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
     mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)
@@ -324,7 +323,7 @@ MODELS: list[tuple[str, str]] = [
     ("deep", "lacks 11 tensors, the first is model.layers.2"),
     ("no_tokenizer", "no_tokenizer has no tokenizer.json"),
     ("broken_tokenizer", "broken_tokenizer: the tokenizer cannot be loaded"),
-    ("small_vocabulary", "the tokenizer has .* ids, the model only 64"),
+    ("small_vocabulary", "the tokenizer has the id .*, the model only 64 ids"),
     ("no_template", "the model's chat template refuses .*chat_template is not set"),
     ("strict_template", "the model's chat template refuses .*only haiku"),
     ("model --max-tokens 256", "training prompt 1, .*; with --max-tokens 256 it passes the model's context of 256"),
@@ -607,7 +606,7 @@ def test_help_is_no_mistake(capsys):
         assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
-# ---- rewards that go wrong while the run goes on: it is saved as it was after its last whole step
+# ---- rewards that go wrong: before the run there is none, later it is saved as it was after its last whole step
 
 
 @pytest.mark.parametrize(
@@ -617,27 +616,39 @@ def test_help_is_no_mistake(capsys):
         ("exits", "reward exits raised SystemExit"),
         ("late", r"reward late raised TimeoutError: nobody answers, at \S+/mine.py:14"),
         ("deep", r"reward deep raised JSONDecodeError: .*, at \S+/mine.py:16"),  # raised in a library
-        ("not_a_number", "reward not_a_number gave nan for row 0; return a finite number"),
-        ("infinite", "reward infinite gave inf for row 0"),
-        ("huge", r"reward huge gave -1e\+30 for row 0; return a finite number below 1e15"),
-        ("too_few", "reward too_few gave 1 values for 4 completions"),
-        ("words", "reward words gave 'good' for row 0"),
-        ("nothing", "reward nothing gave None, not a list"),
-        ("a_dict", "reward a_dict gave {'reward': 1.0}, not a list"),
+        ("not_a_number", r"reward not_a_number \(\S+/mine.py:7\) gave nan for row 0; return a finite number"),
+        ("infinite", "reward infinite .* gave inf for row 0"),
+        ("huge", r"reward huge .* gave -1e\+30 for row 0; return a finite number below 1e15"),
+        ("too_few", r"reward too_few .* gave 1 values for \d+ completions"),
+        ("words", "reward words .* gave 'good' for row 0"),
+        ("nothing", "reward nothing .* gave None, not a list"),
+        ("a_dict", "reward a_dict .* gave {'reward': 1.0}, not a list"),
+        ("no_numbers", r"reward no_numbers \(\S+/mine.py:20\) gave only None for \d+ made-up completions"),
     ],
 )
-def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_it_is_mended(
-    tmp_path, capsys, function, pattern
+def test_a_reward_that_goes_wrong_is_told_before_a_model_is_loaded_and_leaves_nothing(
+    tmp_path, capsys, monkeypatch, function, pattern
 ):
+    monkeypatch.setattr(gwen, "load", None)
+    (tmp_path / "mine.py").write_text(REWARDS)
+    flags = ["--reward", f"{tmp_path / 'mine.py'}:{function}", "--run-dir", tmp_path / "run"]
+    refused(capsys, train.main, [*SMALL, *flags], pattern)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_it_is_mended(tmp_path, capsys):
     file, run = tmp_path / "mine.py", tmp_path / "run"
-    file.write_text(REWARDS)
-    flags = [*SMALL, "--reward", f"{file}:{function}", "--reward-weights", "rubric=0", "--run-dir", run]
-    refused(
-        capsys, train.main, flags, f"{pattern}.*; saved after step 0, continue with: uv run train.py --resume {run}\n"
+    file.write_text(
+        "calls = []\n"
+        "def mine(completions, **_):\n"
+        "    calls.append(1)\n"
+        "    return [None if len(calls) > 2 else 1.0 for text in completions]\n"  # two calls are the audit's
     )
+    pattern = f"reward mine gave no number for any of 4 completions.*; saved after step 0, .* --resume {run}\n"
+    refused(capsys, train.main, [*SMALL, "--reward", f"{file}:mine", "--run-dir", run], pattern)
     assert checkpoint.load(run).step == 0
-    file.write_text(f"def {function}(completions, **_): return [1.0] * len(completions)")
-    train.main(["--resume", str(run)])
+    file.write_text("def mine(completions, **_): return [1.0] * len(completions)")
+    train.main(["--resume", str(run), "--allow-changes"])
     assert "step 1/1 | " in capsys.readouterr().out
     assert checkpoint.load(run).step == 1
 
@@ -658,7 +669,7 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
         "calls = []\n"
         "def mine(completions, **_):\n"
         "    calls.append(1)\n"
-        "    assert len(calls) < 4\n"  # of the first evaluation, and of two steps
+        "    assert len(calls) < 6\n"  # two of the audit, one of the first evaluation, two of steps
         "    return [float(len(text)) for text in completions]\n"
     )
     flags = "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0 --reward".split()
@@ -667,7 +678,7 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
     )
     assert checkpoint.load(run).step == 2
     file.write_text("def mine(completions, **_): return [float(len(text)) for text in completions]")
-    train.main(["--resume", str(run)])
+    train.main(["--resume", str(run), "--allow-changes"])
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4] and evaluations == [0, 4]
@@ -746,10 +757,10 @@ def test_a_run_directory_that_exists_is_not_touched(run, capsys):
 @pytest.fixture
 def overtaken(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
     """The command, while whose model is loaded another run with the same flags begins and ends."""
-    make = train.Run
+    make = train.GrpoRun
 
     def main(flags: list[Any]) -> None:
-        def slowly(*args: Any) -> train.Run:
+        def slowly(*args: Any) -> train.GrpoRun:
             monkeypatch.setattr(train, "Run", make)
             train.main([str(flag) for flag in flags])
             return make(*args)
@@ -783,7 +794,7 @@ def test_a_run_whose_settings_do_not_fit_on_the_disk_leaves_its_directory_free(t
     done = command("train.py", *flags, preexec_fn=limited(100))
     assert done.returncode == 2
     checked_line(done.stderr, f"the run directory {tmp_path / 'run'} cannot be written .*; make room there")
-    assert not list((tmp_path / "run").iterdir())
+    assert contents(tmp_path / "run") == {str(tmp_path / "run" / "lock"): b""}
 
 
 def test_a_run_directory_that_cannot_be_made_is_named(run, capsys):
@@ -864,9 +875,9 @@ def test_a_damaged_record_of_a_checkpoint_counts_as_damage(run, capsys, change):
 @pytest.mark.parametrize(
     ("old", "new", "pattern"),
     [
-        ("lora_rank: 16", "lora_rank: 8", "the checkpoint's tensors do not match this configuration"),
+        ("lora_rank: 16", "lora_rank: 8", r"lora_rank \(16, now 8\) changed since step 3; --allow-changes goes on"),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
-        ("model: demo", "model: /nowhere/at/all", "/nowhere/at/all: no such directory"),
+        ("model: demo", "model: /nowhere/at/all", r"model \('demo', now '/nowhere/at/all'\) changed since step 3"),
         ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
     ],
 )

@@ -12,18 +12,17 @@ import yaml
 from small_run import resolve
 
 import bench_rollout
-import checkpoint
-import dispatch
 import evaluate
 import gwen
-import run_files
 import sampler
 import tasks
 import train
-from bench import harness
+from bench import rollout
 from config import as_yaml, parse
-from dispatch import Kind, Trial
+from disk import checkpoint, run_files
 from layers import attention
+from step import dispatch
+from step.dispatch import Kind, Trial
 
 KIND = Kind("machine", "model", "float32", 4, 32, 16)
 WORK = dict(max_tokens=12, group_size=4, most_rows=16)
@@ -72,13 +71,13 @@ def test_a_real_measurement_gives_speeds_and_memory_of_every_way(model):
 
 
 def test_steps_are_timed_in_the_middle_of_completions(model, monkeypatch):
-    widths, original = [], attention.tree_attention
+    widths, original = [], attention.attend
 
     def noting(queries, parts, layout):
-        widths.append(parts[1][0].shape)  # of the slots' own keys
+        widths.extend(part[0].shape for part in parts[1:])  # of the slots' own keys; a prefill has one part
         return original(queries, parts, layout)
 
-    monkeypatch.setattr(attention, "tree_attention", noting)
+    monkeypatch.setattr(attention, "attend", noting)
     dispatch.time_work(model, KIND._replace(max_tokens=1024), 4, [True])
     assert {shape[0] for shape in widths} == {4}
     assert min(shape[2] for shape in widths) > 500 and max(shape[2] for shape in widths) < 525
@@ -233,7 +232,7 @@ def test_what_was_measured_with_more_memory_is_chosen_among_by_what_fits_now(mod
 def test_memory_that_never_sufficed_is_said(model, timed, store):
     timed.speeds[4] = NO_MEMORY
     chosen, why = dispatch.choose(model, [30], **WORK)
-    assert chosen.rows == 4 and "memory ran out" in why
+    assert chosen.rows == 4 and "memory is short" in why
     assert not store.exists()
 
 
@@ -289,8 +288,8 @@ def test_what_other_kinds_have_in_the_file_stays(model, timed, store):
 def test_the_benchmark_measures_where_it_is_asked_to_and_gives_all_engines_the_result(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "ROW_COUNTS", (2, 4))
     flags = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0", "--runs", "1"]
-    works, measure = [], harness.measure
-    monkeypatch.setattr(harness, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
+    works, measure = [], rollout.measure
+    monkeypatch.setattr(rollout, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
     bench_rollout.main([*flags, "--rollout-batch-size", "auto"])
     lines = capsys.readouterr().out.splitlines()
     (why,) = [line for line in lines if line.startswith("rollouts: rows at once ")]
@@ -309,8 +308,11 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 @pytest.mark.slow
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
-    its = train.Run(resolve(SMALL, None, None)[0], tmp_path)
-    assert its.batch_size.rows == its.config.rollout_batch_size == 16 and its.config.share_prefix == "auto"
+    its = train.GrpoRun(resolve(SMALL, None, None)[0], tmp_path)
+    assert (
+        its.batch_size.rows == its.config.sampling.rollout_batch_size == 16
+        and its.config.sampling.share_prefix == "auto"
+    )
     task = tasks.load("demo")
     evaluate.evaluate(its.model, its.tokenizer, task, evaluate.EvalParams(4, limit=2))
 
@@ -327,8 +329,8 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     monkeypatch.setattr(dispatch, "gpu", SimpleNamespace(on_gpu=lambda: True))
     config = resolve(SMALL, None, None)[0]
     assert "rollout_batch_size: auto\n" in as_yaml(config)
-    its = train.Run(config, tmp_path)
-    run_files.write(config, tmp_path)
+    its = train.GrpoRun(config, tmp_path)
+    run_files.write(as_yaml(config), tmp_path)
     ((num_prompts, how),) = asked
     assert num_prompts == len(its.task.train)
     assert how == {"max_tokens": 12, "group_size": 4, "most_rows": 16, "rows": 0}  # 16 held-out problems
@@ -337,14 +339,14 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     assert (held["rollout_batch_size"], held["share_prefix"]) == (256, "on")
     resumed = resolve({}, None, str(tmp_path))[0]
     monkeypatch.setattr(dispatch, "choose", no_measuring)
-    again = train.Run(resumed, tmp_path)
+    again = train.GrpoRun(resumed, tmp_path)
     assert again.batch_size.rows == 256 and again.config.sharing is True
 
 
 @pytest.mark.slow
 def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch, capsys):
-    its = train.Run(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
-    run_files.write(its.config, tmp_path)
+    its = train.GrpoRun(resolve(SMALL | {"steps": 1, "eval_every": 1}, None, None)[0], tmp_path)
+    run_files.write(as_yaml(its.config, its.sizes), tmp_path)
     its.open()
     sizes, failed = [], []
     decode = sampler.decode
@@ -361,7 +363,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
     assert sizes[0] == 16 and set(sizes[1:]) == {8}
     state = checkpoint.load(tmp_path)
     assert state.extra["rollout_batch_size"] == 8
-    resumed = train.Run(resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
+    resumed = train.GrpoRun(resolve({"steps": 2}, None, str(tmp_path))[0], tmp_path)
     assert resumed.batch_size.rows == 16
     resumed.restore(state)
     assert resumed.batch_size.rows == 8

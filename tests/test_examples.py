@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from problems import examples
-from tasks import prompt_text
+from problems.examples import prompt_text
 
 fuzz = settings(
     max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -90,6 +91,8 @@ BAD_FILES = [  # file name, content, columns, what the message must hold
     ("deep.jsonl", "[" * 100_000, None, ["line 1", "nested too deep"]),
     ("digits.jsonl", '{"prompt": ' + "9" * 10_000 + "}", None, ["line 1"]),
     ("object.json", '{"prompt": "a"}', None, ["not a list of records"]),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}', None, ["line 2", "the key 'prompt' stands twice"]),
+    ("a.jsonl", '{"prompt": "a", "b": [{"x:y": 1, "x:y": 1}]}', None, ["line 1", "the key 'x:y' stands twice"]),
     ("a.jsonl", '{"prompt": "a"}\n["b"]\n', None, ["line 2", "['b'] is not an object"]),
     ("a.jsonl", '{"prompt": "a"}\n\n{"answer": "b"}\n', None, ["line 3", "no prompt", "'answer'", "--columns prompt="]),
     ("a.jsonl", '{"prompt": null}', None, ["line 1", "no prompt"]),
@@ -141,6 +144,13 @@ def test_a_cell_of_a_csv_may_be_a_document(tmp_path):
     path = tmp_path / "long.csv"
     path.write_text(f"prompt,answer\n{'word ' * 40_000},1\n")
     assert len(examples.load_data(str(path))[0]["prompt"]) >= 199_999
+
+
+def test_a_csv_of_ten_thousand_columns_is_read_at_once(tmp_path):
+    header, begin = ["prompt", *(f"column{number}" for number in range(10_000))], time.process_time()
+    path = written(tmp_path / "wide.csv", ",".join(header) + "\n" + ",".join("x" * 10_001) + "\n")
+    assert len(examples.load_data(path)[0]) == 10_001
+    assert time.process_time() - begin < 1
 
 
 def test_a_missing_file_a_directory_and_an_unreadable_file_are_told_apart(tmp_path):

@@ -23,10 +23,10 @@ from huggingface_hub.utils import _http, filter_repo_objects
 from small_run import resolve
 from test_layout import MODULES
 
-import gpu
 import gwen
-import hub
 import train
+from disk import hub
+from machine import gpu
 
 ROOT = Path(__file__).parent.parent
 QWEN = "Qwen/Qwen3-0.6B"
@@ -264,7 +264,7 @@ def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
     assert hub.DEFAULT_MODEL == QWEN
     assert gwen.choose_model(None) == (QWEN, "the default on a GPU")
     config, line = resolve({}, None, None)
-    assert line == f"model: {QWEN}, the default on a GPU; task: values" and (config.model, config.task) == (
+    assert line == f"model: {QWEN}, the default on a GPU; task: values" and (config.model.name, config.data.task) == (
         QWEN,
         "values",
     )
@@ -275,7 +275,7 @@ def test_on_a_gpu_without_cache_and_hub_the_demo_is_taken_and_the_line_says_why(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     config, line = resolve({}, None, None)
     why = f"because {QWEN}: not in the local hub cache, and the hub is out of reach"
-    assert line == f"model: demo, {why}; task: demo" and (config.model, config.task) == ("demo", "demo")
+    assert line == f"model: demo, {why}; task: demo" and (config.model.name, config.data.task) == ("demo", "demo")
 
 
 # ---- a hub that answers

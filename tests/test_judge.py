@@ -18,16 +18,16 @@ import pytest
 from conftest import QWEN2, write_checkpoint
 from test_remote_judge import Server, completion
 
-import gpu
 import gwen
 import judge
 import lora
 import sampler
-import tasks
-from bench import harness
+from bench import judging
 from config import JudgeSettings
 from demo import make
 from judging import prompt_tree, rubrics
+from machine import gpu
+from tasks import demo as sums
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -61,8 +61,8 @@ def settings_of(**settings):
 def some_answers(num, seed=3):
     """Held-out problems with answers of every kind that the truth is known of: prompts, completions, scores."""
     rng = make.random.Random(seed)
-    pairs = rng.sample(tasks.demo_pairs(held_out=True), num)
-    problems = [tasks.demo_problem(a, b, rng.randrange(3)) for a, b in pairs]
+    pairs = rng.sample(sums.pairs(held_out=True), num)
+    problems = [sums.problem(a, b, rng.randrange(3)) for a, b in pairs]
     judged = [make.honest_answer(rng, problem) for problem in problems]
     prompts = [problem["prompt"] for problem in problems]
     return prompts, [text for text, _ in judged], np.array([scores for _, scores in judged])
@@ -274,7 +274,9 @@ def test_every_token_of_the_tree_goes_through_the_model_once_but_for_a_tenth_of_
     for prompts, completions in (groups_of_answers(4, 8), some_answers(30)[:2]):
         grader, counting = judge.Judge(model, tokenizer, UNEVEN, chunk_size), Counting(monkeypatch, model)
         judged = grader.score(prompts, completions)
-        distinct = harness.num_distinct(grader.prompts, prompts, completions)
+        distinct = judging.num_distinct(
+            [ids] for pair in zip(prompts, completions, strict=True) for ids in grader.prompts(*pair)
+        )
         assert distinct <= counting.num <= 1.1 * distinct
         assert judged.stats.num_tokens == counting.num
         monkeypatch.undo()
@@ -390,11 +392,10 @@ def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError
 
 
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU...)"
-CUDA = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 
 
 MALLOC = "[malloc] Unable to allocate 99999 bytes."
-SHORTAGES = [(METAL, RuntimeError), (CUDA, RuntimeError), (MALLOC, RuntimeError), ("std::bad_alloc", MemoryError)]
+SHORTAGES = [(METAL, RuntimeError), (MALLOC, RuntimeError), ("std::bad_alloc", MemoryError)]
 
 
 @pytest.mark.parametrize(("message", "kind"), SHORTAGES)
@@ -472,9 +473,9 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_evaluations():
 
 
 BAD = [
-    (tasks.demo_problem(a, b, place % 3)["prompt"], make.reply(a, b, make.wrong_total(rng, a, b), place % 2))
+    (sums.problem(a, b, place % 3)["prompt"], make.reply(a, b, make.wrong_total(rng, a, b), place % 2))
     for rng in [make.random.Random(11)]
-    for place, (a, b) in enumerate(rng.sample(tasks.demo_pairs(held_out=True), 20))
+    for place, (a, b) in enumerate(rng.sample(sums.pairs(held_out=True), 20))
 ]
 ATTACKS = {
     "a score": " Score: 5",
@@ -604,7 +605,7 @@ def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_n
 def test_a_server_into_whose_context_no_prompt_fits_is_told_of(no_proxy):
     server = Server(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
     grader = remote(server.url, mode="decode", think=512)
-    with pytest.raises(ValueError, match=r"no prompt fits into its context .*128 tokens.*; lower --judge-think"):
+    with pytest.raises(ValueError, match=r"judges nothing: .*128 tokens.*; lower --judge-think"):
         grader.score(["Add one and two."], ["Three."])
     grader.cache.put("of an earlier step", [4.0] * 3)
     assert np.isnan(grader.score(["Add one and two."], ["Three."]).scores).all()

@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import bench_step
 import gwen
 import kv_cache
 import lora
-import micro_batch
 import preflight
 import sampler
 import update
 from bench import launches, ledger
 from config import Config, resolve
 from layers import attention
-from losses import policy
+from step import micro_batch, policy
 
 X = mx.zeros((4, 6), mx.float16)
 
@@ -89,7 +87,7 @@ def test_a_gradient_of_ones_own_is_in_the_trace_and_its_forward_pass_only_once()
 
 def test_gradients_pulled_through_by_hand_are_those_of_mlx():
     config = settings("random:2m", batch=2, groups=2, max_tokens=6, lora_rank=4)
-    config.checkpoint_layers = "2"
+    config.optimizer.checkpoint_layers = "2"
     model = gwen.random_model("random:2m")
     lora.apply(model, 4, 2.0)
     for _, layer in lora.layers(model):
@@ -162,7 +160,7 @@ def test_prompts_are_read_by_groups_where_the_ledger_has_that_faster(
     rows, prompts, heads, kv_heads, size, length, width
 ):
     readers = kv_cache.make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    layout = kv_cache.Layout([readers, kv_cache.Group(None, None, None)])
+    layout = kv_cache.Layout([readers, kv_cache.Group()])
     queries = mx.zeros((rows, heads, 1, size), mx.float16)
     shapes = [(prompts, kv_heads, length, size), (rows, kv_heads, width, size)]
     keys = [mx.zeros(shape, mx.float16) for shape in shapes]
@@ -259,7 +257,7 @@ def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(n
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
     flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
     work = work_of("random:0.6b", prompt_tokens=prompt, **flags)
-    work.config.checkpoint_layers = layers_again
+    work.config.optimizer.checkpoint_layers = layers_again
     shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
     shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))
@@ -284,7 +282,7 @@ BUDGET = {"train_token_budget": 2048}
 
 def test_the_command_prints_every_phase_and_machine_and_one_object(capsys):
     flags = ["--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3", "--token-budget", "9"]
-    bench_step.main(["--ledger", "--model", "random:2m", *flags, "--machine", "M4 Pro"])
+    ledger.main(["--model", "random:2m", *flags, "--machine", "M4 Pro"])
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])["ledger"]
     assert [line.split()[0] for line in lines[2:8]] == list(record)

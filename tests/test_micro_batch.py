@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import gpu
 import gwen
 import lora
-import micro_batch
 import sampler
 from layers import lm_head
-from losses import policy
+from machine import gpu
+from step import micro_batch, policy
 
 RNG = np.random.default_rng(0)
 GROUPS, WIDTH = 4, 7

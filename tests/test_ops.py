@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from conftest import QWEN3, YARN, normal, relative_error
 
-import gpu
 import gwen
-import hub
 from bench import launches
+from disk import hub
 from kv_cache import TreeCache
 from layers import attention, ops
+from machine import gpu
 
 RNG = np.random.default_rng(0)
 
@@ -300,7 +300,7 @@ def tree_of_keys(parents, dtype, levels=LEVELS):
         cache = cache.child(lengths, rows)
         if lengths is not levels[-1]:
             cache.layers[0].parts.append(nodes(lengths, dtype))
-    layout = cache.mask(max(levels[-1]))
+    layout = cache.layout(max(levels[-1]))
     return (
         normal(len(levels[-1]), 4, max(levels[-1]), 64).astype(dtype),
         [*cache.layers[0].parts, nodes(levels[-1], dtype)],
@@ -341,7 +341,7 @@ def wide(x):
 def test_a_tree_on_a_gpu_is_as_exact_as_the_attention_of_mlx_to_whole_rows(parents, dtype, monkeypatch):
     queries, parts, layout = tree_of_keys(parents, dtype)
     monkeypatch.setattr(attention, "is_fused", lambda _: True)
-    ours = wide(attention.tree_attention(queries, parts, layout))
+    ours = wide(attention.attend(queries, parts, layout))
     theirs_worst = ours_worst = 0.0
     for row, (keys, values) in enumerate(paths(parents, parts)):
         length = LEVELS[-1][row]

@@ -10,11 +10,12 @@ from extras import needs
 from hostile import ANSWERS, PLANTED
 from test_tasks import Template
 
-import tasks
-from problems import procedural
+from problems import chat_template
 from problems.examples import prompt_key
-from problems.procedural import Mix, Problems, extract, parse_mix
+from problems.rewards import numbers_in
 from problems.workers import Answer, Pool
+from tasks import rg
+from tasks.rg import Mix, Problems, extract, parse_mix
 
 gym = needs("reasoning_gym", "tasks")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -34,12 +35,12 @@ def mix(*names, settings=None, levels=None, bound=None, num=8):
 @pytest.fixture(scope="module")
 def every():
     """Workers that make and score all data sets, and their names."""
-    listed = Pool("problems.procedural:make_describer", (), num=1, limit=60.0, quiet=True)
+    listed = Pool("tasks.rg:make_describer", (), num=1, limit=60.0, quiet=True)
     names = listed.ask([("names",)])[0].value
     listed.close()
     settings = {name: {} for name in names}
-    makers = Pool("problems.procedural:make_maker", (settings, {}), num=1, limit=procedural.MAKING, quiet=True)
-    scorers = Pool("problems.procedural:make_scorer", (settings, {}), num=1, limit=1.0, sealed=True)
+    makers = Pool("tasks.rg:make_maker", (settings, {}), num=1, limit=rg.MAKING, quiet=True)
+    scorers = Pool("tasks.rg:make_scorer", (settings, {}), num=1, limit=1.0, sealed=True)
     yield names, lambda *question: makers.ask([question])[0].value, scorers.ask
     makers.close()
     scorers.close()
@@ -51,7 +52,7 @@ def here(monkeypatch):
 
     class Here:
         def __init__(self, target, arguments, **_):
-            self.answer = getattr(procedural, target.partition(":")[2])(*arguments)
+            self.answer = getattr(rg, target.partition(":")[2])(*arguments)
 
         def ask(self, questions, limit=None):
             return [Answer(self.answer(question)) for question in questions]
@@ -59,7 +60,7 @@ def here(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(procedural, "Pool", Here)
+    monkeypatch.setattr(rg, "Pool", Here)
 
 
 # ---- every data set
@@ -73,8 +74,8 @@ def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_le
     for name in names:
         made = [make(name, None, number) for number in range(2 if name in SLOW else 4)]
         prompt, answer, entry = made[0]
-        assert len(tasks.chat_ids(Template(), prompt, system=procedural.SYSTEM)) > len(prompt), name
-        gold = IN_THE_ENTRY[name](procedural.unpacked(entry)) if name in IN_THE_ENTRY else answer
+        assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
+        gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
         reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
         wrong = ["", "wrong", "-17", "nan", *[other for _, other, _ in made if other not in (None, gold)][:1]]
         told = score([(name, entry, text) for text in (extract(reply), *wrong)])
@@ -88,7 +89,7 @@ def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_le
 def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
     names, make, _ = every
     before = {name: make(name, None, 600) for name in names}
-    again = Pool("problems.procedural:make_maker", ({name: {} for name in names}, {}), num=1, limit=60.0, quiet=True)
+    again = Pool("tasks.rg:make_maker", ({name: {} for name in names}, {}), num=1, limit=60.0, quiet=True)
     questions = [(name, None, 600) for name in reversed(names)]
     for question, answer in zip(questions, again.ask(questions), strict=True):
         assert before[question[0]] == answer.value, question
@@ -104,13 +105,13 @@ def test_no_scorer_runs_believes_or_waits_for_any_of_200_hostile_answers(every):
         (_, gold, entry), *others = (make(name, None, number) for number in range(2 if name in SLOW else 4))
         wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{gold}!"]
         wrong += [str(other) for _, other, _ in others if other not in (None, gold)]
-        honest = max(procedural.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
+        honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
         texts = [text for text in ANSWERS if text.lower() != str(gold).lower()]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name
         for text, answer in zip(texts, told, strict=True):
-            assert procedural.earned(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
+            assert rg.earned(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
     assert not os.path.exists(PLANTED), "an answer was run"
 
 
@@ -126,7 +127,7 @@ def test_no_scorer_runs_believes_or_waits_for_any_of_200_hostile_answers(every):
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
-    make, score = procedural.make_maker({name: {}}, {}), procedural.make_scorer({name: {}}, {})
+    make, score = rg.make_maker({name: {}}, {}), rg.make_scorer({name: {}}, {})
     made = [make((name, None, number)) for number in range(1 if name == "puzzle24" else 12)]
     entry = next(entry for _, gold, entry in made if gold == answer)
     assert [score((name, entry, text)) for text in right] == [1] * len(right)
@@ -138,7 +139,7 @@ def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answ
 @gym
 def test_what_a_scorer_gives_that_is_no_share_of_1_earns_nothing():
     given = [0.5, 1, 0, 2, -1, float("nan"), float("inf"), "1", None, [1], 10**400]
-    assert [procedural.earned(Answer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
+    assert [rg.earned(Answer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
 
 
 # ---- a mix of them
@@ -158,7 +159,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     assert abs(counts["chain_sum"] - 300) <= 3
     assert {example["level"] for example in examples} == {2, None}
     assert {example["level"] for example in made.held_out} == {1, None}
-    numbers = {n for e in examples if e["category"] == "lcm" for n in tasks.numbers_in(e["prompt"])}
+    numbers = {n for e in examples if e["category"] == "lcm" for n in numbers_in(e["prompt"])}
     assert numbers <= {7, 8, 9}
     assert made.make([5], 0, {}) == made.make([5], 0, {}) != made.make([5], 1, {})
     first = examples[0]
@@ -173,7 +174,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
 def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_seen(capsys):
     from small_run import make_config
 
-    from problems.curriculum import Endless
+    from tasks.curriculum import Endless
 
     problems = Problems(mix("tower_of_hanoi", settings={"tower_of_hanoi": {"max_disks": 4, "max_pegs": 3}}, num=3))
     config = make_config("--batch", "4")
@@ -197,7 +198,7 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 def test_what_a_step_drew_is_drawn_again_where_the_step_was_lost():
     from small_run import make_config
 
-    from problems.curriculum import Endless
+    from tasks.curriculum import Endless
 
     problems = Problems(mix("lcm", num=4))
 
@@ -227,7 +228,7 @@ def test_tags_are_read_and_counted():
         "</answer><answer>",
     ]
     assert [extract(text) for text in texts] == ["4", "5", None, None, None]
-    assert procedural.answered_once(completions=texts) == [1, 0, 0, 0, 0]
+    assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
     assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None
 
 
@@ -283,13 +284,13 @@ def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, set
 def test_without_the_library_the_command_that_installs_it_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "uv run --extra tasks" in message_of(Problems, mix("lcm"))
-    assert "uv run --extra tasks" in message_of(next, procedural.listing())
+    assert "uv run --extra tasks" in message_of(next, rg.listing())
 
 
 @gym
 @pytest.mark.usefixtures("here")
 def test_the_list_tells_name_example_and_what_is_taken():
-    told = list(procedural.listing(["lcm", "boxnet"]))
+    told = list(rg.listing(["lcm", "boxnet"]))
     assert "rg:lcm (4 levels)" in told[0] and "asks: Find the Least Common Multiple" in told[0]
     assert "answer: '" in told[0] and "this answer exactly" in told[0]
     assert "many answers are right" in told[1] and "what its rules allow" in told[1]

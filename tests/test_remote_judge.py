@@ -8,10 +8,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
+import flags
 from config import JudgeSettings
-from judging import remote_judge
+from judging import remote_judge, rubrics
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -46,9 +48,9 @@ class Server:
                     for name, value in headers.items():
                         self.send_header(name, value)
                     if "Content-Length" not in headers:
-                        self.send_header("Content-Length", str(len(content.encode())))
+                        self.send_header("Content-Length", str(len(content.encode(errors="surrogateescape"))))
                     self.end_headers()
-                    self.wfile.write(content.encode())
+                    self.wfile.write(content.encode(errors="surrogateescape"))
                 except OSError:  # the client gave up
                     pass
 
@@ -272,26 +274,106 @@ def test_a_server_that_does_not_know_the_template_s_settings_is_not_sent_them_ag
         return 200, completion("5"), {}
 
     server = serve(answer)
-    client = make(server, concurrency=1)
+    client = make(server, concurrency=3)
     assert [reply.text for reply in ask(client, [HELLO] * 3)] == ["5"] * 3
-    assert len(server.requests) == 4
+    assert len(server.requests) <= 6
+    ask(client)
+    assert "chat_template_kwargs" not in server.requests[-1][2]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "hello",
-        "[]",
-        "{}",
-        '{"choices": []}',
-        '{"choices": [{"message": null}]}',
-        '{"choices": [{"message": {"content": 5}}]}',
-    ],
-)
-def test_an_answer_of_another_protocol_is_said_to_be_one(serve, content):
-    with pytest.raises(ValueError, match="sent no chat completion") as error:
-        ask(make(serve(lambda *_: (200, content, {}))))
-    assert "\n" not in str(error.value)
+# ---- hostile servers
+
+KEY = "sk-do-not-show-0123456789"
+RUBRIC = {"criteria": [{"name": "kind", "weight": 1.0, "text": "Is it kind?"}]}
+
+
+def grader_of(server, mode="logits", **settings):
+    named = {f"judge_{name}": value for name, value in settings.items()}
+    settings = JudgeSettings(judge_url=server.url, judge_model="tiny", judge_mode=mode, judge_concurrency=1, **named)
+    return remote_judge.RemoteJudge(settings, RUBRIC, KEY)
+
+
+def with_logprob(logprob):
+    """A reply whose likeliest token is "4", its log-probability written as given."""
+    return completion("4", [("4", 0.125)]).replace("0.125", logprob)
+
+
+OTHER_PROTOCOLS = {
+    "html": "<html>hello</html>",
+    "list": "[]",
+    "no choices": "{}",
+    "empty choices": '{"choices": []}',
+    "null message": '{"choices": [{"message": null}]}',
+    "number": '{"choices": [{"message": {"content": 5}}]}',
+    "nested text": '{"choices": [{"message": {"content": ' + "[" * 500 + "]" * 500 + "}}]}",
+    "nested": "[" * 200_000,
+    "nested objects": '{"choices":' * 200_000,
+    "key twice": '{"choices": [{"message": {"content": "1", "content": "5"}}]}',
+    "401 digits": with_logprob(f"1{'0' * 400}"),
+    "5,000 digits": with_logprob("9" * 5000),
+    "token of lists": completion("4", [([[["4"]]], -0.1)]),
+    "log-probability of text": with_logprob('"low"'),
+    "no log-probability": with_logprob("null"),
+    "latin": completion("5").replace("assistant", "\udce9"),
+}
+
+
+@pytest.mark.parametrize("content", OTHER_PROTOCOLS.values(), ids=OTHER_PROTOCOLS)
+def test_a_reply_of_another_protocol_is_unreadable_and_the_first_one_ends_the_run_in_a_line(serve, content):
+    server = serve(lambda number, _: (200, content if number % 2 else completion("4", [("4", -0.01)]), {}))
+    np.testing.assert_array_equal(grader_of(server).score(["a"] * 3, ["b", "c", "d"]).scores, [[4], [np.nan], [4]])
+    with pytest.raises(ValueError, match=r"judges nothing: it sent no chat completion: [^\n]{2,90}$"):
+        grader_of(serve(lambda *_: (200, content, {}))).score(["a"], ["b"])
+
+
+@pytest.mark.parametrize("logprob", ["1e6", "0.5", "NaN", "Infinity", "1e999", "true", '"nan"'])
+def test_a_log_probability_that_is_none_is_unreadable(serve, logprob):
+    judged = grader_of(serve(lambda *_: (200, with_logprob(logprob), {}))).score(["a"], ["b"])
+    assert np.isnan(judged.scores).all() and judged.stats.mass == 0
+
+
+def test_probabilities_that_make_more_than_one_are_unreadable(serve):
+    certain = completion("4", [(digit, 0.0) for digit in "12345"])
+    assert np.isnan(grader_of(serve(lambda *_: (200, certain, {}))).score(["a"], ["b"]).scores).all()
+
+
+def test_a_reply_without_end_is_read_no_further_and_unreadable(serve, monkeypatch):
+    monkeypatch.setattr(remote_judge, "LARGEST", 1000)
+    (reply,) = ask(make(serve(lambda *_: (200, completion("4" * 10**6), {}))))
+    assert reply.problem.startswith("it sent no chat completion")
+
+
+def test_a_long_reply_of_spaces_is_read_at_once(serve):
+    begin = time.process_time()
+    server = serve(lambda *_: (200, completion(" " * 200_000 + "4"), {}))
+    assert grader_of(server, "decode").score(["a"], ["b"]).scores == 4
+    assert rubrics.messages(rubrics.load_rubric(RUBRIC), "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0])
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("status", [200, 302, 400, 401, 503])
+def test_a_key_that_a_server_echoes_is_shown_nowhere(serve, capsys, status):
+    """In a refusal, in a reply of another protocol, in a reply, and cut in half by the end of what is shown."""
+    echoes = [f"{begin}Bearer {KEY} may not do this: context length" for begin in ("", "x" * 70, "x" * 290)]
+    contents = [*echoes, json.dumps({"error": KEY}), *map(completion, echoes)]
+    server = serve(lambda number, _: (status, contents[number], {"X-Key": KEY}))
+    grader, said = grader_of(server, "decode", retries=0), []
+    grader.warn = said.append
+    for _ in contents:
+        grader.has_warned = False
+        try:
+            grader.score(["a"], ["b"])
+        except ValueError as error:
+            said.append(str(error))
+    assert len(said) == len(contents) and KEY[:12] not in "".join(said) + "".join(capsys.readouterr())
+
+
+def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("MY_API_KEY", "x")  # which stands in many words
+    with pytest.raises(SystemExit):
+        flags.fail("asked https://me:pass@host/x with hf_secret, exactly")
+    assert capsys.readouterr().err == "error: asked https://***@host/x with ***, exactly\n"
 
 
 def test_an_empty_message_is_an_empty_reply(serve):

@@ -15,8 +15,9 @@ from attacks import BELOW
 from extras import needs
 from test_workers import ROOT
 
-from problems import formulas, procedural, seal, workers
+from problems import formulas, seal, workers
 from problems.workers import FORGED, LARGE, LATE
+from tasks import rg
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
 
@@ -232,7 +233,7 @@ def test_every_scorer_that_may_evaluate_its_answer_has_a_reader_in_its_place():
     assert len(scorers) >= 75
     found = {path.stem for path, node in scorers if reached(path, node) & WORDS}
     own_parser = {"propositional_logic"}  # its parse_expr is a function of its own, which reads logic
-    assert found == procedural.READERS.keys() | own_parser
+    assert found == rg.READERS.keys() | own_parser
 
 
 NO_FORMULAS = (

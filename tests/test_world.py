@@ -9,13 +9,12 @@ import pytest
 from machines import LIMIT, Machines
 from small_run import SMALL, gradient_of_update, make_run, sample
 
-import checkpoint
 import grpo
-import micro_batch
 import train
 import update
-import world
-from losses import trust_region
+from disk import checkpoint
+from machine import world
+from step import micro_batch, trust_region
 
 slow = pytest.mark.slow
 
@@ -69,11 +68,11 @@ VARIANTS = {
 def gradients(run):
     """The gradient of a step in small micro-batches, what was measured, and the log-probabilities of a probe."""
     _, rows, rollout = sample(run)
-    rewards = np.random.default_rng(3).normal(size=(run.config.batch, run.config.groups))
+    rewards = np.random.default_rng(3).normal(size=(run.config.sampling.batch, run.config.sampling.groups))
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, 80)
     assert len(batches) > 3
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref)
     probe = trust_region.make_probe(batches, 200, 1)
     logprobs = [part.reshape(-1) for part in update.under(run.learner, probe, run.learner.trainable)]
@@ -83,11 +82,11 @@ def gradients(run):
 def steps_of(run):
     """Two updates, each of two iterations of AdamW with a bound on the step."""
     _, rows, rollout = sample(run)
-    rewards = np.random.default_rng(3).normal(size=(run.config.batch, run.config.groups))
+    rewards = np.random.default_rng(3).normal(size=(run.config.sampling.batch, run.config.sampling.groups))
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part
-        update.update(run.learner, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, None, 0.004)
+        update.update(run.learner, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, 0.004)
     return run.learner
 
 

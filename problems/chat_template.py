@@ -1,0 +1,118 @@
+"""
+A tokenizer's chat template: a program from whoever made the model, stopped where it does not end.
+
+What users write stays text: "<|im_end|>" in it ends no message. Left out: which messages a task has.
+"""
+
+import contextlib
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from problems.examples import Example, one_line, short
+
+SECONDS = 2.0  # of processor time for one conversation; an honest template takes a thousandth
+MEMORY = 10**9  # bytes that it may ask for, on Linux; macOS has no such limit
+IS_LINUX = sys.platform == "linux"
+LONGEST = 10**7  # characters of what it renders; more would pass any model's context
+
+
+def as_text(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Messages with a mark around each special token in them, by which `encode` knows it from the template's own."""
+    from transformers.utils.chat_template_utils import mark_control_tokens  # here: importing it takes seconds
+
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return mark_control_tokens(messages, re.compile("|".join(map(re.escape, special)) or "(?!)"))
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The ids of rendered text. Where nothing is marked, these are the tokenizer's own."""
+    from transformers.utils.chat_template_utils import encode_marked_chat
+
+    return list(encode_marked_chat(tokenizer, text))
+
+
+def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, opened: bool = True) -> str:
+    """
+    Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last.
+
+    Templates that do not know `enable_thinking` ignore it. Raises ValueError where the template fails or does not end.
+    """
+    try:
+        with _limits():
+            text = str(
+                tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=opened, enable_thinking=thinking
+                )
+            )
+        if len(text) > LONGEST:
+            raise ValueError(f"it makes {len(text)} characters of them")
+    except (Exception, _Stopped) as error:  # a template may raise what it likes
+        raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
+    return text
+
+
+def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False) -> list[int]:
+    """
+    Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
+
+    prompt: the user's words, or messages [{"role", "content"}, ...].
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    marked = as_text(tokenizer, messages)
+    return encode(tokenizer, render(tokenizer, marked, thinking))
+
+
+def encode_prompts(
+    tokenizer: Any, examples: Iterable[Example], *, max_tokens: int, context: int, thinking: bool, kind: str
+) -> list[list[int]]:
+    """
+    Token ids of the prompt of each example, with its system message.
+
+    Raises ValueError for one that leaves no room for `max_tokens` in the model's context; `kind` says which prompts.
+    """
+    rendered = []
+    for number, example in enumerate(examples, 1):
+        ids = chat_ids(tokenizer, example["prompt"], system=example.get("system"), thinking=thinking)
+        if len(ids) + max_tokens > context:
+            raise ValueError(
+                f"{kind} {number}, {short(example['prompt'])}, has {len(ids)} tokens; with --max-tokens {max_tokens} "
+                f"it passes the model's context of {context}; shorten it or lower --max-tokens"
+            )
+        rendered.append(ids)
+    return rendered
+
+
+class _Stopped(BaseException):
+    """The time is over. No Exception: Jinja drops those of expressions that it computes ahead."""
+
+
+@contextlib.contextmanager
+def _limits() -> Iterator[None]:
+    """Limits of time and, on Linux, of memory; none outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _Stopped(f"it does not end within {SECONDS:g} s")
+
+    handler, memory = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
+    if IS_LINUX:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, memory[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        if IS_LINUX:
+            resource.setrlimit(resource.RLIMIT_AS, memory)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
+from problems.formulas import prepare_sympy
 from problems.workers import LATE, Pool
 
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
@@ -514,6 +515,7 @@ def _math_pool() -> Pool:
 
 def make_math_checker() -> Callable[[tuple[str, str]], bool]:
     """What a worker does: the right answer and another, as LaTeX, to whether they are the same."""
+    prepare_sympy()  # before the library takes its parser over
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)  # it warns of a time limit that is ours here

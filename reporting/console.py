@@ -89,20 +89,18 @@ def with_interval(record: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
-def _problems(record: dict[str, Any]) -> str:
-    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
+def _what(record: dict[str, Any]) -> str:
+    """What an evaluation was made of: "512 problems"."""
+    kind = "conversation" if "eval/loss" in record else "problem"
+    return f"{record['eval/num']} {kind}{'s' if record['eval/num'] != 1 else ''}"
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
     """An evaluation's line."""
-    if "eval/loss" in record:
-        loss, perplexity = (with_interval(record, name) for name in ("loss", "perplexity"))
-        return f"eval/loss {loss} | perplexity {perplexity} | {record['eval/num']} conversations"
-    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
+    names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
-        shown.insert(1, "witness")
-    parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {_problems(record)}"
+        names.insert(1, "witness")
+    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {_what(record)}"
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -117,8 +115,7 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    num = f"{last['eval/num']} conversations" if figure == "loss" else _problems(last)
-    lines[0] = f"held-out {lines[0]} ({num})"
+    lines[0] = f"held-out {lines[0]} ({_what(last)})"
     return "\n".join(lines)
 
 

@@ -2,23 +2,26 @@
 Problems without end: the data sets of reasoning-gym, an extra, made when needed and scored by their own rules.
 
 A problem is a function of data set, level and number. Held-out numbers lie below `FIRST`, each seed of a run has as
-many of its own above, and a run leaves out every prompt that is held out or that it had before. Problems are made and
-scored by `workers`: some scorers run the answer as Python, some loop, and hashes of strings decide what four of the
-generators draw. What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
+many of its own above, and a run leaves out every prompt that is held out or that it had before. Problems are made by
+workers, since hashes of strings decide what four of the generators draw. Others score: sealed, since some scorers loop
+on hostile text, and apart, so that no answer comes near a problem. Where a scorer would run the answer as Python, a
+reader of `problems/formulas.py` takes its place.
+What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
 """
 
 import functools
 import importlib.util
 import itertools
-import os
-import pickle
+import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flags import load_yaml
 from problems.examples import Example, nearest, one_line, prompt_key, short
+from problems.formulas import prepare_sympy, read_formula, read_list
 from problems.workers import Answer, Pool
 
 INSTALL = "reasoning-gym is not installed; begin the command with: uv run --extra tasks"
@@ -28,24 +31,28 @@ SYSTEM = (
 )
 FIRST = 2**20  # numbers of the held-out side, and of each seed of a run
 SEEDS = 2**12 - 1  # seeds that have numbers of their own: reasoning-gym's must stay below 2^32
+WORKERS = 2  # processes that make problems, and as many that score; each takes 120 MB
 SIZE = 500  # problems of one data set object, which is its default; four of them know no more than their size
 LIMIT = 5.0  # seconds for one score
 MAKING = 60.0  # and for one problem
 PATIENCE = 1000  # numbers that are tried in a row for a prompt that is new
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fall evenly into every mix of weights
 
-# whose scorer runs the answer as Python, perhaps by way of sympy
-RUNS_ANSWERS = {
-    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
-    *("simple_integration", "spiral_matrix", "string_insertion"),
+LONGEST = 100_000  # characters of an answer; the longest right ones have a few thousand
+
+# The scorers that evaluate text as Python, and what reads it instead; `tests/test_seal.py` finds them in the sources.
+# Those of bitwise_arithmetic and number_sorting evaluate the problem only.
+READERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"), read_list),
+    **dict.fromkeys(("bitwise_arithmetic", "countdown", "intermediate_integration"), read_formula),
+    **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), read_formula),
 }
-_FUNCTIONS = "sqrt|exp|log|ln|Abs|a?(?:sin|cos|tan|sec|csc|cot)h?"
-_PROGRAM = re.compile(rf"__|\.\s*[A-Za-z_]|[\])]\s*\(|\blambda\b|\b(?!(?:{_FUNCTIONS})\s*\()[A-Za-z_]\w*\s*\(")
-_TOWER = re.compile(r"(?:\*\*|\^)[^*^]{0,20}(?:\*\*|\^)[^*^x-z]*$|(?:\*\*|\^)\s*\(*\s*-?\d{4,}")
-LONGEST = 2000  # characters of an answer that is run
 
 # what must hold besides, where a scorer of 0.1.25 gives 1 to answers that are wrong
 RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
+    # they compare with nan, from which no number differs
+    "complex_arithmetic": lambda answer, entry: "nan" not in answer.lower(),
+    "number_sorting": lambda answer, entry: "nan" not in answer.lower(),
     # it compares the digits as far as both go: "0" is taken for 0.3125
     "coin_flip": lambda answer, entry: abs(float(answer) - float(entry["answer"])) <= 1e-4,
     # it compares whether texts are empty
@@ -133,30 +140,29 @@ class Problems:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
-        num = min(4, os.cpu_count() or 1)
-        self.pool = Pool(
-            f"{__name__}:make_answerer", (mix.settings, mix.levels, mix.unused), num=num, limit=LIMIT, sealed=True
-        )
-        self.num_levels: dict[str, int] = self._ask([("levels",)])[0]
+        given = (mix.settings, mix.levels, mix.unused)
+        self.makers = Pool(f"{__name__}:make_maker", given, num=WORKERS, limit=MAKING, quiet=True)
+        self.scorers = Pool(f"{__name__}:make_scorer", given[:2], num=WORKERS, limit=LIMIT, sealed=True)
+        self.num_levels: dict[str, int] = self._ask([()])[0]
         self.held_out = self._make_held_out()
 
     def _ask(self, questions: Sequence[Any]) -> list[Any]:
-        answers = self.pool.ask(questions, MAKING)
+        answers = self.makers.ask(questions)
         for question, answer in zip(questions, answers, strict=True):
             if answer.error:
-                raise ValueError(f"reasoning-gym cannot make the problem {question[1:]}: {answer.error}")
+                raise ValueError(f"reasoning-gym cannot make the problem {question}: {answer.error}")
         return [answer.value for answer in answers]
 
     def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]:
         """The examples at these places of a seed's order; `levels` of the data sets that have one."""
         names = [self._name_at(place) for place in places]
         first = FIRST * (1 + seed % SEEDS)
-        questions = [("make", n, levels.get(n), first + p) for n, p in zip(names, places, strict=True)]
+        questions = [(name, levels.get(name), first + place) for name, place in zip(names, places, strict=True)]
         return [
-            self._example(*question[1:3], made) for question, made in zip(questions, self._ask(questions), strict=True)
+            self._example(*question[:2], made) for question, made in zip(questions, self._ask(questions), strict=True)
         ]
 
-    def _example(self, name: str, level: int | None, made: tuple[str, Any, bytes]) -> Example:
+    def _example(self, name: str, level: int | None, made: tuple[str, Any, str]) -> Example:
         prompt, answer, entry = made
         example = {"prompt": prompt, "answer": answer, "system": self.mix.system or None, "category": name}
         return example | {"level": level, "entry": entry}
@@ -177,29 +183,33 @@ class Problems:
         """
         places = range(self.mix.num_held_out)
         names = [self._name_at(place) for place in places]
-        questions = [("make", n, self.mix.levels.get(n), p) for n, p in zip(names, places, strict=True)]
+        questions = [(name, self.mix.levels.get(name), p) for name, p in zip(names, places, strict=True)]
         made = self._ask(questions)
-        examples = [self._example(*question[1:3], one) for question, one in zip(questions, made, strict=True)]
+        examples = [self._example(*question[:2], one) for question, one in zip(questions, made, strict=True)]
         return list({prompt_key(example): example for example in examples}.values())
 
-    def score(
-        self, completions: Sequence[str], category: Sequence[str], entry: Sequence[bytes], **_: Any
-    ) -> list[float]:
+    def score(self, completions: Sequence[str], category: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
         """
         What each completion's answer earns by the rules of its data set, from 0 to 1.
 
         The answer stands in the last <answer>...</answer>. A completion without one earns 0, as does one whose scoring
-        fails or takes more than `LIMIT` seconds.
+        fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number.
         """
         found = [extract(text) for text in completions]
-        asked = [row for row, answer in enumerate(found) if answer is not None]
-        answers = self.pool.ask([("score", category[row], entry[row], found[row]) for row in asked])
-        earned = dict(zip(asked, answers, strict=True))
-        return [float(earned.get(row, Answer()).value or 0) for row in range(len(completions))]
+        asked = [row for row, answer in enumerate(found) if answer is not None and len(answer) <= LONGEST]
+        answers = self.scorers.ask([(category[row], entry[row], found[row]) for row in asked])
+        given = dict(zip(asked, map(earned, answers), strict=True))
+        return [given.get(row, 0.0) for row in range(len(completions))]
 
     def solved(self, **columns: Any) -> list[float]:
         """1 for an answer that earns all, else 0."""
         return [float(score >= 1) for score in self.score(**columns)]
+
+
+def earned(answer: Answer) -> float:
+    """The share of 1 that a scorer gave; 0 where it gave anything else."""
+    value = answer.value
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
 
 def extract(text: str) -> str | None:
@@ -241,11 +251,11 @@ def fresh(
 # ---- in a worker
 
 
-def make_answerer(
+def make_maker(
     settings: dict[str, dict[str, Any]], levels: dict[str, int], unused: Sequence[str] = ()
 ) -> Callable[[tuple[Any, ...]], Any]:
     """
-    What a worker does: `("make", name, level, number)`, `("score", name, entry, answer)` and `("levels",)`.
+    What a worker makes: of (name, level, number) the prompt, its answer and the entry to score by, of () all levels.
 
     Raises ValueError for an unknown data set, a wrong setting or a level that it does not have.
     """
@@ -273,26 +283,51 @@ def make_answerer(
     for name in settings:
         data_set(name, levels.get(name), 0)
 
-    def make(name: str, level: int | None, number: int) -> tuple[str, Any, bytes]:
+    def make(name: str, level: int | None, number: int) -> tuple[str, Any, str]:
         _seed_globals(number)
         entry = data_set(name, level, number - number % SIZE)[number % SIZE]
-        return entry["question"], entry["answer"], pickle.dumps(entry)
+        return entry["question"], entry["answer"], packed(entry)
 
-    def score(name: str, entry: bytes, answer: str) -> float:
-        if name in RUNS_ANSWERS and is_program(answer):
+    return lambda question: make(*question) if question else num_levels
+
+
+def make_scorer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> Callable[[tuple[str, str, str]], float]:
+    """What a sealed worker does: a data set's name, an entry and an answer to what the answer earns."""
+    if any(READERS.get(name) is read_formula for name in settings):
+        prepare_sympy()
+    from reasoning_gym.factory import DATASETS
+
+    held = {name: make_data_set(name, levels.get(name), 0, settings[name]) for name in settings}
+    for name in READERS.keys() & settings.keys():
+        vars(sys.modules[DATASETS[name][0].__module__]).update(eval=READERS[name], parse_expr=READERS[name])
+
+    def score(question: tuple[str, str, str]) -> float:
+        name, answer = question[0], question[2]
+        entry = unpacked(question[1])
+        if name in RULES and not RULES[name](answer, entry):
             return 0.0
-        held = pickle.loads(entry)
-        if name in RULES and not RULES[name](answer, held):
-            return 0.0
-        return float(data_set(name, levels.get(name), 0).score_answer(answer, held))
+        return float(held[name].score_answer(answer, entry))
 
-    deeds: dict[str, Callable[..., Any]] = {"make": make, "score": score, "levels": lambda: num_levels}
-    return lambda question: deeds[question[0]](*question[1:])
+    return score
 
 
-def is_program(answer: str) -> bool:
-    """Whether an answer that is to be run does more than state numbers, lists and formulas, or would take long."""
-    return len(answer) > LONGEST or bool(_PROGRAM.search(answer) or _TOWER.search(answer))
+def packed(entry: dict[str, Any]) -> str:
+    """JSON of an entry that keeps its tuples, with which two of the scorers compare."""
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: marked(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            parts = [marked(part) for part in value]
+            return {"tuple": parts} if isinstance(value, tuple) else parts
+        return value
+
+    return json.dumps(marked(entry))
+
+
+def unpacked(text: str) -> Any:
+    """An entry as it was before `packed`, but for numbers as keys, which are texts now."""
+    return json.loads(text, object_hook=lambda held: tuple(held["tuple"]) if held.keys() == {"tuple"} else held)
 
 
 def _seed_globals(number: int) -> None:
@@ -331,7 +366,7 @@ def listing(names: Sequence[str] = ()) -> Iterator[str]:
     """Lines that tell of each data set: name, levels, an example and what its scorer takes. ValueError without any."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ValueError(f"--list-tasks: {INSTALL}")
-    pool = Pool(f"{__name__}:make_describer", (), num=1, limit=60.0, sealed=True)
+    pool = Pool(f"{__name__}:make_describer", (), num=1, limit=60.0, quiet=True)
     for name in names or pool.ask([("names",)])[0].value:
         told = pool.ask([("describe", name)])[0]
         yield told.error or told.value

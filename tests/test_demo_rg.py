@@ -1,7 +1,6 @@
 """The second bundled model: its recipe's lessons, how it is found, its format, and what it knows at first."""
 
 import json
-import pickle
 import random
 import re
 
@@ -75,12 +74,12 @@ def test_the_words_that_are_shown_are_those_with_the_letter_each_with_the_count_
 
 @gym
 def test_a_reply_ends_with_the_answer_that_the_scorer_takes_whether_it_shows_working_or_not(recipe):
-    ask = rg.make_answerer(parse_mix(recipe.TASK, SIZES).settings, {})
+    score = rg.make_scorer(parse_mix(recipe.TASK, SIZES).settings, {})
     for name in NAMES:
         for entry in lessons(recipe, name, 5):
             for working in {False, name in recipe.SHOW}:
                 text = recipe.reply(entry, working)
-                assert ask(("score", name, pickle.dumps(entry), rg.extract(text))) == 1
+                assert score((name, rg.packed(entry), rg.extract(text))) == 1
                 assert rg.answered_once([text]) == [1] and text.startswith("<answer>") != working
 
 
@@ -90,16 +89,16 @@ def test_no_lesson_has_a_held_out_prompt_or_the_number_of_a_problem_of_a_run(rec
     assert mix.num_held_out <= recipe.HELD_OUT and recipe.FIRST > rg.FIRST * (rg.SEEDS + 1)
     for name in NAMES:
         asked = {entry["question"] for entry in lessons(recipe, name, 2000)}
-        ask = rg.make_answerer({name: mix.settings[name]}, {})
-        assert not asked & {ask(("make", name, None, number))[0] for number in range(mix.num_held_out)}
+        make = rg.make_maker({name: mix.settings[name]}, {})
+        assert not asked & {make((name, None, number))[0] for number in range(mix.num_held_out)}
 
 
 # ---- how it is found
 
 
 def test_it_is_found_by_name_and_so_is_its_tokenizer_for_a_run_s_page():
-    assert hub.find("demo:rg") == page.local_model("demo:rg") == hub.BUNDLED["demo:rg"]
-    assert hub.find("demo") == page.local_model("demo") == page.local_model("random:2m") == hub.DEMO
+    assert hub.find("demo:rg") == page.tokenizer_file("demo:rg").parent == hub.BUNDLED["demo:rg"]
+    assert hub.find("demo") == page.tokenizer_file("demo").parent == page.tokenizer_file("random:2m").parent == hub.DEMO
     assert message_of(hub.find, "demo:gr").startswith("--model demo:gr: no such directory")
 
 
@@ -133,11 +132,11 @@ def test_its_files_are_small_and_its_tokenizer_reads_every_text_letter_by_letter
 def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
     mix = parse_mix("rg:chain_sum", SIZES)
     assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
-    rg.make_answerer(mix.settings, mix.levels, mix.unused)
+    rg.make_maker(mix.settings, mix.levels, mix.unused)
     for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
         (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
         mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
-        message = message_of(rg.make_answerer, mix.settings, mix.levels, mix.unused)
+        message = message_of(rg.make_maker, mix.settings, mix.levels, mix.unused)
         assert message == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
 
 

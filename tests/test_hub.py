@@ -241,8 +241,7 @@ def test_no_module_trusts_remote_code_or_reads_pickles(path):
             )
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-            own = {"pickle"} if path.name in ("procedural.py", "workers.py") else set()  # what they wrote themselves
-            assert not names & ({"pickle", "torch", "dill", "joblib", "shelve"} - own), f"{path.name}:{node.lineno}"
+            assert not names & {"pickle", "torch", "dill", "joblib", "shelve"}, f"{path.name}:{node.lineno}"
 
 
 # ---- which model is taken

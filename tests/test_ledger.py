@@ -214,17 +214,18 @@ def test_a_decode_step_of_a_long_prompt_reads_it_by_groups(length, names):
 def test_the_ledger_of_qwen3_06b_holds():
     """
     B=8 G=8 P=128 T=256, float16, rank 16. Bytes of an update's micro-batch were 68.3 GB with float32 adapters, those of
-    a judge's chunk 45.3 GB with float32 scores.
+    a judge's chunk 45.3 GB with float32 scores. Those of the gradient of attention count since it is our own: 9.7 GB
+    with float32 scores of the columns that a block sees; MLX's moves at least 5.9 GB of 16-bit ones.
 
     These bounds are for lowering: a change that raises one makes a Mac slower, or says why it does not.
     """
     phases = ledger.make(work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET))
     held = {phase.name: phase for phase in phases}
-    most_launches = {"prefill": 510, "decode": 540, "judge": 950, "forward": 935, "backward": 2300, "optimizer": 4050}
+    most_launches = {"prefill": 510, "decode": 540, "judge": 950, "forward": 935, "backward": 2750, "optimizer": 4050}
     assert {name: sum(held[name].kinds.values()) <= most for name, most in most_launches.items()} == dict.fromkeys(
         most_launches, True
     )
-    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 11.5, "forward": 11.9, "backward": 14.0, "optimizer": 5.3}
+    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 11.5, "forward": 11.9, "backward": 20.6, "optimizer": 5.3}
     ratios = {name: held[name].num_bytes / held[name].least_bytes for name in most_ratios}
     assert all(1 <= ratios[name] <= most for name, most in most_ratios.items()), ratios
     assert held["forward"].num_bytes + held["backward"].num_bytes < 0.85 * 68.3e9

@@ -94,11 +94,6 @@ class SamplingSettings:
     curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise", of="grpo")
     seed: int = flag(0, "seed of prompts, sampling and adapters", low=0, first=True)
 
-    @property
-    def sharing(self) -> bool | None:
-        """`share_prefix` as an argument of `sampler.rollout`."""
-        return {"auto": None, "on": True, "off": False}[self.share_prefix]
-
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
@@ -283,6 +278,11 @@ class Sizes(NamedTuple):
     share_prefix: Switch  # auto: the sampler decides by length
     train_token_budget: int  # positions per micro-batch
     checkpoint_layers: int  # layers computed again in the backward pass
+
+    @property
+    def sharing(self) -> bool | None:
+        """`share_prefix` as an argument of `sampler.rollout`."""
+        return {"auto": None, "on": True, "off": False}[self.share_prefix]
 
     def settings(self) -> dict[str, Any]:
         """As settings, so that a repeated or resumed run decides the same."""

@@ -265,6 +265,8 @@ def rehearse(model: Model) -> list[gpu.Call]:
             softmax.sample_token(logits, mx.full((2, 4), 0.5), 0.7)
             softmax.log_softmax(logits)
             softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
+            heads = mx.ones((1, 2, 3, 64), head.dtype)
+            attention.attention_vjp(heads, heads, heads, heads, "causal")
     finally:
         model.layers = layers
     others = [call._replace(op=attention.group_attention) for call in calls if call.op is attention.slot_attention]

@@ -285,7 +285,9 @@ def load_tokenizer(directory: str | Path) -> Any:
     from transformers import AutoTokenizer  # here: importing it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a b"))  # odd settings load and fail here
+        return tokenizer
     except Exception as error:  # transformers raises many types for broken tokenizers
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 

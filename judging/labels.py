@@ -4,7 +4,6 @@ Human labels: scores that people gave, and how well a judge's scores agree with 
 Left out: the command (judge.py), and the judges.
 """
 
-import json
 import math
 import re
 import reprlib
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flags import read_json
 from judging.rubrics import Grader, Rubric
 
 
@@ -38,7 +38,7 @@ def load(path: str | Path, rubric: Rubric) -> list[Label]:
             continue
         where = f"--labels {path}, line {number}"
         try:
-            held = json.loads(line)
+            held = read_json(line)
         except ValueError as error:
             raise ValueError(f"{where}: not JSON: {error}") from error
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in Label._fields[:3]):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from config import Config
 from disk import run_files
 from flags import read_json, visible
 from reporting import health
@@ -44,7 +45,7 @@ def load(run: str | Path) -> History:
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
-    settings = run_files.settings_of(str(folder))
+    settings = Config.of().flat() | run_files.settings_of(str(folder))
     env_file = folder / "env.json"
     env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
     names = ("metrics", "eval", "warnings", "changes")

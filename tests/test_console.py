@@ -89,7 +89,7 @@ def test_the_time_left_is_that_of_the_last_ten_steps_and_of_the_evaluations_to_c
 PROGRAM = """
 import config
 from reporting import console
-live = console.LiveLine(config.Config(steps=4, eval_every=0))
+live = console.LiveLine(config.Config.of(steps=4, eval_every=0))
 step = {"step": 1, "step/s": 5.0, "rollout/tok_s": 1234.5}
 with live:
     live.begin("rollout")

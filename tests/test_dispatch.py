@@ -309,10 +309,7 @@ SMALL = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit
 def test_without_a_gpu_training_and_evaluation_measure_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", no_measuring)
     its = train.GrpoRun(resolve(SMALL, None, None)[0], tmp_path)
-    assert (
-        its.batch_size.rows == its.config.sampling.rollout_batch_size == 16
-        and its.config.sampling.share_prefix == "auto"
-    )
+    assert its.batch_size.rows == its.sizes.rollout_batch_size == 16 and its.sizes.sharing is None
     task = tasks.load("demo")
     evaluate.evaluate(its.model, its.tokenizer, task, evaluate.EvalParams(4, limit=2))
 
@@ -330,7 +327,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     config = resolve(SMALL, None, None)[0]
     assert "rollout_batch_size: auto\n" in as_yaml(config)
     its = train.GrpoRun(config, tmp_path)
-    run_files.write(as_yaml(config), tmp_path)
+    run_files.write(as_yaml(config, its.sizes), tmp_path)
     ((num_prompts, how),) = asked
     assert num_prompts == len(its.task.train)
     assert how == {"max_tokens": 12, "group_size": 4, "most_rows": 16, "rows": 0}  # 16 held-out problems
@@ -340,7 +337,7 @@ def test_on_a_gpu_training_measures_before_the_first_step_and_records_what_it_ch
     resumed = resolve({}, None, str(tmp_path))[0]
     monkeypatch.setattr(dispatch, "choose", no_measuring)
     again = train.GrpoRun(resumed, tmp_path)
-    assert again.batch_size.rows == 256 and again.config.sharing is True
+    assert again.batch_size.rows == 256 and again.sizes.sharing is True
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flags import read_json
+from flags import read_json, read_text
 from judging.rubrics import Grader, Rubric
 
 
@@ -28,10 +28,7 @@ class Label(NamedTuple):
 def load(path: str | Path, rubric: Rubric) -> list[Label]:
     """The labels of a JSONL file. Raises ValueError naming an invalid line."""
     names = [criterion.name for criterion in rubric.criteria]
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON strings may contain other line separators
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--labels {path} cannot be read: {error}") from error
+    lines = read_text(path, f"--labels {path}", 1000).split("\n")  # JSON strings may contain other line separators
     labels = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

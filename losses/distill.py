@@ -13,7 +13,6 @@ D hidden of the teacher.
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +23,7 @@ import lora
 import sampler
 import tasks
 from config import Config
+from flags import read_text
 from groups import Draw
 from layers import lm_head
 from losses import divergence, from_disk
@@ -208,10 +208,7 @@ def in_front(text: str, example: Example) -> Example:
 
 
 def _text_of(path: str) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--teacher-prompt {path} cannot be read: {error}") from error
+    text = read_text(path, f"--teacher-prompt {path}", 1).strip()
     if not text:
         raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
     return text

@@ -11,8 +11,10 @@ import os
 import re
 import resource
 import shutil
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,15 @@ import evaluate
 import gwen
 import judge
 import lora
+import preflight
+import report
 import run_files
 import sampler
 import tasks
 import train
 from config import Config, parse
+from flags import fail
+from reporting import console
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -889,3 +895,65 @@ def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(finished
     assert not list(tmp_path.iterdir())
     lora.main([str(flag) for flag in flags])
     assert gwen.load(tmp_path / "merged")
+
+
+# ---- what a terminal would obey, and what takes for ever
+
+
+@pytest.mark.parametrize(
+    "character", ["\x00", "\x07", "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2028", "\ufeff", "\udcff"]
+)
+def test_control_characters_are_shown_as_such_wherever_a_line_is_printed(capsys, monkeypatch, character):
+    text = f"a{character}[2Jb"
+    shown = f"a\u27e8U+{ord(character):04X}\u27e9[2Jb\n"
+    with pytest.raises(SystemExit):
+        fail(text)
+    console.say(text)
+    console.warn(text)
+    assert capsys.readouterr() == (shown, f"error: {shown}{shown}")
+    monkeypatch.setattr(sampler, "texts", lambda *_: [text])  # of a model
+    sampler.main(["--model", "demo", "--prompt", "hi", "--max-tokens", "1"])
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"), [(train.main, "--run-dir"), (evaluate.main, "--out"), (report.main, "--out")]
+)
+def test_a_control_character_in_a_flag_is_refused(capsys, main, argv):
+    refused(capsys, main, [argv, "a\x1b[2J"], rf"{argv}: 'a\\x1b\[2J' holds a control character; remove it")
+
+
+def test_a_line_is_cut_where_a_value_has_no_end(capsys):
+    line = refused(
+        capsys, train.main, ["--model", "demo", "--task", "x" * 10**6], "--task 'x{500,}.* \u2026 .*rg:NAME$"
+    )
+    assert len(line) < 900
+
+
+def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_once(capsys):
+    refused(
+        capsys, preflight.main, ["--model", "demo", "--groups", 65536], "--batch 4 times --groups 65536 is 262144; it"
+    )
+    begin = time.process_time()
+    preflight.main(["--model", "demo", "--groups", "65536", "--batch", "1"])
+    assert time.process_time() - begin < 5 and "memory: " in capsys.readouterr().out
+
+
+def test_a_list_of_runs_names_the_damaged_ones_and_shows_the_others(finished, tmp_path, capsys):
+    for name in "abcdef":
+        shutil.copytree(finished, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+    (tmp_path / "b" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "c" / "config.yaml").write_text("[")
+    (tmp_path / "d" / "metrics.jsonl").write_text('{"step": \n')
+    (tmp_path / "e" / "env.json").write_bytes(b"\xff")
+    (tmp_path / "f" / "warnings.jsonl").write_text('{"step": 1, "step": 2}\n')
+    report.main(["--list", str(tmp_path)])
+    head, _, good, *damaged = capsys.readouterr().out.splitlines()
+    assert head.startswith("run ") and good.startswith(f"{tmp_path / 'a'} ") and "3 of 3" in good
+    assert sorted(re.findall(rf"{tmp_path}/(.)", "\n".join(damaged))) == list("bcdef"), damaged
+
+
+@pytest.mark.parametrize("flags", [["--out", "{at}"], ["--out", "{at}/pipe.yaml"]])
+def test_a_page_is_written_in_place_of_nothing_but_a_file(finished, mistakes, capsys, flags):
+    refused(capsys, report.main, [finished, *(flag.format(at=mistakes) for flag in flags)], "is no file; name another")
+    assert stat.S_ISFIFO(os.stat(mistakes / "pipe.yaml").st_mode)

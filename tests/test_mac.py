@@ -117,9 +117,9 @@ def test_the_judge_and_python_are_counted(mac, monkeypatch):
     assert need(lora_rank=0).judge == judged.weights  # the copy that training leaves alone
 
 
-def test_a_size_that_does_not_fit_is_never_measured(mac, monkeypatch):
+def test_a_size_that_does_not_fit_is_never_measured(mac, monkeypatch, tmp_path):
     tried = []
-    monkeypatch.setattr(dispatch, "store_path", lambda: Path(os.devnull) / "no")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(dispatch, "kind_of", lambda *_: dispatch.Kind("some", "model", "float16", 8, 128, 8192))
 
     def time_work(model, kind, rows, modes):

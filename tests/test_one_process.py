@@ -48,7 +48,10 @@ def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
     assert contents(tmp_path) == {tmp_path / "lock": b""}
 
 
-HOLDER = "import sys, pathlib; from disk import run_files; run_files.own(pathlib.Path(sys.argv[1])); print('held', flush=True); {}"
+HOLDER = (
+    "import sys, pathlib; from disk import run_files; "
+    "run_files.own(pathlib.Path(sys.argv[1])); print('held', flush=True); {}"
+)
 
 
 @pytest.mark.parametrize(

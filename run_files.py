@@ -24,6 +24,7 @@ import numpy as np
 import gpu
 from config import Config, as_yaml, checked, load_recipe
 from flags import Parser, load_yaml
+from hub import load_object
 
 LOCK = "lock"
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
@@ -72,7 +73,7 @@ def settings_of(run: str) -> dict[str, Any]:
     held = load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(held, dict) or not held.get("model"):
         raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
-    return held
+    return vars(Config()) | held
 
 
 def adapter_of(run: str, step: int | None) -> str | None:
@@ -98,7 +99,12 @@ def adapter_of(run: str, step: int | None) -> str | None:
 
 def model_card(run: str, step: int | None) -> str:
     """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
-    settings, environment = settings_of(run), json.loads((Path(run) / "env.json").read_text())
+    settings, environment = settings_of(run), load_object(Path(run) / "env.json")
+    match environment:
+        case {"versions": {"mlx": version}, "machine": machine, "commit": commit}:
+            made = f"Made with MLX {version} on {machine}, at commit {commit or 'unknown'}."
+        case _:
+            raise ValueError(f"{run}: env.json is damaged; --export and --fuse with --adapter {run} do without it")
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
     rows = []
     for one in evaluations[:1] + evaluations[1:][-1:]:
@@ -118,8 +124,7 @@ def model_card(run: str, step: int | None) -> str:
         *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
         *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
         *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),
-        f"Made with MLX {environment['versions']['mlx']} on {environment['machine']}, "
-        f"at commit {environment['commit'] or 'unknown'}.",
+        made,
     ]
     return "\n".join(lines) + "\n"
 
@@ -269,6 +274,8 @@ class JsonLines:
         replace_text(self.path, b"".join(kept).decode())
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        if not self.path.is_file():  # a pipe would be read for ever
+            raise ValueError(f"{self.path} is no file; remove what stands there")
         for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 record = json.loads(line)

@@ -116,10 +116,12 @@ def _last_line(path: Path) -> str:
 def cut_after(run_dir: Path, step: int, evaluation: int) -> None:
     """A run goes on after `step`, its last evaluation on record after `evaluation`: what came later is sent anew."""
     for path in run_dir.glob("trackers/*.json"):
-        state = json.loads(path.read_text())
-        state |= {
-            name: min(state[name], most) for name, most in (("metrics", step), ("tables", step), ("eval", evaluation))
-        }
+        try:
+            state = json.loads(path.read_text())
+            most = {"metrics": step, "tables": step, "eval": evaluation}
+            state |= {name: min(state[name], least) for name, least in most.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged; remove it, and {path.stem} gets the whole run anew") from error
         path.write_text(json.dumps(state))
 
 

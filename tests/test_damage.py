@@ -23,10 +23,13 @@ import pytest
 import adapters
 import checkpoint
 import config
+import gpu
 import gwen
 import hub
 import lora
+import report
 import train
+from reporting import trackers
 from run_files import START
 
 pytestmark = pytest.mark.slow
@@ -235,10 +238,10 @@ def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, mon
         state = run.state()
         states.append([state.step, state.extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
 
+    monkeypatch.setattr(gpu, "environment", lambda _: {})  # it asks git
     monkeypatch.setattr(train, "Run", make)
     monkeypatch.setattr(train, "train", look)
     counts = survey(whole, range(300), states)
-    print(counts)
     assert min(counts.values()) > 10, counts
 
 
@@ -344,6 +347,35 @@ def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
     with pytest.raises(SystemExit):
         train.main([*RUN, "--allow-changes"])
     assert "--allow-changes is for a run that goes on; name it with --resume" in capsys.readouterr().err
+
+
+def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tmp_path):
+    counts = {0: 0, 2: 0}
+    for number in range(40):
+        run, out = shutil.copytree(whole, tmp_path / "run", symlinks=True), tmp_path / "out"
+        what = damage(run, number)
+        for command, flags in ((report.main, [run]), (lora.main, ["--export", "peft", "--run", run, "--out", out])):
+            said, status = io.StringIO(), 0
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                try:
+                    command(list(map(str, flags)))
+                except SystemExit as error:
+                    status = error.code
+                except Exception as error:
+                    raise AssertionError(f"after {what}") from error
+            assert len(said.getvalue().splitlines()) == bool(status), what
+            counts[status] += 1
+        shutil.rmtree(run)
+        shutil.rmtree(out, ignore_errors=True)
+    assert min(counts.values()) > 10, counts
+
+
+def test_a_tracker_s_damaged_state_is_named(tmp_path):
+    (tmp_path / "trackers").mkdir()
+    for text in ("{", "[]", "{}", '{"metrics": "1", "tables": 1, "eval": 1}'):
+        (tmp_path / "trackers" / "wandb.json").write_text(text)
+        with pytest.raises(ValueError, match="wandb.json is damaged; remove it, and wandb gets the whole run anew"):
+            trackers.cut_after(tmp_path, 2, 2)
 
 
 def main(count, first):

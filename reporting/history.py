@@ -18,6 +18,11 @@ from reporting import health
 from reporting.console import duration, with_interval
 from reporting.health import Records
 
+KEYS = {  # that the records of a log have at least
+    "changes": {"step", "setting", "was", "is"},
+    "warnings": {"step", "name", "text"},
+    "eval_answers": {"step", "problem", "prompt", "completions", "values"},
+}
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 
 
@@ -64,9 +69,12 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield read_json(line)
+                record = read_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
+            if not isinstance(record, dict) or not KEYS.get(path.stem, {"step"}) <= record.keys():
+                raise ValueError(f"{path}, line {number} is no record of this log")
+            yield record
 
 
 # ---- text that nobody vouches for

@@ -1,6 +1,6 @@
 """
 Rollouts against vllm-mlx on the same work: `uv sync --extra vllm`, then `uv run bench_rollout_vllm_mlx.py` with the
-flags of `bench_rollout.py`. What is compared and how is in `bench/harness.py`.
+flags of `bench_rollout.py`. What is compared and how is in `bench/rollout.py`.
 
 vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its `generate_batch_sync` does, the
 scheduler in this thread and without a server, with as many rows at once as ours, with its prefix cache on and off; the
@@ -21,9 +21,10 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import hub
-from bench import harness
-from bench.harness import Generate, Rival, Timing, Work
+from bench import rollout
+from bench.judging import Replies, Segments
+from bench.rollout import Rival, Timing, Work
+from disk import hub
 from flags import fail
 
 
@@ -73,18 +74,16 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
     return completions, silent_s
 
 
-def judges(peer: Any, tokenizer: Any) -> dict[str, Generate]:
-    """Greedy replies of vllm-mlx to the judge's prompts; with the prefix cache, each finds what an earlier one left."""
+def replies(prompts: list[Segments], limit: int, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Any:
+    """Greedy replies to the judge's prompts; with the prefix cache, each finds what an earlier one left."""
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
-    def replies(prompts: list[list[int]], limit: int, prefix_cache: bool) -> list[list[int]]:
-        scheduler = Scheduler(peer, tokenizer, SchedulerConfig(enable_prefix_cache=prefix_cache))
-        greedy = Work(prompts, 1, [limit] * len(prompts), (), 0.0, len(prompts), 0)
-        completions, _ = generate(scheduler, greedy, prompts, greedy.limits)
-        scheduler.reset()
-        return completions
-
-    return {name: functools.partial(replies, prefix_cache=name == "on") for name in ("off", "on")}
+    rows = [[token for segment in prompt for token in segment] for prompt in prompts]
+    scheduler = Scheduler(peer, tokenizer, SchedulerConfig(enable_prefix_cache=prefix_cache))
+    greedy = Work(rows, 1, [limit] * len(rows), (), 0.0, len(rows), 0)
+    completions, _ = generate(scheduler, greedy, rows, greedy.limits)
+    scheduler.reset()
+    return completions
 
 
 def rival(peer: Any, directory: Path) -> Rival:
@@ -92,19 +91,20 @@ def rival(peer: Any, directory: Path) -> Rival:
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
     tokenizer = hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
-    vllm_mlx = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
-    engines: dict[str, harness.Engine] = {
-        "vllm_mlx": functools.partial(vllm_mlx, prefix_cache=True),
-        "vllm_mlx_uncached": functools.partial(vllm_mlx, prefix_cache=False),
-    }
+    engines: dict[str, rollout.Engine] = {}
+    judges = {}
+    for name, prefix_cache in {"vllm_mlx": True, "vllm_mlx_uncached": False}.items():
+        how: Any = {"peer": peer, "tokenizer": tokenizer, "prefix_cache": prefix_cache}
+        engines[name] = functools.partial(run_vllm_mlx, **how)
+        judges[name] = Replies(functools.partial(replies, **how))
     result = "Result vs vllm_mlx: ours is {} on this rollout workload."
-    return Rival("vllm_mlx", result, engines, judges(peer, tokenizer), ["vllm-mlx"])
+    return Rival("vllm_mlx", result, engines, judges, ["vllm-mlx"])
 
 
 def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("vllm_mlx") is None:
         fail("vllm-mlx is not installed; install it with: uv sync --extra vllm")
-    harness.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
+    rollout.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
 
 
 if __name__ == "__main__":

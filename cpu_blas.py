@@ -47,7 +47,7 @@ GEMM(dgemm, double)
 
 
 # With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
-# (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5 and on CUDA, where MLX by
+# (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
 # default rounds what it multiplies to 10 bits.
 ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"}
 
@@ -81,9 +81,10 @@ def _agrees_with_numpy(path: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """Where the user's machine keeps what Gwen can make again. RuntimeError when there is no home directory."""
-    usual = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual.expanduser()) / "gwen"
+    """Where the user's machine keeps what Gwen can make again; without a home directory, where temporary files are."""
+    home = os.path.expanduser("~")
+    usual = Path(home, "Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or (usual if home != "~" else tempfile.gettempdir())) / "gwen"
 
 
 def _system_library() -> str:
@@ -152,7 +153,7 @@ def _load() -> str:
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return name
             reasons.append(f"{name} disagrees with numpy")
-        except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        except (OSError, AttributeError) as error:
             reasons.append(f"{name}: {error}")
     print(f"gwen: MLX runs on its slow built-in BLAS ({'; '.join(reasons)})", file=sys.stderr)
     return "MLX's built-in reference BLAS (slow)"
@@ -172,5 +173,18 @@ def _say_ctrl_c_in_one_line() -> None:
         sys.excepthook = hook
 
 
+def _refuse_other_macs() -> None:
+    """Ends a program on a Mac that MLX was not built for, before anything of MLX is imported."""
+    version, _, processor = platform.mac_ver()  # empty elsewhere
+    if version and (processor != "arm64" or int(version.partition(".")[0]) < 14):
+        print(
+            "error: Gwen needs a Mac with Apple Silicon, macOS 14 or later, and a Python that Rosetta does not "
+            f"translate; here Python is built for {processor} and this is macOS {version}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+_refuse_other_macs()
 _say_ctrl_c_in_one_line()
 description = _load()

@@ -10,11 +10,9 @@ Left out: training problems. Axes: P problems, K samples of each, N = P * K comp
 T completion positions, J criteria.
 """
 
-import dataclasses
 import functools
 import json
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -24,23 +22,23 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
-import adapters
-import dispatch
-import gpu
 import gwen
 import judge
 import lora
-import run_files
 import sampler
 import tasks
-from config import JUDGE, Config, given, resolve
+from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
+from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from losses.policy import completion_hidden
-from micro_batch import MicroBatch, in_rows, micro_batches, my_part
-from problems.examples import Example, spread
-from problems.rewards import Reward, call_rewards, reward_arguments, reward_columns
+from machine import gpu
+from problems import chat_template
+from problems.examples import Example, prompt_text, spread
+from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
+from step import dispatch
+from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from step.policy import completion_hidden
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -112,7 +110,7 @@ def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
 
 def judged(grader: Grader, answers: Answers) -> Judgement:
     """The judge's scores of each completion."""
-    return grader.score([tasks.prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
+    return grader.score([prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
 
 
 class Earned(NamedTuple):
@@ -163,18 +161,6 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
 
 
-_REFUSAL = re.compile(
-    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
-    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
-    re.IGNORECASE,
-)
-
-
-def is_refusal(text: str) -> bool:
-    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
-    return bool(_REFUSAL.match(text.replace("\u2019", "'")))
-
-
 def repeated(text: str) -> float:
     """The share of an answer's 4-grams of words that occurred earlier in it; 0 below four words."""
     words = text.lower().split()
@@ -223,7 +209,7 @@ def evaluate(
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
-    prompts = tasks.render(
+    prompts = chat_template.encode_prompts(
         tokenizer,
         problems,
         max_tokens=params.max_tokens,
@@ -354,43 +340,31 @@ def by_criterion(
     return measured
 
 
-def make_judge(config: Config, task: tasks.Task, base: gwen.Model, tokenizer: Any) -> Grader | None:
-    """The judge whose scores are rewards; None without a rubric. base: the model before training."""
-    if task.rubric is None:
-        return None
-    its_own = config.judge_model in ("", config.model)
-    return judge.make(config, task.rubric, lambda: (base, tokenizer) if its_own else gwen.load(config.judge_model))
-
-
-def make_witness(
-    config: Config, task: tasks.Task, grader: Grader | None, base: gwen.Model, tokenizer: Any
-) -> Grader | None:
+def make_graders(
+    config: Config, rubric: Any, witness: Any, base: gwen.Model, tokenizer: Any
+) -> tuple[Grader | None, Grader | None]:
     """
-    The judge that only evaluations use; None if the task has no rubric for it.
+    The judge by `rubric`, and the witness, which only evaluations use, by its own; None without a rubric.
 
-    base: the model before training, and the default judge. The witness shares the grader's cache of scores.
+    base: the model before training, the default judge of both. They share their cache of scores.
     """
-    if task.witness is None:
-        return None
-    name = config.eval_judge_model or config.judge_model
 
+    @functools.cache
     def load() -> tuple[gwen.Model, Any]:
-        if isinstance(grader, judge.Judge) and name in ("", config.judge_model):
-            return grader.model, grader.tokenizer
-        return (base, tokenizer) if name in ("", config.model) else gwen.load(name)
+        return (base, tokenizer) if config.judges_itself else gwen.load(config.judge.model)
 
-    witness = judge.make(dataclasses.replace(config, judge_model=name), task.witness, load)
-    if grader is not None:
-        witness.cache = grader.cache  # a key covers the rubric
-    return witness
+    grader, second = (None if one is None else judge.make(config.judge, one, load) for one in (rubric, witness))
+    if grader is not None and second is not None:
+        second.cache = grader.cache  # a key covers the rubric
+    return grader, second
 
 
 # ---- the command
 
 # settings that `--run` reads from the run and flags override
 TAKEN = (
-    *("model", "task", "task_config", "columns", "rubric", "eval_rubric", "eval_judge_model"),
-    *("reward", "reward_weights", "reward_format", "reward_workers", "reward_timeout"),
+    *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
+    *("reward", "reward_weights", "reward_format", "reward_workers"),
     *("max_tokens", "rollout_batch_size", "thinking", *JUDGE),
 )
 
@@ -414,6 +388,18 @@ def remember(log: run_files.JsonLines, grader: Grader) -> None:
         log.write({"step": 0} | record)
 
 
+def of_run(run: str, flags: dict[str, Any]) -> Config:
+    """
+    The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
+
+    A run of --loss-type sft is taken for one of its task, which has the problems to answer.
+    """
+    held = load_recipe(run_files.config_file(run))
+    if held.get("loss_type") == "sft":
+        held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
+    return checked(held | flags)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
@@ -422,7 +408,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
-    add_flags(parser, Config, TAKEN)
+    add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
@@ -434,7 +420,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
-            config = run_files.of_run(args.run, flags)
+            config = of_run(args.run, flags)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
@@ -442,16 +428,14 @@ def main(argv: list[str] | None = None) -> None:
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
         if args.data:
-            config.data, config.columns = "", args.columns or ""
+            config = config.but(data="", columns=args.columns or "")
         task = tasks.make(config, args.data)
-        model, tokenizer, is_base = load_policy(config.model, adapter, start)
+        model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
-        judges = [config.judge_model] * scored + [config.eval_judge_model or config.judge_model] * bool(task.witness)
         base = model
-        if not is_base and not config.judge_url and any(name in ("", config.model) for name in judges):
-            base, is_base = gwen.load(config.model)[0], True
-        grader = make_judge(config, task, base, tokenizer) if scored else None
-        witness = make_witness(config, task, grader, base, tokenizer)
+        if not is_base and config.judges_itself and (scored or task.witness is not None):
+            base, is_base = gwen.load(config.model.name)[0], True
+        grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
         cache = next((one.cache for one in (grader, witness) if one is not None), None)
         known = args.judge_cache or (Path(args.run) / "judge_scores.jsonl" if args.run else None)
         if cache and known:
@@ -461,13 +445,13 @@ def main(argv: list[str] | None = None) -> None:
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(visible(f"{what}; task: {task.name}"), file=sys.stderr)
-        rows = config.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
+        rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
-            config.max_tokens,
+            config.sampling.max_tokens,
             gpu.BatchSize(rows) if rows else None,
             samples=args.samples,
-            limit=args.limit or config.eval_limit or None,
-            thinking=config.thinking,
+            limit=args.limit or config.evaluation.limit or None,
+            thinking=config.sampling.thinking,
             temperature=args.temp,
             seed=args.seed,
         )

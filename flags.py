@@ -14,23 +14,13 @@ import reprlib
 import stat
 import sys
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
 
 OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
-RENAMED = {  # words of earlier versions, which answer with the new ones; the new ones are TRL's
-    "lr": "learning_rate",
-    "loss": "loss_type",
-    "level": "importance_sampling_level",
-    "clip_low": "epsilon",
-    "clip_high": "epsilon_high",
-    "kl_coef": "beta",
-    "epochs_per_rollout": "num_iterations",
-    "top_entropy": "top_entropy_quantile",
-}
 
 
 # ---- texts that nobody vouches for
@@ -113,8 +103,6 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(unknown, flags, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else "--help lists them"
-            if (new := flag_of(RENAMED.get(unknown[2:].replace("-", "_"), ""))) in flags:
-                hint = f"it is called {new} now"
             fail(f"{unknown} is no flag of {self.prog}; {hint}")
         message = message.replace("invalid int value:", "not a whole number:")
         fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
@@ -172,11 +160,42 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help, and optionally `low`, `high`, `nargs` and `parse` (reads a flag's text)."""
+    """A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), and what `Setting` reads."""
     metadata = {"help": text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+class Setting(NamedTuple):
+    """A field of a group of settings; its flag is `--judge-mode` for the key `judge_mode`."""
+
+    key: str
+    group: str  # the name of the group's field in `Config`
+    title: str  # of the group in --help
+    field: dataclasses.Field[Any]
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether `auto` stands for None: it is decided later."""
+        return self.field.metadata.get("parse") is size
+
+    def is_for(self, kind: str) -> bool:
+        """Whether runs of this kind use it."""
+        return self.field.metadata.get("of") in (None, kind)
+
+    @property
+    def default(self) -> Any:
+        """Its default value."""
+        make = self.field.default_factory
+        return self.field.default if make is dataclasses.MISSING else make()
+
+    @property
+    def help(self) -> str:
+        """Its help, with the default."""
+        default = self.default
+        said = "auto" if self.is_automatic else " ".join(default) if isinstance(default, list) else str(default)
+        return self.field.metadata["help"] + (f" (default: {said})" if said not in ("", "None", "False", "{}") else "")
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
@@ -185,24 +204,27 @@ def choices_of(kind: Any) -> tuple[str, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type, names: Container[str] | None = None) -> None:
-    """Adds a flag for each field (or those in `names`), `--judge-mode` for `judge_mode`; an omitted flag is None."""
-    for field in dataclasses.fields(settings):
-        if names is not None and field.name not in names:
-            continue
+def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True) -> None:
+    """Adds a flag for each setting, by group; an omitted flag is None. everything: whether --help shows all of them."""
+    groups: dict[str, Any] = {}
+    for setting in settings:
+        field, metadata = setting.field, setting.field.metadata
         kind = OPTIONAL.get(field.type, field.type)
-        options: dict[str, Any] = {"help": field.metadata["help"], "default": None}
+        shown = everything or metadata.get("first")
+        options: dict[str, Any] = {"help": setting.help.replace("%", "%%") if shown else argparse.SUPPRESS}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = field.metadata.get("parse", kind if kind in (int, float) else None)
+            options["type"] = metadata.get("parse", kind if kind in (int, float) else None)
             options["choices"] = choices_of(field.type) or None
-        if "nargs" in field.metadata:
-            options["nargs"] = field.metadata["nargs"]
-        parser.add_argument(flag_of(field.name), **options)
+        if "nargs" in metadata:
+            options["nargs"] = metadata["nargs"]
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.title)
+        groups[setting.group].add_argument(flag_of(setting.key), dest=setting.key, default=None, **options)
 
 
-def check_values(settings: type, values: dict[str, Any]) -> None:
+def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> None:
     """Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice."""
     words: dict[Any, str] = {
         int: "a whole number",
@@ -212,10 +234,8 @@ def check_values(settings: type, values: dict[str, Any]) -> None:
         list[str]: "a list of texts",
         dict[str, float]: "finite numbers by name",
     }
-    for field in dataclasses.fields(settings):
-        if field.name not in values:
-            continue
-        value, name = values[field.name], flag_of(field.name)
+    for key, value in values.items():
+        field, name = settings[key].field, flag_of(key)
         if value is None and field.type in OPTIONAL:
             continue
         kind, choices = OPTIONAL.get(field.type, field.type), choices_of(field.type)

@@ -2,37 +2,32 @@
 GRPO: the arithmetic of the trainer. Arrays in, arrays out, with no model, tokenizer, clock or file, so every line can
 be checked by hand.
 
-A step's loss is the sum of `aggregate` over its micro-batches. The split does not matter, because the divisor counts
-the whole step; only bnpo divides by the tokens of its own micro-batch.
+`LOSSES` names every loss: a function of `Tokens` and `Objective`. A step's loss is the sum over its micro-batches; how
+they are cut does not matter, because the divisors count the whole step.
 
-Axes: B prompts of a step, G completions of a prompt, N = B * G rows, T completion positions, K rewards.
+Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of a micro-batch, T completion positions,
+K rewards.
 """
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses that use `clipped_term`
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo")
-LEVELS = ("token", "sequence")
-SCALES = ("group", "batch", "none")
-BASELINES = ("group", "rloo", "reinforce")
-KL_ESTIMATORS = ("k2", "k3", "k3_corrected")
-CORRECTIONS = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SAPO_TEMPERATURES = (1.0, 1.05)  # for positive and for other advantages, arXiv:2511.20347
+SIGNAL_FLOOR = 0.01  # a group whose rewards' range is below this share of the step's deviation is noise
+MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 LARGEST_LOG_RATIO = 80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
 
 
 class Objective(NamedTuple):
     """How to compute a token's loss and aggregate a step's losses. Names follow TRL."""
 
-    loss_type: str = "dapo"  # the term (`token_terms`) and the average (`aggregate`)
+    loss_type: str = "dapo"  # see LOSSES
     importance_sampling_level: str = "token"  # see `importance_ratio`
     epsilon: float = 0.2  # lower clip of the ratio: 1 - epsilon
     epsilon_high: float | None = None  # upper clip: 1 + this; None: as epsilon. For cispo the cap on the ratio itself
-    delta: float | None = None  # upper bound on the ratio for negative advantages
     beta: float = 0.0  # weight of the KL term
     kl_estimator: str = "k3"
     max_tokens: int | None = None  # the constant that dr_grpo divides by
@@ -41,6 +36,28 @@ class Objective(NamedTuple):
     def upper(self) -> float:
         """`epsilon_high` as a number."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+class Tokens(NamedTuple):
+    """What a loss sees of a micro-batch's tokens: (M, T) float32 each, with arbitrary values where the mask is 0."""
+
+    logprobs: mx.array  # nats under the policy, with gradient
+    old_logprobs: mx.array  # under the policy before the update
+    advantages: mx.array  # (M,), or (M, T) where those of a row's tokens differ
+    mask: mx.array  # 1 = counted
+    ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
+    weights: mx.array | None = None  # of the policy term, (M, T) or (M, 1), see `mismatch_weights`, `top_entropy_mask`
+    num_items: mx.array | int | None = None  # counted tokens of the whole step; None: of these rows
+    num_rows: int | None = None  # rows of the whole step; None: these
+    clipped: mx.array | None = None  # the result of `clipped_term`, if a kernel computed it from the logits
+    divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
+
+
+class Loss(NamedTuple):
+    """A micro-batch's part of a step's loss, (), and sums over its counted tokens of what is measured, () each."""
+
+    value: mx.array
+    sums: dict[str, mx.array]
 
 
 # ---- advantages
@@ -61,8 +78,8 @@ def group_advantages(
     Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
     arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262.
     """
-    assert scale in SCALES, scale
-    assert baseline in BASELINES, baseline
+    assert scale in ("group", "batch", "none"), scale
+    assert baseline in ("group", "rloo", "reinforce"), baseline
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
     assert scale != "group" or baseline != "reinforce", "a group of equal rewards would be divided by a deviation of 0"
     size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
@@ -101,32 +118,22 @@ def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array,
 
     Source: GSPO, arXiv:2507.18071, eq. 7.
     """
-    assert level in LEVELS, level
+    assert level in ("token", "sequence"), level
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(mask.sum(-1, keepdims=True), 1)
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
-def mismatch_weights(
-    old_logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, correction: str, cap: float = 3.0
-) -> mx.array:
+def mismatch_weights(old_logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array) -> mx.array:
     """
-    trainer's policy / sampler's policy, a weight of the policy term, (N, T) or (N, 1); without gradient.
+    trainer's policy / sampler's policy, at most MISMATCH_CAP: a weight of the policy term, (M, T); without gradient.
 
-    The two share parameters but differ in arithmetic. correction: the ratio of each "token" or its product over the
-    "sequence"; above `cap` it becomes `cap` ("truncate") or 0 ("mask"). "off" gives 1.
-    Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; masked: IcePop, arXiv:2510.18855.
+    The two share parameters but differ in arithmetic.
+    Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl.
     """
-    assert correction in CORRECTIONS, correction
-    if correction == "off":
-        return mx.ones_like(mask)
-    level, _, action = correction.partition("_")
     log_ratio = mx.where(mask > 0, old_logprobs - sampled_logprobs, 0.0)
-    if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdims=True)
-    ratio = mx.stop_gradient(mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO)))
-    return mx.minimum(ratio, cap) if action == "truncate" else mx.where(ratio > cap, 0.0, ratio)
+    return mx.minimum(mx.stop_gradient(mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))), MISMATCH_CAP)
 
 
 def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.array:
@@ -157,16 +164,13 @@ def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) ->
     """
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), and whether it lost its gradient.
 
-    `delta` bounds the first r (two-sided clipping). If the two products are equal, the gradient is that of the first:
-    at an end of the range, such as r = 1 with epsilon 0, mx.minimum and mx.clip would have none.
-    The kernel of `softmax.row_losses` follows the same rule, in the same words.
-    Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10; delta: INTELLECT-2,
-    arXiv:2505.07291.
+    If the two products are equal, the gradient is that of the first: at an end of the range, such as r = 1 with epsilon
+    0, mx.minimum and mx.clip would have none. The kernel of `softmax.row_losses` follows the same rule.
+    Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10.
     """
-    delta = math.inf if objective.delta is None else objective.delta
-    bounded, clipped = mx.minimum(ratio, delta), mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
-    free, held = bounded * advantages, clipped * advantages
-    moves = mx.where(free <= held, ratio <= delta, ratio == clipped)
+    clipped = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
+    free, held = ratio * advantages, clipped * advantages
+    moves = (free <= held) | (ratio == clipped)
     return -mx.where(free <= held, free, held), ~moves & (advantages != 0)
 
 
@@ -199,143 +203,108 @@ def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
     return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
 
 
-def kl_term(
-    logprobs: mx.array, ref_logprobs: mx.array, estimator: str = "k3", ratio: mx.array | None = None
-) -> mx.array:
+def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array | None = None) -> mx.array:
     """
-    An estimate of KL(policy, reference) per token, with d = log reference - log policy.
+    An estimate of KL(policy, reference) per token: exp(d) - d - 1, with d = log reference - log policy.
 
-    k2: d^2 / 2; on policy, its gradient is the gradient of the KL. k3: exp(d) - d - 1, never negative. k3_corrected: k3
-    times the importance `ratio`, including its gradient; gives the gradient of the KL for tokens of the old policy.
-    All values and gradients are 0 where policy and reference agree. Schulman's k1 (-d) is left out: as a loss it has no
-    effect, since its mean gradient is 0.
-    Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; correction:
-    DeepSeek-V3.2, arXiv:2512.02556; gradients: arXiv:2506.09477.
+    Never negative; value and gradient are 0 where policy and reference agree. Times the importance `ratio`, if given,
+    including its gradient: the gradient of the KL for tokens of the old policy.
+    Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; corrected:
+    DeepSeek-V3.2, arXiv:2512.02556.
     """
-    assert estimator in KL_ESTIMATORS, estimator
     log_ratio = ref_logprobs - logprobs
-    if estimator == "k2":
-        return log_ratio**2 / 2
     k3 = mx.exp(log_ratio) - log_ratio - 1
-    if estimator == "k3":
-        return k3
-    assert ratio is not None, estimator
-    return k3 * ratio
+    return k3 if ratio is None else k3 * ratio
 
 
-# ---- aggregation
+# ---- averages of a step's tokens
 
 
-def aggregate(
-    per_token: mx.array,
-    mask: mx.array,
-    objective: Objective,
-    *,
-    num_rows: int | None = None,
-    num_items: mx.array | int | None = None,
-) -> mx.array:
+def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
+    """The sum / the step's counted tokens, so all tokens weigh the same. Source: DAPO, arXiv:2503.14476."""
+    return (per_token * tokens.mask).sum(-1).sum() / _num_items(tokens)
+
+
+def mean_of_rows(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
+    """The mean over the step's rows of each row's mean. Source: DeepSeekMath, arXiv:2402.03300."""
+    sums, counts = (per_token * tokens.mask).sum(-1), tokens.mask.sum(-1)
+    return (sums / mx.maximum(counts, 1)).sum() / _num_rows(tokens)
+
+
+def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
+    """The sum / (rows * max_tokens), so long answers weigh no less. Source: Dr. GRPO, arXiv:2503.20783."""
+    assert objective.max_tokens is not None, "dr_grpo divides by max_tokens"
+    return (per_token * tokens.mask).sum(-1).sum() / (_num_rows(tokens) * objective.max_tokens)
+
+
+def _num_items(tokens: Tokens) -> mx.array:
+    return mx.maximum(tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items), 1)
+
+
+def _num_rows(tokens: Tokens) -> int:
+    return tokens.mask.shape[0] if tokens.num_rows is None else tokens.num_rows
+
+
+# ---- losses
+
+
+def policy_loss(term: str, average: Callable[[mx.array, Tokens, Objective], mx.array]) -> "LossFunction":
     """
-    A micro-batch's share of the step's loss, from its counted tokens, (M, T), (M, T) -> ().
+    The loss of a policy: the average of weights * term + beta * KL over the counted tokens.
 
-    grpo, sapo: the mean over rows of each row's mean. dr_grpo: the sum / (rows * max_tokens), so long answers weigh no
-    less. dapo, cispo: the sum / num_items, so all tokens weigh the same. bnpo: the sum / the micro-batch's tokens,
-    weighted by its share of the rows.
-    num_rows, num_items: rows and counted tokens of the whole step; default: those of this micro-batch.
-    Source: arXiv:2402.03300; arXiv:2503.20783; arXiv:2503.14476; bnpo: TRL's `loss_type`.
+    term: "clipped", "cispo" or "sapo". Sums: `kl` with a reference, and `clip_frac`, the tokens whose gradient (for
+    cispo: weight) the clip removed.
     """
-    loss_type = objective.loss_type
-    assert loss_type in LOSS_TYPES, loss_type
-    num_rows = mask.shape[0] if num_rows is None else num_rows
-    sums, counts = (per_token * mask).sum(-1), mask.sum(-1)
-    if loss_type in ("dapo", "cispo"):
-        return sums.sum() / mx.maximum(counts.sum() if num_items is None else mx.array(num_items), 1)
-    if loss_type == "dr_grpo":
-        assert objective.max_tokens is not None, "dr_grpo divides by max_tokens"
-        return sums.sum() / (num_rows * objective.max_tokens)
-    if loss_type == "bnpo":
-        return sums.sum() / mx.maximum(counts.sum(), 1) * (mask.shape[0] / num_rows)
-    return (sums / mx.maximum(counts, 1)).sum() / num_rows
+
+    def loss(tokens: Tokens, objective: Objective) -> Loss:
+        mask, level = tokens.mask, objective.importance_sampling_level
+        assert tokens.clipped is None or (term == "clipped" and level == "token"), objective
+        # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
+        logprobs = mx.where(mask > 0, tokens.logprobs, 0.0)
+        old_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.old_logprobs), 0.0)
+        advantages = mx.stop_gradient(tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None])
+        ratio = importance_ratio(logprobs, old_logprobs, mask, level)
+        sums = {}
+        if term == "sapo":
+            per_token = sapo_term(ratio, advantages)
+        elif term == "cispo":
+            per_token = cispo_term(ratio, logprobs, advantages, objective.upper)
+            sums["clip_frac"] = ((ratio > objective.upper) * mask).sum()
+        else:
+            per_token, removed = clipped_term(ratio, advantages, objective)
+            per_token = per_token if tokens.clipped is None else mx.where(mask > 0, tokens.clipped, 0.0)
+            sums["clip_frac"] = (removed * mask).sum()
+        if tokens.weights is not None:
+            per_token = per_token * mx.stop_gradient(tokens.weights)
+        if tokens.ref_logprobs is not None:
+            ref_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.ref_logprobs), 0.0)
+            kl = kl_term(logprobs, ref_logprobs, ratio if objective.kl_estimator == "k3_corrected" else None)
+            per_token, sums["kl"] = per_token + objective.beta * kl, (kl * mask).sum()
+        return Loss(average(per_token, tokens, objective), sums)
+
+    return loss
 
 
-class Stats(NamedTuple):
-    """Means over a batch's counted tokens, () float32 each, None if not measured; without gradient."""
-
-    kl: mx.array | None  # the loss's estimate of KL(policy, reference); None without a reference
-    clip_frac: mx.array | None  # share of tokens with gradient removed (for cispo: weight capped) by the clip
-
-
-class Terms(NamedTuple):
-    """The parts of a token's loss, (M, T), or (M, 1) with one ratio per sequence."""
-
-    policy: mx.array
-    kl: mx.array | None  # None without a reference
-    removed: mx.array | None  # where the clip removed the gradient; None for sapo, which does not clip
-
-    def losses(self, objective: Objective, weights: mx.array | None = None) -> mx.array:
-        """
-        weights * policy + beta * KL of each token, (M, T).
-
-        weights: of the policy term, (M, T) or (M, 1) (`mismatch_weights`, `top_entropy_mask`).
-        """
-        policy = self.policy if weights is None else self.policy * mx.stop_gradient(weights)
-        return policy if self.kl is None else policy + objective.beta * self.kl
+def distillation(tokens: Tokens, objective: Objective) -> Loss:
+    """The mean divergence between teacher and policy. Source: GKD, arXiv:2306.13649."""
+    assert tokens.divergences is not None
+    total = (tokens.divergences * tokens.mask).sum()
+    return Loss(total / _num_items(tokens), {"distill": total})
 
 
-def token_terms(
-    logprobs: mx.array,
-    old_logprobs: mx.array,
-    advantages: mx.array,
-    mask: mx.array,
-    objective: Objective,
-    *,
-    ref_logprobs: mx.array | None = None,
-    clipped: mx.array | None = None,
-) -> Terms:
-    """
-    The terms of every token's loss; see `policy_loss` for the arrays.
-
-    advantages: (M,), or (M, 1) or (M, T) where each token may have its own.
-    clipped (M, T): the result of `clipped_term`, if a kernel has computed it from the logits.
-    """
-    level = objective.importance_sampling_level
-    assert clipped is None or (objective.loss_type in CLIPPED and level == "token"), objective
-    # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
-    logprobs, old_logprobs = mx.where(mask > 0, logprobs, 0.0), mx.where(mask > 0, mx.stop_gradient(old_logprobs), 0.0)
-    advantages = mx.stop_gradient(advantages if advantages.ndim == 2 else advantages[:, None])
-    ratio = importance_ratio(logprobs, old_logprobs, mask, level)
-    removed: mx.array | None = None
-    if objective.loss_type == "cispo":
-        policy, removed = cispo_term(ratio, logprobs, advantages, objective.upper), ratio > objective.upper
-    elif objective.loss_type == "sapo":
-        policy = sapo_term(ratio, advantages)
-    else:
-        policy, removed = clipped_term(ratio, advantages, objective)
-        if clipped is not None:
-            policy = mx.where(mask > 0, clipped, 0.0)
-    kl = None
-    if ref_logprobs is not None:
-        ref_logprobs = mx.where(mask > 0, mx.stop_gradient(ref_logprobs), 0.0)
-        kl = kl_term(logprobs, ref_logprobs, objective.kl_estimator, ratio)
-    return Terms(policy, kl, removed)
+def cross_entropy(tokens: Tokens, objective: Objective) -> Loss:
+    """The mean negative log-probability of the counted tokens."""
+    return Loss(-(tokens.logprobs * tokens.mask).sum() / _num_items(tokens), {})
 
 
-def policy_loss(
-    logprobs: mx.array,
-    old_logprobs: mx.array,
-    advantages: mx.array,
-    mask: mx.array,
-    objective: Objective,
-    *,
-    ref_logprobs: mx.array | None = None,
-    num_items: mx.array | int | None = None,
-) -> tuple[mx.array, Stats]:
-    """
-    The definition of a whole step's loss; `losses/policy.py` applies the same parts to its micro-batches.
-
-    logprobs (the only one with gradient), old_logprobs, ref_logprobs (M, T) float32 nats; advantages (M,);
-    mask (M, T), 1 = counted, arbitrary values elsewhere -> (), Stats. num_items: see `aggregate`.
-    """
-    terms = token_terms(logprobs, old_logprobs, advantages, mask, objective, ref_logprobs=ref_logprobs)
-    measured = (None if x is None else (x * mask).sum() / mx.maximum(mask.sum(), 1) for x in (terms.kl, terms.removed))
-    stats = Stats(*(None if mean is None else mx.stop_gradient(mean) for mean in measured))
-    return aggregate(terms.losses(objective), mask, objective, num_items=num_items), stats
+LossFunction = Callable[[Tokens, Objective], Loss]
+LOSSES: dict[str, LossFunction] = {
+    "grpo": policy_loss("clipped", mean_of_rows),
+    "dr_grpo": policy_loss("clipped", mean_of_positions),
+    "dapo": policy_loss("clipped", mean_of_tokens),
+    "cispo": policy_loss("cispo", mean_of_tokens),
+    "sapo": policy_loss("sapo", mean_of_rows),
+    "distill": distillation,
+    "sft": cross_entropy,
+}
+CLIPPED = ("grpo", "dr_grpo", "dapo")  # whose `clipped_term` a kernel can compute from the logits

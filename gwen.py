@@ -22,12 +22,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-import adapters
-import gpu
-import hub
+from disk import adapters, hub
 from flags import Parser, fail
-from kv_cache import Cache, Held, KVCache, LayerState, Layout, Mask, Parts, SlotCache, TreeLayer
+from kv_cache import CAUSAL, Cache, KVCache, LayerState, Layout, Parts, SlotCache, TreeLayer
 from layers import attention, ops, softmax
+from machine import gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -64,7 +63,7 @@ class Context(NamedTuple):
     """What a forward pass hands to a layer beside the hidden states."""
 
     rotation: ops.Rotation  # where the tokens stand
-    mask: Mask  # what they see
+    layout: Layout  # what they see
     state: LayerState | None  # what this layer keeps of the tokens before; None: there are none
 
 
@@ -82,17 +81,12 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, context: Context) -> mx.array:
         num_rows, length, _ = x.shape
-        rotation, mask, state = context
+        rotation, layout, state = context
         qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
         weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
         queries, keys, values = ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
-        held: Held = (keys, values) if state is None else state.update(keys, values)
-        if isinstance(held, list):  # in parts, some of them shared by several rows
-            assert isinstance(mask, Layout), "the cache and the mask are not of one kind"
-            out = attention.tree_attention(queries, held, mask)
-        else:
-            assert not isinstance(mask, Layout), "the cache and the mask are not of one kind"
-            out = attention.attention(queries, held[0], held[1], mask)  # (N, H, L, D)
+        parts = [(keys, values)] if state is None else state.update(keys, values)
+        out = attention.attend(queries, parts, layout)  # (N, H, L, D)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
 
 
@@ -181,7 +175,7 @@ class Model(nn.Module):
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
         offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
-        shared = Context(self._rope.at(offsets, length), "causal" if cache is None else cache.mask(length), None)
+        shared = Context(self._rope.at(offsets, length), CAUSAL if cache is None else cache.layout(length), None)
         delta = None
         for index, layer in enumerate(self.layers):
             context = shared if cache is None else shared._replace(state=cache.layers[index])
@@ -248,7 +242,7 @@ def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
 
 def check_kernels(model: Model) -> None:
     """Before the first step: kernels agree with their expressions at this model's sizes, or are off and named."""
-    if gpu.backend() and gpu.is_wanted():
+    if gpu.has_metal() and gpu.is_wanted():
         gpu.check_calls(rehearse(model))
 
 
@@ -271,6 +265,8 @@ def rehearse(model: Model) -> list[gpu.Call]:
             softmax.sample_token(logits, mx.full((2, 4), 0.5), 0.7)
             softmax.log_softmax(logits)
             softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
+            heads = mx.ones((1, 2, 3, 64), head.dtype)
+            attention.attention_vjp(heads, heads, heads, heads, "causal")
     finally:
         model.layers = layers
     others = [call._replace(op=attention.group_attention) for call in calls if call.op is attention.slot_attention]
@@ -435,7 +431,7 @@ def doctor() -> tuple[list[str], bool]:
         f"versions: Python {found['python']}, {versions}",
         f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
         f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process",
-        f"device: {gpu.backend() or 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
+        f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",
         *hub.describe_cache(),

@@ -6,9 +6,9 @@ Rubric judging: a judge scores each completion from 1 to 5 on each criterion; th
              decoding and is finer than a digit
     decode   the last digit of a greedy reply, after thinking if allowed
 
-The prompts of a call form a tree (`judging/prompt_tree.py`): preamble, questions, answers, criteria. A score is nan,
-never neutral, if the judge puts less than half of its mass on the scores or writes none. `make` returns a judge on a
-server if the settings name one (`judging/remote_judge.py`).
+The prompts of a call form a tree of preamble, questions, answers and criteria (`judging/prompt_tree.py`). A score is
+nan, never neutral, if the judge puts less than half of its mass on the scores or writes none. A judge on a server is
+`judging/remote_judge.py`.
 
 Axes: N completions, J criteria, M rows of a batch, V vocabulary.
 """
@@ -28,7 +28,7 @@ from tqdm import tqdm
 import gwen
 import lora
 import sampler
-from config import JUDGE, JudgeSettings, given, of_environment
+from config import JUDGE, SETTINGS, JudgeSettings, checked, given, of_environment
 from flags import Parser, add_flags, fail, visible
 from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
@@ -43,7 +43,7 @@ class Judge(Grader):
 
     The model's other weights must not change. rubric: a path to YAML, or its content. chunk_size: evaluations at once,
     halved when memory runs out and slowly grown back. mode: "logits" or "decode". think: most tokens of thought before
-    a decoded reply. min_mass: a score is nan if the scores have less probability than this.
+    a decoded reply.
     Raises ValueError if the tokenizer lacks what the mode needs.
     """
 
@@ -56,11 +56,10 @@ class Judge(Grader):
         mode: str = "logits",
         *,
         think: int = 0,
-        min_mass: float = 0.5,
     ):
         super().__init__(rubric)
         assert mode == "decode" or (mode == "logits" and not think), f"mode {mode!r}, think {think}"
-        self.model, self.tokenizer, self.mode, self.think, self.min_mass = model, tokenizer, mode, think, min_mass
+        self.model, self.tokenizer, self.mode, self.think = model, tokenizer, mode, think
         self.prompts = rubrics.PromptBuilder(tokenizer, self.rubric, thinking=think > 0)
         self.score_ids = rubrics.score_token_ids(tokenizer) if mode == "logits" else []
         self.end_of_thought = tokenizer.convert_tokens_to_ids("</think>") if think else None
@@ -81,11 +80,11 @@ class Judge(Grader):
             chunk.rows, chunk.num_good = min(chunk.rows, state["chunk_size"]), state["good_chunks"]
 
     def identity(self) -> str:
-        """Includes the logits after the preamble, which tell models apart."""
+        """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""
         if not self._identity:
             with lora.disabled(self.model):
                 logits = self.tree.root()[1] @ self.model.head_weight.T
-            asked = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think, self.min_mass)
+            asked = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
             said = np.array(logits.astype(mx.float32)).tobytes()
             self._identity = rubrics.digest(asked, str(logits.dtype), said)
         return self._identity
@@ -117,7 +116,7 @@ class Judge(Grader):
         self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
-        """Raises ValueError if a prompt is too long even without an answer; answers that are too long get nan."""
+        """Raises ValueError if a prompt is too long even without an answer."""
         head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
         if (length := head + len(questions[prompt]) + max(tails)) > self.room:
@@ -136,12 +135,12 @@ class Judge(Grader):
     def _read_logits(self, logits: mx.array) -> list[Evaluation]:
         """Expected scores at the first answer position, from logits (M, V)."""
         logprobs = softmax.log_softmax(logits)
-        values, mass = from_logprobs(logprobs, self.score_ids, self.min_mass)
+        values, mass = from_logprobs(logprobs, self.score_ids)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
         return list(map(Evaluation, values, mass, likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
-        """The last digits of greedy replies; logits (M, V) are those of the first tokens."""
+        """The last digits of greedy replies, from logits (M, V) of their first tokens."""
         eos = list(self.model.config.eos_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))
@@ -165,17 +164,17 @@ class Judge(Grader):
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
 
 
-def from_logprobs(logprobs: mx.array, ids: list[list[int]], min_mass: float) -> tuple[list[float], list[float]]:
+def from_logprobs(logprobs: mx.array, ids: list[list[int]]) -> tuple[list[float], list[float]]:
     """
     Expected scores over the tokens `ids`, and the mass of these, from log-probabilities (M, V).
 
-    The score is nan in rows with less mass than `min_mass`.
+    The score is nan in rows with less mass than MIN_MASS.
     """
     by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
     mass = by_score.sum(-1)
     expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
     shares = np.array(mass)
-    return np.where(shares.astype(float) >= min_mass, np.array(expected), math.nan).tolist(), shares.tolist()
+    return np.where(shares.astype(float) >= rubrics.MIN_MASS, np.array(expected), math.nan).tolist(), shares.tolist()
 
 
 def make(
@@ -184,17 +183,16 @@ def make(
     load: Callable[[], tuple[gwen.Model, Any]],
 ) -> Judge | RemoteJudge:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
-    if settings.judge_url:
+    if settings.url:
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     model, tokenizer = load()
     return Judge(
         model,
         tokenizer,
         rubric,
-        settings.judge_chunk_size,
-        settings.judge_mode,
-        think=settings.judge_think,
-        min_mass=settings.judge_min_mass,
+        settings.chunk_size,
+        settings.mode,
+        think=settings.think,
     )
 
 
@@ -207,16 +205,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--labels", required=True, metavar="FILE", help="JSONL with prompt, completion, criterion and score"
     )
-    add_flags(parser, JudgeSettings)
+    add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
     try:
-        settings = JudgeSettings(**of_environment() | given(args, JUDGE))
+        settings = checked(of_environment() | given(args, JUDGE)).judge
         rubric = rubrics.load_rubric(args.rubric)
         known = labels.load(args.labels, rubric)
-        name, why = settings.judge_model, settings.judge_url
-        if not settings.judge_url:
-            name, why = gwen.choose_model(settings.judge_model)
-        print(f"judge: {name}, {why}; mode {settings.judge_mode}", file=sys.stderr)
+        name, why = settings.model, settings.url
+        if not settings.url:
+            name, why = gwen.choose_model(settings.model)
+        print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
         print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known)))
     except (ValueError, OSError) as error:
         fail(error)

@@ -1,12 +1,12 @@
 """
-Preallocated keys and values: of a batch of rows, of the slots of a decode batch, and of a tree.
+Keys and values of past tokens: of a batch of rows, of the slots of a decode batch, and of a tree of token runs.
 
-Buffers have spare columns and grow in chunks of 128, so that a decode step writes in place instead of copying the past.
-Rows of different lengths are right-aligned: a shorter row starts with `pad` columns that no query sees, all rows write
-to the same column, and a row's position is the column minus its padding.
-Rows are decoded in slots. A slot reads a prompt's cache in place or holds a copy. Its own tokens are in a ring, so it
-can pass from an ended row to a waiting one. A tree has levels of token runs that rows share.
-Left out: which row gets which slot.
+`KVCache`: rows of different lengths are right-aligned. A shorter row starts with `pad` columns that no query sees, all
+rows write to the same column, and a row's position is the column minus its padding. Buffers grow by 128 columns, so
+that a decode step writes in place instead of copying the past.
+`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and keeps its own tokens in a ring, so a waiting
+row can take the slot of an ended one. `sampler.py` decides which.
+`TreeCache`: rows share the token runs of their ancestors.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
 R rows of a part that G query rows each share.
@@ -26,38 +26,38 @@ def round_up(length: int) -> int:
 
 
 class Group(NamedTuple):
-    """Which query rows read which rows of one part of a cache, N query rows over R rows of the part."""
+    """Which of N query rows read which of the R rows of one part of a cache."""
 
-    members: mx.array | None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
-    places: mx.array | None  # (N,) each query row's index in the flattened (R, G)
-    mask: mx.array | str | None  # (R, 1, 1, S) boolean, "causal" with G = 1, or None
+    members: mx.array | None = None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
+    places: mx.array | None = None  # (N,) each query row's index in the flattened (R, G)
+    mask: mx.array | str | None = None  # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
     rows: mx.array | None = None  # (N,) the row that each query row reads; None: n // G
 
 
 class Layout(NamedTuple):
-    """Which tokens read what of a cache in parts."""
+    """Which tokens read which columns of a cache in parts."""
 
     groups: list[Group]  # one per part, in the order of `Parts`
     # (N, 1, L, S) boolean, of all parts joined into one; None if only the newest part needs a mask. Lazy
     whole: mx.array | None = None
 
 
-Parts = list[tuple[mx.array, mx.array]]  # keys and values (R, K, S, D) of each part; a query attends to all parts
-Held = Parts | tuple[mx.array, mx.array]  # shared parts, or one whole
-Mask = Layout | mx.array | str | None  # for parts a layout; for a whole "causal", a boolean (N, 1, L, S), or None
+CAUSAL = Layout([Group(mask="causal")])  # one part, of the new tokens themselves
+# Keys and values (R, K, S, D) of each part of a cache; a query attends to all parts. One part, of N rows, is the rule;
+# there are more where rows share some.
+Parts = list[tuple[mx.array, mx.array]]
 
 
 class LayerState(Protocol):
     """
-    One layer's state of the past tokens: keys and values, or another kind.
+    One layer's state of the past tokens: keys and values, or another kind that only the layer knows.
 
-    Only the layer knows the kind; others pass it on. An implementation guarantees:
-    - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of the batch's rows and
-      positions. It returns everything these tokens may read, including themselves. The layer calls it once per forward
-      pass; if it returns parts or arrays, `Mask` decides which tokens read what.
-    - `arrays` returns everything it holds: evaluating them frees the graph behind it, and their bytes are its bytes.
+    - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of rows and positions, and
+      returns everything that these tokens may read, themselves included. The layer calls it once per forward pass.
+      The `Layout` says which token reads which column.
+    - `arrays` returns all arrays that it holds: to free the graph behind them by `mx.eval`, and to count their bytes.
     - Returned values never change afterwards.
-    Positions and padding are the same for all layers, so they belong to the `Cache`.
+    Positions and padding are the same in all layers, so the `Cache` has them.
     """
 
     @property
@@ -78,8 +78,8 @@ class Cache(Protocol):
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the first new token of each row, (N,) int32."""
 
-    def mask(self, num_new: int) -> Mask:
-        """The mask of the next `num_new` tokens of each row."""
+    def layout(self, num_new: int) -> Layout:
+        """What the next `num_new` tokens of each row read."""
 
 
 class LayerCache:
@@ -96,8 +96,8 @@ class LayerCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
-    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends (N, K, L, D) to both and returns all written columns, (N, K, length, D)."""
+    def update(self, keys: mx.array, values: mx.array) -> Parts:
+        """Appends (N, K, L, D) to both and returns all written columns, (N, K, length, D) each, as one part."""
         assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         if self.keys is not None:  # slice assignment would silently broadcast one row to all, or cast
             held, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
@@ -110,7 +110,7 @@ class LayerCache:
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
-        return self.written(slice(None))
+        return [self.written(slice(None))]
 
     def written(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
         """The written columns of these rows, (R, K, length, D) each."""
@@ -133,8 +133,8 @@ class KVCache(Cache):
     """
     The caches of all layers of a batch, and the alignment of its rows.
 
-    `pad` (N,) int32 is the number of invisible columns before each row's first token. None means that all rows have
-    the same length; one-token decode then needs no mask.
+    pad: invisible columns before each row's first token, (N,) int32. None: all rows have the same length, and decoding
+    needs no mask.
     """
 
     def __init__(self, num_layers: int, capacity: int = 0, pad: mx.array | None = None):
@@ -157,16 +157,16 @@ class KVCache(Cache):
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)
         return next_column if self.pad is None else next_column - self.pad
 
-    def mask(self, num_new: int) -> Mask:
-        """The mask of the next `num_new` queries: None, "causal", or (N, 1, L, length + L) boolean."""
+    def layout(self, num_new: int) -> Layout:
+        """One part for the next `num_new` queries, with the mask None, "causal", or (N, 1, L, length + L) boolean."""
         if self.pad is None:
-            return "causal" if num_new > 1 else None
+            return CAUSAL if num_new > 1 else Layout([Group()])
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
         # A query in the padding sees itself: an all-false mask row gives NaN on some backends, and 0 * NaN in the
         # values would reach the real tokens.
         visible = (column >= self.pad[:, None, None]) | (column == query)
-        return ((column <= query) & visible)[:, None]
+        return Layout([Group(mask=((column <= query) & visible)[:, None])])
 
 
 def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) -> Group:
@@ -177,7 +177,7 @@ def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) ->
     most = max(map(len, members))
     padded = [group + [0] * (most - len(group)) for group in members]
     if [n for group in padded for n in group] == list(range(len(rows))):
-        return Group(None, None, mask)
+        return Group(mask=mask)
     place = {n: row * most + g for row, group in enumerate(members) for g, n in enumerate(group)}
     return Group(mx.array(padded), mx.array([place[n] for n in range(len(rows))]), mask, mx.array(rows))
 
@@ -186,8 +186,8 @@ class SlotLayer:
     """
     One layer of a `SlotCache`: for each slot a buffer that ends with a ring of W columns.
 
-    Shared: the ring is all of the buffer; returns a view of the prompts in use, and the ring. Copied: the buffer
-    (N, K, P + W, D) starts with the slot's prompt and is returned whole.
+    If prompts are shared, the buffer is the ring, and `update` returns a view of the prompts in use and the ring.
+    Otherwise the buffer (N, K, P + W, D) starts with a copy of the slot's prompt, and `update` returns it whole.
     """
 
     def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
@@ -208,7 +208,7 @@ class SlotLayer:
         """The slots' buffers, without the prompts'."""
         return [self.keys, self.values]
 
-    def update(self, keys: mx.array, values: mx.array) -> Held:
+    def update(self, keys: mx.array, values: mx.array) -> Parts:
         """Writes one token per slot, (N, K, 1, D), into the ring."""
         num_slots, num_heads, _, head_dim = self.keys.shape  # slice assignment would silently broadcast one row to all
         assert keys.shape == values.shape == (num_slots, num_heads, 1, head_dim), f"{keys.shape}, {values.shape}"
@@ -218,17 +218,16 @@ class SlotLayer:
         self.step += 1
         end = self.ring + min(self.step, self.width)
         own = self.keys[:, :, :end], self.values[:, :, :end]
-        return own if self.ring else [self.prompts.written(self.in_use), own]
+        return [own] if self.ring else [self.prompts.written(self.in_use), own]
 
 
 class SlotCache(Cache):
     """
-    The cache of a decode batch whose slots pass from finished rows to waiting ones.
+    The cache of a decode batch in which waiting rows take the slots of ended ones.
 
-    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy, and keys are one
-    buffer. All slots write to the same column of a ring as wide as the longest completion. Rows that start late share
-    the ring with rows far ahead; a row's own columns are the newest ones. Keys are rotated before they are stored, so
-    their order does not matter.
+    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy. All slots write
+    to the same column of a ring as wide as the longest completion, so a row's own columns are the newest ones. Keys are
+    rotated before they are stored, so their order does not matter.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
@@ -272,8 +271,8 @@ class SlotCache(Cache):
         assert num_rows == len(self.starts), f"{num_rows} rows for {len(self.starts)} slots"
         return self.first_position + self.step
 
-    def mask(self, num_new: int) -> Mask:
-        """The mask of the next step: a layout if prompts are shared, else (N, 1, 1, P + W) boolean or None."""
+    def layout(self, num_new: int) -> Layout:
+        """Prompts and rings if prompts are shared, else one part with the mask (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
         width = self.layers[0].width
         used, own_mask = min(self.step + 1, width), None
@@ -281,14 +280,14 @@ class SlotCache(Cache):
             written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
             own_mask = (written_at >= self.start[:, None])[:, None, None]
         if self.share:
-            return Layout([self.readers, Group(None, None, own_mask)])
+            return Layout([self.readers, Group(mask=own_mask)])
         if self.prompt_mask is None and own_mask is None:
-            return None
+            return Layout([Group()])
         before, own = (
             mx.ones((len(self.starts), 1, 1, length), mx.bool_) if mask is None else mask
             for mask, length in ((self.prompt_mask, self.prompts.length), (own_mask, used))
         )
-        return mx.concatenate([before, own], axis=-1)
+        return Layout([Group(mask=mx.concatenate([before, own], axis=-1))])
 
     def keep(self, slots: list[int]) -> None:
         """Drops all slots but these, in this order."""
@@ -320,9 +319,8 @@ class TreeCache(Cache):
     """
     The cache of a tree of token runs: each row is a child of a row in the level above and sees all its ancestors.
 
-    An ancestor's keys and values are held once for all its descendants. One forward pass computes a level's rows,
-    padded on the right. Nothing is written in place, so gradients work, and a parent may get several children one after
-    another. Example:
+    It holds the keys and values of an ancestor once for all descendants. One forward pass computes a level's rows,
+    padded on the right. Nothing is written in place, so gradients work, and a row may get children several times:
 
         preamble = TreeCache(num_layers).child([len(ids)])
         model.hidden(preamble_tokens, preamble)
@@ -360,7 +358,7 @@ class TreeCache(Cache):
         return held
 
     def _ancestors(self) -> list[list[int]]:
-        """For each level above the newest, the ancestor of each row of the newest."""
+        """For each level above the newest: the ancestor of each of the newest level's rows."""
         rows = list(range(len(self.lengths[-1])))
         found: list[list[int]] = []
         for parents in reversed(self.parents):
@@ -376,7 +374,7 @@ class TreeCache(Cache):
             before = [start + lengths[row] for start, row in zip(before, rows, strict=True)]
         return mx.array(before, dtype=mx.int32)
 
-    def mask(self, num_new: int) -> Layout:
+    def layout(self, num_new: int) -> Layout:
         """Which rows read which part of each level; the newest level is causal."""
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
         groups, parts = [], []
@@ -390,14 +388,10 @@ class TreeCache(Cache):
             parts.append(mx.tri(num_new, dtype=mx.bool_))
             shape = len(self.lengths[-1]), 1, num_new
             whole = mx.concatenate([mx.broadcast_to(part, (*shape, part.shape[-1])) for part in parts], axis=-1)
-        return Layout([*groups, Group(None, None, "causal")], whole)
+        return Layout([*groups, Group(mask="causal")], whole)
 
     def flat(self) -> KVCache:
-        """
-        A plain cache with the newest level's rows, each after a copy of its ancestors.
-
-        Right-aligned, for rows that continue token by token.
-        """
+        """A `KVCache` of the newest level's rows, each after a copy of its ancestors, to continue token by token."""
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in the concatenated levels
         begin = 0
         for level, rows in enumerate([*self._ancestors(), range(len(columns))]):

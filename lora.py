@@ -24,13 +24,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-import adapters
-import gpu
 import gwen
-import hub
-import run_files
+from disk import adapters, checkpoint, hub, run_files
 from flags import Parser, fail
 from layers import ops
+from machine import gpu
 
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -114,7 +112,7 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.backend() and gpu.is_wanted():  # what `gwen.check_kernels` could not know: the rank
+    if gpu.has_metal() and gpu.is_wanted():  # what `gwen.check_kernels` could not know: the rank
         widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
         with gpu.recording() as calls:
             for size in sorted(widths):
@@ -258,14 +256,27 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     return out
 
 
-def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
-    """What `adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
-    rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
-    out = {name: mx.contiguous(array.T) for name, array in rows.items()}
-    for name in rows:
-        part = next((name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name), name)
-        out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
-    return dict(sorted(out.items()))
+def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
+    """
+    Writes the trained weights in mlx_lm's adapter layout; returns whether they are adapters.
+
+    base: the model's name or path. Without adapters, writes a "full" adapter: all weights, un-fused.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    adapted = list(layers(model))
+    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
+    if adapted:
+        first = adapted[0][1]
+        weights = adapter_weights(model)
+        keys = sorted({name.split(".", 3)[3].rpartition(".")[0] for name in weights})
+        parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
+        config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
+    else:
+        weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    metadata = {"format": "mlx", "sha256": adapters.checksum(weights, config)}
+    checkpoint.save_tensors(directory / "adapters.safetensors", weights, metadata)
+    checkpoint.write_json(directory / "adapter_config.json", config)
+    return bool(adapted)
 
 
 def main(argv: list[str] | None = None) -> None:

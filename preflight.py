@@ -1,18 +1,18 @@
 """
 The memory that a run will need, from its settings and the model's configuration alone: `uv run preflight.py --model M`.
 
-A step needs what stays (weights, adapters, the optimizer's state) and then, in turn, what a rollout or what an update
-holds; the larger of the two decides. The longest prompts and completions of `--max-tokens` are assumed, so a step
-may need less. The constants are measured on MLX's CPU backend, where the figure is within 25% of the peak, by a test;
-on a GPU, whose attention kernel keeps no scores, they are left out. What is not in it: a judge's own model, Python.
+A step needs what stays (weights, adapters, the optimizer's state, Python) and then, in turn, what a rollout, the judge
+or an update holds; the largest of them decides. The longest prompts and completions of `--max-tokens` are assumed, so a
+step may need less. The constants are measured on MLX's CPU backend, where the figure is within 10% of the peak, by a
+test.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden, H query heads,
 K kv heads, D head dim, F mlp width.
 """
 
-import dataclasses
 import itertools
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -20,19 +20,20 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-import dispatch
-import gpu
 import gwen
-import hub
 import lora
-import micro_batch
-import world
-from config import Config, given, parse, resolve
-from flags import Parser, check_least, fail
+import sampler
+from config import Config, Sizes, Switch, given, parse, resolve
+from disk import checkpoint, hub
+from flags import Parser, check_least, fail, flag_of
+from judging import rubrics
 from kv_cache import round_up
-from layers import lm_head
+from layers import attention, lm_head
+from machine import gpu, world
+from step import dispatch, micro_batch
 
-LAPTOP = 10_700_000_000  # bytes that macOS recommends for the working set of a GPU with 16 GB
+LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
+PYTHON = 300_000_000  # bytes: 118 MB with a small tokenizer, 105 more for 151,643 tokens, 30 for reading data
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
 # What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.5 to 3.1 over seven shapes.
@@ -40,7 +41,8 @@ WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 2.9
 # The same on a GPU: counted 0.3 to 0.5 and 1.3 to 1.5 in traces of four shapes; MLX runs some launches ahead.
 GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED = 1.0, 2.0
 DISK = 2e9  # bytes a second; an assumption: Apple's laptops read about 1.5 to 6 GB/s
-TILES_IN_FLIGHT = 8  # of log-probabilities, those that MLX runs ahead with
+TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; four characters of which are a token
+TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
 
 
 class Need(NamedTuple):
@@ -56,13 +58,16 @@ class Need(NamedTuple):
     working: int  # of an update: what one layer's gradient takes beside that
     logprobs: int  # of an update: what log-probabilities take, while no layer is at work
     stepping: int  # of an update: the gradient, and what AdamW makes of it while old tensors go
+    judge: int = 0  # weights of a judge that is not the policy without its adapters; of a KL term's reference too
+    judging: int = 0  # the judge's cache and forward pass
     teacher: int = 0  # its weights, or its head where it stays on disk, and what it says of a step's completions
     teaching: int = 0  # of a teacher on disk: two of its layers, its embeddings, and two arrays per position of a step
     reading: int = 0  # bytes that a step reads from disk, which are held nowhere
+    python: int = PYTHON
 
     @property
     def resident(self) -> int:
-        return self.weights + self.adapters + self.optimizer + self.teacher
+        return self.weights + self.adapters + self.optimizer + self.teacher + self.judge + self.python
 
     @property
     def rollout(self) -> int:
@@ -74,7 +79,7 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> int:
-        return self.resident + max(self.rollout, self.teaching, self.update)
+        return self.resident + max(self.rollout, self.judging, self.teaching, self.update)
 
 
 def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
@@ -85,7 +90,7 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (bench/launches.py).
     """
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    scores = 0 if gpu.on_gpu() and model.head_dim in (64, 128) else 4 * model.num_attention_heads * keys
+    scores = 0 if attention.is_fused(model.head_dim) else 4 * model.num_attention_heads * keys
     if has_kernels():
         widths = 3 * model.intermediate_size + 4 * model.hidden_size + 4 * num_queries + 3 * num_kv
         return dtype.size * widths + scores
@@ -97,17 +102,22 @@ def has_kernels() -> bool:
     return gpu.on_gpu() and gpu.is_wanted()
 
 
-def estimate(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], checkpoint_layers: int
-) -> Need:
-    """
-    What a run needs at most, when its prompts, or the conversations of --loss-type sft, have these lengths.
+class Demand(NamedTuple):
+    """What decides the memory of a run, besides `Sizes`."""
 
-    A teacher that does not fit beside it stays on disk.
-    """
-    demand = (model, dtype, config, prompt_lengths, checkpoint_layers)
-    need = _estimate(*demand, False)
-    return _estimate(*demand, True) if need.total > gpu.memory_size() and has_files(config.teacher) else need
+    model: hub.ModelConfig
+    dtype: mx.Dtype
+    config: Config
+    prompt_lengths: list[int]  # or of the conversations of --loss-type sft
+    rubric: Path | None = None  # of the judge
+
+
+def estimate(demand: Demand, sizes: Sizes) -> Need:
+    """What a run needs at most. A teacher that does not fit beside it stays on disk."""
+    need = _estimate(demand, sizes, False)
+    if need.total > gpu.memory_size() and has_files(demand.config.objective.teacher):
+        return _estimate(demand, sizes, True)
+    return need
 
 
 def has_files(teacher: str) -> bool:
@@ -115,30 +125,24 @@ def has_files(teacher: str) -> bool:
     return bool(teacher) and teacher != "self" and not teacher.startswith("random:")
 
 
-def _estimate(
-    model: hub.ModelConfig,
-    dtype: mx.Dtype,
-    config: Config,
-    prompt_lengths: list[int],
-    checkpoint_layers: int,
-    teacher_on_disk: bool,
-) -> Need:
-    samples = config.loss_type != "sft"
+def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
+    model, dtype, config, prompt_lengths, _ = demand
+    samples = config.objective.loss_type != "sft"
     if not samples:
-        config = dataclasses.replace(config, groups=1, max_tokens=1)
+        config = config.but(groups=1, max_tokens=1)
     shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
     all_weights = sum(array.size for _, array in tree_flatten(shapes.parameters()))
-    if config.lora_rank:
-        lora.apply(shapes, config.lora_rank, config.lora_scale, config.lora_targets)
+    if config.model.lora_rank:
+        lora.apply(shapes, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     trained = sum(array.size for _, array in tree_flatten(shapes.trainable_parameters()))
     # float32 weights are their own masters
-    masters = trained if config.lora_rank or dtype != mx.float32 else 0
-    longest = sorted(prompt_lengths)[-config.batch :]
-    num_batches, activations, working, logprobs = _update(model, dtype, config, longest, checkpoint_layers)
-    cache, decoding = _rollout(model, dtype, config, longest) if samples else (0, 0)
+    masters = trained if config.model.lora_rank or dtype != mx.float32 else 0
+    longest = sorted(prompt_lengths)[-config.sampling.batch :]
+    num_batches, activations, working, logprobs = _update(model, dtype, config, sizes, longest)
+    cache, decoding = _rollout(model, dtype, config, sizes, longest) if samples else (0, 0)
     return Need(
         weights=all_weights * dtype.size,
-        adapters=(4 + (dtype.size if config.lora_rank and dtype != mx.float32 else 0)) * masters,
+        adapters=(4 + (dtype.size if config.model.lora_rank and dtype != mx.float32 else 0)) * masters,
         optimizer=8 * trained,
         cache=cache,
         decoding=decoding,
@@ -147,8 +151,39 @@ def _estimate(
         working=working,
         logprobs=logprobs,
         stepping=7 * trained,  # measured: 5 to 7
-        **(_teacher(model, dtype, config, longest, teacher_on_disk) if config.teacher else {}),
+        **_judge(demand, longest),
+        **(_teacher(model, dtype, config, longest, teacher_on_disk) if config.objective.teacher else {}),
     )
+
+
+def _judge(demand: Demand, prompts: list[int]) -> dict[str, int]:
+    """A judge's fields of `Need`. Its prompts are a tree (judging/prompt_tree.py): questions, answers, criteria."""
+    model, dtype, config, _, rubric = demand
+    judged = rubric is not None and not config.judge.url
+    other = judged and not config.judges_itself
+    with gwen.named_by("--judge-model"):
+        shape = gwen.load_config(config.judge.model) if other else model
+    is_copied = not config.model.lora_rank and config.objective.teacher != "self"  # the model before training
+    held = 0
+    if other or (is_copied and (judged or config.objective.beta)):
+        held = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters())) * dtype.size
+    if not judged or rubric is None:
+        return {"judge": held}
+    asked = rubrics.load_rubric(rubric)
+    head, criterion = (
+        TEMPLATE + len(text) // 4 for text in (asked.preamble, max((c.text for c in asked.criteria), key=len))
+    )
+    rows = config.judge.chunk_size
+    answers = max(rows // len(asked.criteria), 1)
+    questions = prompts[-answers:]
+    longest, length = max(questions), config.sampling.max_tokens
+    keys = head + longest + length + criterion
+    columns = head + len(questions) * longest + answers * length + rows * criterion
+    if config.judge.mode == "decode":
+        columns += rows * (round_up(keys) + round_up(config.judge.think + rubrics.REPLY_TOKENS))
+    positions = max(len(questions) * longest, answers * length, rows * criterion)
+    working = 1.1 * positions * layer_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
+    return {"judge": held, "judging": int(column_bytes(shape, dtype) * columns + working)}
 
 
 def _teacher(
@@ -159,39 +194,39 @@ def _teacher(
 
     The model's own base, which teaches a run that trains all weights, is a copy.
     """
-    other = config.teacher != "self"
+    other = config.objective.teacher != "self"
     with gwen.named_by("--teacher"):
-        shape = gwen.load_config(config.teacher) if other else model
-    held, num_tokens = 0, config.batch * config.groups * config.max_tokens
-    said = num_tokens * (dtype.size * shape.hidden_size if config.loss_type == "distill" else 4)
+        shape = gwen.load_config(config.objective.teacher) if other else model
+    held, num_tokens = 0, config.sampling.batch * config.sampling.groups * config.sampling.max_tokens
+    said = num_tokens * (dtype.size * shape.hidden_size if config.objective.loss_type == "distill" else 4)
     teacher = gwen.Model(shape)  # lazy: nothing of it is ever computed
-    if other or not config.lora_rank:
+    if other or not config.model.lora_rank:
         held = sum(array.size for _, array in tree_flatten(teacher.parameters())) * dtype.size
     if not on_disk:
         return {"teacher": held + said}
     layer = sum(array.size for _, array in tree_flatten(teacher.layers[0].parameters())) * dtype.size
-    head, positions = teacher.head_weight.size * dtype.size, config.groups * sum(prompts) + num_tokens
+    head, positions = teacher.head_weight.size * dtype.size, config.sampling.groups * sum(prompts) + num_tokens
     streams = 2 * dtype.size * shape.hidden_size * positions
     embeddings = 0 if shape.tie_word_embeddings else head
     return {"teacher": head + said, "teaching": 2 * layer + embeddings + 2 * streams, "reading": held}
 
 
 def _update(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int], checkpoint_layers: int
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, sizes: Sizes, prompts: list[int]
 ) -> tuple[int, int, int, int]:
     """
     Number of micro-batches when all completions are as long as allowed, and bytes of what the largest of them keeps, of
     its backward pass, and of its log-probabilities.
     """
-    width, length, layers = model.hidden_size, config.max_tokens, model.num_hidden_layers
-    kept = max(layers - checkpoint_layers, 0)
+    width, length, layers = model.hidden_size, config.sampling.max_tokens, model.num_hidden_layers
+    kept = max(layers - sizes.checkpoint_layers, 0)
     counts = WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED
     if has_kernels():
         counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
     working = counts[kept < layers]
-    rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.groups]
+    rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
     lengths = np.full(len(rows), length)
-    shared, cut = micro_batch.plan(rows, lengths, config.train_token_budget, config.train_share_prefix)
+    shared, cut = micro_batch.plan(rows, lengths, sizes.train_token_budget, "auto")
     most = (0, 0, 0)
     for part, num_positions in cut:
         longest = max(len(rows[row]) for row in part)
@@ -203,113 +238,157 @@ def _update(
         copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of prompts' keys and values, joined
         inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
         inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * kept
-        num_tokens = num_positions if config.loss_type == "sft" else len(part) * length
-        logprobs = num_tokens * width * (4 * (3 if config.entropy_coef else 2) + 2 * dtype.size)
+        num_tokens = num_positions if config.objective.loss_type == "sft" else len(part) * length
+        logprobs = num_tokens * width * (4 * (3 if config.objective.entropy_coef else 2) + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
         else:
-            logprobs += 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 3 * num_tokens * model.vocab_size)
-        logprobs += 0 if config.lora_rank else 2 * 4 * model.vocab_size * width  # in tiles, and joined
-        one = (int(one_layer * kept + inputs), int(one_layer * working), logprobs)
+            tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
+            head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
+            logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
+        gradient = int(one_layer * working)
+        if gpu.on_gpu():
+            columns = longest + length - 1
+            scores = attention.gradient_bytes(
+                (len(part), model.num_attention_heads, length - 1 if shared else columns, model.head_dim),
+                (len(part), model.num_key_value_heads, columns, model.head_dim),
+                dtype,
+            )
+            gradient = max(gradient, scores + int(one_layer * (working - 1)))  # by then the MLP's gradient is past
+        one = (int(one_layer * kept + inputs), gradient, logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 
 
-def _rollout(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int]) -> tuple[int, int]:
+def column_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
+    """Keys and values of one token."""
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
+
+
+def _rollout(
+    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, sizes: Sizes, prompts: list[int]
+) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
-    batch_size = config.rollout_batch_size or dispatch.USUAL_ROWS
-    slots = min(batch_size, config.batch * config.groups)
-    together = sorted(prompts)[-max(2 * batch_size // config.groups, 1) :]
-    column = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
-    width = round_up(max(together))
-    own = round_up(config.max_tokens) + (width if gpu.on_gpu() else 0)
-    prefill = len(together) * max(together) * layer_bytes(model, dtype, max(together))
+    batch_size, groups = sizes.rollout_batch_size, config.sampling.groups
+    slots = min(batch_size, len(prompts) * groups)
+    together = sorted(prompts)[-max(2 * batch_size // groups, 1) :]
+    longest = max(together)
+    width, own = round_up(longest), round_up(config.sampling.max_tokens)
+    share = sizes.share_prefix == "on"
+    if sizes.share_prefix == "auto":
+        share = has_kernels() or (not gpu.on_gpu() and sampler.shares_prefix(slots, together, batch_size, dtype))
+    column, copied = column_bytes(model, dtype), 0 if share else slots * longest
+    prefilled = min(max(sampler.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
-    return column * (len(together) * width + slots * own), int(max(prefill, logits))
+    logits += column // model.num_hidden_layers * copied  # on its way
+    decoding = int(max(prefilled * layer_bytes(model, dtype, longest), logits))
+    return column * (len(together) * width + slots * own + copied), decoding
 
 
-def settle(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
+def settle(demand: Demand, rows: int | None = None, share_prefix: Switch | None = None) -> Sizes:
     """
-    Replaces `auto` in `train_token_budget` and `checkpoint_layers` by what lets the run fit, in place.
+    Decides each `auto`. rows, share_prefix: as `dispatch.settle` has measured them.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
     update; last of all a teacher stays on disk. To fit is to need nine tenths of what a GPU offers, and without a GPU
     of what a laptop's would, so that a run on a CPU does not depend on the machine.
     """
-    room, layers = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP), model.num_hidden_layers
-    budgets = [config.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
-    if not config.train_token_budget and gpu.on_gpu():
+    sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
+    room = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP)
+    budgets = [optimizer.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
+    if not optimizer.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
-    counts = list(range(layers + 1)) if config.checkpoint_layers == "auto" else [config.num_checkpointed(layers)]
+    named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
+    counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
-    for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_files(config.teacher)], options):
-        config.train_token_budget = budget
-        config.checkpoint_layers = {0: "off", layers: "on"}.get(count, str(count))
-        need = _estimate(model, dtype, config, prompt_lengths, count, on_disk)
+    rows = rows or sampling.rollout_batch_size or dispatch.USUAL_ROWS
+    has_teacher = has_files(demand.config.objective.teacher)
+    for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_teacher], options):
+        sizes = Sizes(rows, share_prefix or sampling.share_prefix, budget, count)
+        need = _estimate(demand, sizes, on_disk)
         if need.resident + need.update <= room:  # a rollout has flags of its own
-            return
+            break
+    return sizes
 
 
-def agree(config: Config, num_layers: int) -> None:
-    """Settles what each of several machines measured or computed for itself by the least of all, in place."""
-    names = ("rollout_batch_size", "train_token_budget", "share_prefix", "checkpoint_layers")
-    rows, budgets, sharing, counts = zip(*world.share([getattr(config, name) for name in names]), strict=True)
-    config.rollout_batch_size, config.train_token_budget = min(rows), min(budgets)
-    config.share_prefix = min(sharing)  # "auto", "off", "on"
-    config.checkpoint_layers = max(
-        counts, key=lambda count: dataclasses.replace(config, checkpoint_layers=count).num_checkpointed(num_layers)
-    )
+def agree(sizes: Sizes) -> Sizes:
+    """What several machines measured or computed, each for itself: the least of all."""
+    rows, sharing, budgets, counts = zip(*world.share(list(sizes)), strict=True)
+    return Sizes(min(rows), min(sharing), min(budgets), max(counts))  # "auto", "off", "on"
 
 
-def limit_cache(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> None:
-    """Lets MLX keep as many freed buffers as the run leaves free of a GPU's memory."""
-    layers = config.num_checkpointed(model.num_hidden_layers)
-    gpu.limit_cache(estimate(model, dtype, config, prompt_lengths, layers).total)
+def fits(demand: Demand, rows: int, share_prefix: bool) -> bool:
+    """Whether a rollout of so many rows at once fits beside what stays."""
+    layers = demand.model.num_hidden_layers
+    need = estimate(demand, Sizes(rows, "on" if share_prefix else "off", BUDGET, layers))
+    return need.resident + need.rollout <= gpu.memory_size()
 
 
-def advice(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int], room: int) -> str:
-    """The flags that make a run fit which does not, or as far as flags can."""
-
-    def need(**changed: Any) -> Need:
-        other = dataclasses.replace(config, **changed)
-        return estimate(model, dtype, other, prompt_lengths, other.num_checkpointed(model.num_hidden_layers))
-
-    resident, flags = need().resident, []
-    if resident > room:
-        return "take a smaller model" if config.lora_rank else "set --lora-rank 16, or take a smaller model"
-    if resident + need().rollout > room:
-        rows = config.rollout_batch_size or dispatch.USUAL_ROWS
-        while rows > 1 and resident + need(rollout_batch_size=rows).rollout > room:
-            rows //= 2
-        flags.append(f"--rollout-batch-size {rows}")
-    if resident + need().update > room:
-        budget = config.train_token_budget
-        while budget > 64 and resident + need(train_token_budget=budget, checkpoint_layers="on").update > room:
-            budget //= 2
-        flags.append(
-            "--checkpoint-layers on" + (f" --train-token-budget {budget}" * (budget < config.train_token_budget))
-        )
-    if resident + need().teaching > room:
-        batch = config.batch
-        while batch > 1 and resident + need(batch=batch).teaching > room:
-            batch //= 2
-        flags.append(f"--batch {batch}")
-    return f"set {' '.join(flags)}"
+LESS = [  # which phase a flag makes smaller, and its least value; in the order in which they are turned
+    ("rollout", "rollout_batch_size", 1),
+    ("judging", "judge_chunk_size", 1),
+    ("update", "checkpoint_layers", 0),
+    ("update", "train_token_budget", 64),
+    ("teaching", "batch", 1),
+    *((phase, "max_tokens", 16) for phase in ("rollout", "judging", "update", "teaching")),
+]
 
 
-def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths: list[int]) -> str:
+def advice(demand: Demand, sizes: Sizes, room: int) -> str:
+    """The flags that make a run fit which does not."""
+    need, flags = estimate(demand, sizes), dict[str, Any]()
+    if need.resident > room:
+        smaller = f"take a smaller {'model' if demand.config.judges_itself or not need.judge else '--judge-model'}"
+        return smaller if demand.config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
+    for phase, key, least in LESS:
+        while need.resident + getattr(need, phase) > room:
+            value = (demand.config.flat() | sizes._asdict())[key]
+            lower = demand.model.num_hidden_layers if key == "checkpoint_layers" else max(value // 2, least)
+            if lower == value:
+                break
+            flags[key] = "on" if key == "checkpoint_layers" else lower
+            if key in Sizes._fields:
+                sizes = Sizes(**sizes._asdict() | {key: lower})
+            else:
+                demand = demand._replace(config=demand.config.but(**{key: lower}))
+            need = estimate(demand, sizes)
+    if need.total > room:
+        return "take a smaller model"
+    return f"set {' '.join(f'{flag_of(key)} {value}' for key, value in flags.items())}"
+
+
+def rubric_of(config: Config) -> Path | None:
+    """The rubric that a run is judged by, as far as that is known without its data."""
+    data, bundled = config.data, Path(__file__).parent / "data" / f"{config.data.task}_rubric.yaml"
+    unasked = config.objective.loss_type in ("sft", "distill") or (data.reward and "rubric" not in data.reward_weights)
+    return Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
+
+
+def line(demand: Demand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
-    need = estimate(model, dtype, config, prompt_lengths, config.num_checkpointed(model.num_hidden_layers))
+    config, need = demand.config, estimate(demand, sizes)
     room = gpu.memory_size()
-    rollout = f"the larger of {_gb(need.rollout)} rollout ({_gb(need.cache)} cache) and " if need.rollout else ""
+    stays = {
+        "weights": need.weights,
+        "adapters" if config.model.lora_rank else "masters": need.adapters,
+        "optimizer": need.optimizer,
+        "teacher": need.teacher,
+        "judge": need.judge,
+        "Python": need.python,
+    }
+    phases = {
+        f"rollout ({_gb(need.cache)} cache)": need.rollout,
+        "judging": need.judging,
+        "teaching": need.teaching,
+        f"update ({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, "
+        f"then {_gb(need.logprobs)} logprobs or {_gb(need.working)} backward)": need.update,
+    }
+    held, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in (stays, phases))
     said = (
-        f"memory: {_gb(need.total)} of {_gb(room)} GB = {_gb(need.weights)} weights + {_gb(need.adapters)} "
-        f"{'adapters' if config.lora_rank else 'masters'} + {_gb(need.optimizer)} optimizer + "
-        f"{f'{_gb(need.teacher)} teacher + ' if config.teacher else ''}{rollout}"
-        f"{f'{_gb(need.teaching)} teaching and ' if need.teaching else ''}{_gb(need.update)} update "
-        f"({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, then {_gb(need.logprobs)} logprobs or "
-        f"{_gb(need.working)} backward) "
-        f"at --train-token-budget {config.train_token_budget} --checkpoint-layers {config.checkpoint_layers}"
+        f"memory: {_gb(need.total)} of {_gb(room)} GB = {' + '.join(held)} + "
+        f"{'the largest of ' * (len(passing) > 1)}{', '.join(passing)} "
+        f"at --train-token-budget {sizes.train_token_budget} "
+        f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
     if need.reading:
         said += (
@@ -318,7 +397,7 @@ def line(model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompt_lengths
         )
     if need.total <= room:
         return said
-    return f"{said}; it does not fit: {advice(model, dtype, config, prompt_lengths, room)}"
+    return f"{said}; it does not fit: {advice(demand, sizes, room)}"
 
 
 def _gb(size: float) -> str:
@@ -328,21 +407,42 @@ def _gb(size: float) -> str:
 # ---- the command
 
 
+def show_audit(config: Config) -> None:
+    """Prints what each reward function of a run pays for. ValueError where there is none: a judge is not asked."""
+    import tasks
+    from problems import audit
+
+    task = tasks.make(config)
+    if not task.rewards:
+        raise ValueError(f"--audit: --task {task.name} has no reward function, only a judge, which is not asked")
+    for name, reward in task.rewards.items():
+        for said in audit.table(audit.audit(name, reward, task.train or task.held_out)):
+            print(said, flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("preflight.py", "Say what a run would need. All flags of train.py, and:")
+    parser = Parser(
+        "preflight.py", "Say what memory a run would need, or what its rewards pay for. All flags of train.py, and:"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
+    parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         args = parse(rest)
+        if args.resume is True:
+            args.resume = checkpoint.newest_unfinished()
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         check_least(own, prompt_tokens=1)
+        if own.audit:
+            show_audit(config)
+            return
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
-        model = gwen.load_config(config.model)
-        lengths = [own.prompt_tokens] * config.batch
-        settle(model, dtype, config, lengths)
+        model = gwen.load_config(config.model.name)
+        lengths = [own.prompt_tokens] * config.sampling.batch
+        demand = Demand(model, dtype, config, lengths, rubric_of(config))
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
-        print(line(model, dtype, config, lengths))
+        print(line(demand, settle(demand)))
     except (ValueError, OSError) as error:
         fail(error)
 

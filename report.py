@@ -1,6 +1,6 @@
 """
 Looks at runs: `uv run report.py runs/NAME [runs/OTHER ...]` writes runs/NAME/report.html, a page that opens from disk.
-`--compare` and `--list` print tables for the terminal. Left out: the page itself (reporting/page.py).
+`--compare` and `--list` print tables for the terminal. The page itself is in reporting/page.py.
 """
 
 import contextlib

@@ -11,38 +11,38 @@ import os
 import shlex
 import signal
 import sys
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import checkpoint
-import dispatch
 import evaluate
-import gpu
 import gwen
 import lora
 import preflight
 import sampler
 import tasks
 import update
-import world
-from config import Config
-from losses import distill, sft
-from problems import chats, curriculum, rewards
+from config import Config, Sizes, Switch
+from disk import checkpoint
+from disk.run_files import START
+from distill.teacher import Teacher
+from machine import gpu, world
+from problems import audit, chat_template, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
-from reporting.console import SFT_COLUMNS, console_columns, sft_line, warn
+from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from run_files import START
+from sft import chats, tuning
+from step import dispatch, policy
+from step.result import UpdateResult
+from tasks import curriculum
 
 
-class Core:
+class Run:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
     legend: str  # what the figures of a step's line are, for the console
@@ -52,81 +52,75 @@ class Core:
     _kept: dict[str, Any] | None = None  # see `end_step`
     memory: str  # what the run needs, for the console
     longest: int  # positions of the longest row that it may train
+    sizes: Sizes
+    base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
 
     def __init__(self, config: Config, run_dir: Path):
         """Raises ValueError if the model or the initial adapter cannot be loaded, or if they do not match."""
         self.config, self.dir, self.step = config, run_dir, 0
         self.stopping = False  # Ctrl-C was pressed inside a step
-        self.model, self.tokenizer = gwen.load(config.model)
+        self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
+        self.model, self.tokenizer = gwen.load(config.model.name)
+        self.sources = {  # what the run is made of: digests that a resume compares
+            "base model": checkpoint.digest_of_model(self.model),
+            "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
+            "chat template": checkpoint.digest(self.tokenizer.chat_template),
+        }
         self.compare()
-        if config.lora_rank:
+        if config.model.lora_rank:
             self._add_adapters()
 
     def _add_adapters(self) -> None:
         """New ones; with --init-adapter they begin as that one."""
-        config, begun = self.config, None
-        if config.init_adapter:
+        settings, begun = self.config.model, None
+        if settings.init_adapter:
             kept = self.dir / START  # on resume, our copy: the original may have been trained further
-            path = str(kept) if kept.is_dir() else config.init_adapter
+            path = str(kept) if kept.is_dir() else settings.init_adapter
             begun = lora.Fused(*world.first(lambda: lora.read_start(self.model, path)))
-        lora.apply(self.model, config.lora_rank, config.lora_scale, config.lora_targets, config.seed)
+        shape = settings.lora_rank, settings.lora_scale, settings.lora_targets
+        lora.apply(self.model, *shape, self.config.sampling.seed)
         if begun is not None:
             lora.begin_with(self.model, begun)
 
     def compare(self) -> None:
         """Raises ValueError, on every machine, if one of several runs another program or has another model."""
         if world.size() > 1:
-            weights = world.checksum([array for _, array in tree_flatten(self.model.parameters())])
-            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype), "model": weights}
-            world.compare({"Gwen": world.code_checksum()} | facts)
+            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
+            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
 
-    def settle_memory(self, lengths: list[int], data: object) -> preflight.Need:
-        """
-        Replaces each `auto` in the settings, on several machines by the least of all; returns what the run will need.
+    def demand(self, lengths: list[int], rubric: Path | None = None) -> preflight.Demand:
+        """lengths: of the rows that it trains, without completions."""
+        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
 
-        lengths: of the rows that it trains, without completions. data: what it trains on. Raises ValueError, on
-        every machine, if one has others.
+    def settle(self, demand: preflight.Demand, rows: int | None = None, sharing: Switch | None = None) -> None:
         """
-        world.compare({"data": zlib.crc32(repr(data).encode())} if world.size() > 1 else {})
-        demand = (self.model.config, self.model.head_weight.dtype, self.config, lengths)
-        preflight.settle(*demand)
-        preflight.agree(self.config, self.model.config.num_hidden_layers)
-        preflight.limit_cache(*demand)
-        self.memory = preflight.line(*demand)
-        return preflight.estimate(*demand, self.config.num_checkpointed(self.model.config.num_hidden_layers))
+        Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
+
+        rows, sharing: of rollouts. Raises ValueError, on every machine, if one is made of something else.
+        """
+        world.compare(self.sources)
+        self.sizes = preflight.agree(preflight.settle(demand, rows, sharing))
+        self.need = preflight.estimate(demand, self.sizes)
+        self.memory = preflight.line(demand, self.sizes)
+        self.learner = update.Learner(self.model, self.config, policy.Reader(self.config, self.sizes), self.base)
 
     def keep_start(self) -> None:
         """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
-        if world.is_first() and self.config.init_adapter and not (self.dir / START).is_dir():
+        if world.is_first() and self.config.model.init_adapter and not (self.dir / START).is_dir():
             with lora.before_training(self.model):
-                checkpoint.save_adapter(self.model, self.dir / START, self.config.model)
+                lora.save_adapter(self.model, self.dir / START, self.config.model.name)
 
-    # ---- the steps
+    # ---- between two steps
 
-    def steps(self) -> Iterator[PhaseClock]:
-        """
-        Begins each step that is left; before, between and after them, evaluates, saves and shows what is due.
-
-        Whoever takes a step counts and logs it before asking for the next.
-        """
-        clock = PhaseClock(self.journal.live.begin)
-        if self.evaluate_if_due():
-            self.save()
-        self.show()
-        while self.step < self.config.steps and not self.stops_early():
-            clock.lap()  # evaluation and saving belong to no step
-            mx.reset_peak_memory()
-            yield clock
-            self.end_step()
-            is_best, is_last = self.evaluate_if_due(), self.step == self.config.steps or self.stops_early()
-            if is_best or is_last or self.step % self.config.save_every == 0:
-                self.save()
-            self.show()
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.config.optimizer.steps or self.stops_early()
 
     def stops_early(self) -> bool:
         """Whether the last --early-stopping evaluations were not better than the best before them."""
-        best, patience = self.journal.best_step(), self.config.early_stopping
+        best, patience = self.journal.best_step(), self.config.evaluation.early_stopping
         if not patience or best is None:
             return False
         return sum(record["step"] > best for record in self.journal.evaluations) >= patience
@@ -152,7 +146,7 @@ class Core:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Keeps the live line, the page and the trackers up to date; the page has the last word."""
-        if world.is_first() and self.config.report_every != 0:
+        if world.is_first():
             self.report = page.LivePage(self.dir, warn)
         try:
             with self.journal:
@@ -181,7 +175,7 @@ class Core:
         that trains all weights goes back to its newest checkpoint.
         """
         self.boundary = (self.step, self.learner.num_changes)
-        if world.size() > 1 and self.config.lora_rank:
+        if world.size() > 1 and self.config.model.lora_rank:
             self._kept = self.learner.state()
         if self.stopping:
             raise KeyboardInterrupt
@@ -196,7 +190,9 @@ class Core:
         """The small values of a checkpoint."""
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
-        return {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()} | scale | counts
+        kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()}
+        settings = self.config.flat(self.sizes)
+        return kept | scale | counts | {"settings": settings, "sources": self.sources}
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
@@ -216,54 +212,83 @@ class Core:
         if not world.is_first():
             return
         state = self.state()
-        checkpoint.save(self.dir, state, self.model, base=self.config.model, keep=self.config.keep)
+        write_adapter = functools.partial(lora.save_adapter, self.model, base=self.config.model.name)
+        checkpoint.save(self.dir, state, write_adapter, keep=self.config.records.keep)
         checkpoint.publish(self.dir, state)
 
 
-class Run(Core):
+class GrpoRun(Run):
     """A GRPO run: the task, its prompts, the judges and the teacher besides."""
 
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
+        for line in world.first(self._audit):
+            say(line)
         super().__init__(config, run_dir)
+        self.sources |= self._own_sources()
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampler.params_of(config, eos_ids, pad_id)._replace(entropy=config.record_tokens > 0)
-        self.base = gwen.load(config.model)[0] if needs_base(config, self.task) else None
+        self.sampling = sampling_of(config, eos_ids, pad_id)
+        self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
         self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
-        held_out = spread(self.task.held_out, config.eval_limit) if config.eval_every else []
+        held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
         before_training = (self.base or self.model, self.tokenizer)
-        self.judge = evaluate.make_judge(config, self.task, *before_training)
-        self.witness = evaluate.make_witness(config, self.task, self.judge, *before_training) if held_out else None
-        self.learner = update.Learner(self.model, config, self.base)
+        rubrics = self.task.rubric, self.task.witness if held_out else None
+        self.judge, self.witness = evaluate.make_graders(config, *rubrics, *before_training)
         lengths = [len(ids) for ids in self.prompt_ids]
-        self.batch_size = gpu.BatchSize(dispatch.settle(self.model, config, lengths, len(held_out)))
-        self.longest = max(lengths) + config.max_tokens
-        need = self.settle_memory(lengths, self.prompt_ids)
-        self.batch_size.rows = config.rollout_batch_size
-        self.teacher = self._make_teacher(on_disk=need.reading > 0) if config.teacher else None
+        self.longest = max(lengths) + config.sampling.max_tokens
+        demand = self.demand(lengths, self.task.rubric)
+        fits = functools.partial(preflight.fits, demand)
+        self.settle(demand, *dispatch.settle(self.model, config, lengths, len(held_out), fits))
+        self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
+        self.teacher = self._make_teacher() if config.objective.teacher else None
+        if self.teacher and self.teacher.model and config.objective.teacher != "self":
+            self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
+
+    def _audit(self) -> list[str]:
+        """A line on what each reward of the user pays for."""
+        examples, judged = self.task.train or self.task.held_out, self.task.rubric is not None
+        return list(audit.first_surprises(self.task.rewards, examples, judged=judged))
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
-        return tasks.render(
+        return chat_template.encode_prompts(
             self.tokenizer,
             tqdm(examples, desc=f"{kind}s", leave=False, disable=None),
-            max_tokens=self.config.max_tokens,
+            max_tokens=self.config.sampling.max_tokens,
             context=self.model.config.max_position_embeddings,
-            thinking=self.config.thinking,
+            thinking=self.config.sampling.thinking,
             kind=kind,
         )
 
-    def _make_teacher(self, on_disk: bool) -> distill.Teacher:
+    def _own_sources(self) -> dict[str, str]:
+        """Digests of the examples, and of the files that judge and teach."""
+        config, task = self.config, self.task
+        paths = {
+            name: Path(name)
+            for name in (*(spec.rpartition(":")[0] for spec in config.data.reward), config.objective.teacher_prompt)
+        }
+        files = paths | {
+            config.data.rubric or "task's rubric": task.rubric,
+            config.evaluation.rubric or "witness's rubric": task.witness,
+        }
+        found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
+        mix = task.problems and task.problems.mix
+        return found | {
+            config.data.path or "task's examples": checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+        }
+
+    def _make_teacher(self) -> Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
-        teacher = distill.Teacher(self.config, self.model, self.tokenizer, self.base, on_disk)
+        budget, on_disk = self.sizes.train_token_budget, self.need.reading > 0
+        teacher = Teacher(self.config, self.model, self.tokenizer, self.base, budget, on_disk)
         teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
         return teacher
 
@@ -287,7 +312,10 @@ class Run(Core):
         """Evaluates the held-out problems and logs the result."""
         config = self.config
         params = evaluate.EvalParams(
-            config.max_tokens, self.batch_size, limit=config.eval_limit or None, thinking=config.thinking
+            config.sampling.max_tokens,
+            self.batch_size,
+            limit=config.evaluation.limit or None,
+            thinking=config.sampling.thinking,
         )
         record, answers = evaluate.evaluate(
             self.model,
@@ -296,7 +324,7 @@ class Run(Core):
             params,
             grader=self.judge if self.task.verifier is None else None,
             witness=self.witness,
-            reference=self.base or (self.model if config.lora_rank else None),
+            reference=self.base or (self.model if config.model.lora_rank else None),
         )
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge)
@@ -320,32 +348,38 @@ class Run(Core):
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])
-        self.prompts.restore(extra["prompts"])
+        name = self.config.data.path or "task's examples"
+        if (extra["settings"]["curriculum"], extra["sources"].get(name)) == (
+            self.config.sampling.curriculum,
+            self.sources[name],
+        ):
+            self.prompts.restore(extra["prompts"])  # else it is about other prompts, see --allow-changes
 
 
-class SftRun(Core):
+class SftRun(Run):
     """A run of supervised fine-tuning: the conversations besides."""
 
     legend = SFT_COLUMNS
 
     def __init__(self, config: Config, run_dir: Path):
-        train, held_out = split_examples(chats.load(config.data, config.columns or None))
+        path = config.data.path
+        train, held_out = split_examples(chats.load(path, config.data.columns or None))
         if not train:
-            raise ValueError(f"--data {config.data} leaves no conversation to train on, all are held out; add some")
-        if config.eval_every and not held_out:
-            raise ValueError(f"--data {config.data} holds out no conversation; add some or set --eval-every 0")
+            raise ValueError(f"--data {path} leaves no conversation to train on, all are held out; add some")
+        if config.evaluation.every and not held_out:
+            raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)
+        self.sources[config.data.path] = checkpoint.digest(*train, "held out", *held_out)
         self.train = self._render(train, "training")
-        held_out = spread(held_out, config.eval_limit) if config.eval_every else []
+        held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = self._render(held_out, "held-out")
-        self.learner = update.Learner(self.model, config)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.settle_memory([sum(len(row.ids) for row in rows) for rows in self.train], self.train)
+        self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]))
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:
         """The rows of each conversation. ValueError names one that cannot be rendered."""
-        how: dict[str, Any] = {"turns": self.config.train_turns, "thinking": self.config.thinking}
+        how: dict[str, Any] = {"turns": self.config.objective.train_turns, "thinking": self.config.sampling.thinking}
         how |= {"end_ids": {*self.model.config.eos_ids, self.tokenizer.eos_token_id}}
         how |= {"context": self.model.config.max_position_embeddings}
         rendered = []
@@ -358,7 +392,7 @@ class SftRun(Core):
 
     def draw(self) -> list[chats.Row]:
         """The rows of the next step's conversations."""
-        chosen = epoch_indices(len(self.train), self.config.batch, self.step, self.config.seed)
+        chosen = epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
         return [row for index in chosen for row in self.train[index]]
 
     def open(self) -> None:
@@ -366,29 +400,37 @@ class SftRun(Core):
         self.keep_start()
         self.journal = Journal(self.config, self.dir, "loss", self.step, keep_scores=False)
 
-    def write_step(self, step: sft.Step) -> None:
+    def write_step(self, seconds: dict[str, float], targets: policy.Targets, result: UpdateResult, peak: int) -> None:
         """Writes a step's figures and prints its line."""
-        self.journal.recent.append(step.seconds["step"])
-        figures = sft.step_metrics(self.learner, step, self.journal.recent)
-        self.journal.record(figures, sft_line(figures, self.config.steps))
+        recent, batch = self.journal.recent, self.config.sampling.batch
+        recent.append(seconds["step"])
+        figures = tuning.step_metrics(result, seconds, targets.num_rows, batch, recent)
+        figures = {"step": self.step} | figures | {"mem/peak_gb": peak / 1e9}
+        self.journal.record(figures, sft_line(figures, self.config.optimizer.steps))
 
     def evaluate(self) -> None:
-        self.journal.write_evaluation(self.step, sft.evaluate(self.model, self.config, self.held_out), [])
+        record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
+        self.journal.write_evaluation(self.step, record, [])
+
+
+def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:
+    """How training samples."""
+    s = config.sampling
+    return sampler.SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True)
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:
     """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
-    judges = {config.judge_model} if task.rubric else set()
-    judges |= {config.eval_judge_model or config.judge_model} if task.witness and config.eval_every else set()
-    judges_itself = judges & {"", config.model} and not config.judge_url
-    return not config.lora_rank and bool(config.beta or judges_itself or config.teacher == "self")
+    graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
+    judged = graded and config.judges_itself
+    return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
 
 
 # ---- a run that is stopped
 
 
 @contextlib.contextmanager
-def stoppable(run: Core) -> Iterator[None]:
+def stoppable(run: Run) -> Iterator[None]:
     """
     On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
 
@@ -416,9 +458,10 @@ def stoppable(run: Core) -> Iterator[None]:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
         if not world.is_first():
-            if gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+            if gpu.is_too_much(error):
                 raise ValueError(str(error)) from error
             raise
+        gpu.drain()
         run.go_back()
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
         if gpu.is_watchdog(error):
@@ -427,12 +470,16 @@ def stoppable(run: Core) -> Iterator[None]:
                 "(pmset displaysleepnow), or let less be done at once; "
             )
         if run.is_whole:
-            run.save()
+            try:
+                run.save()
+            except (OSError, RuntimeError) as failure:
+                said = f"step {run.step} could not be saved: {failure}"
+                raise OSError(f"{what}{said}; {_newest(run, error)}") from failure
             said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_out_of_memory(error) or gpu.is_watchdog(error):
+        if isinstance(error, ValueError) or gpu.is_too_much(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
         if what:  # a bug of ours or of MLX's: show the traceback
@@ -443,17 +490,16 @@ def stoppable(run: Core) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _go_on(run: Core, error: BaseException) -> str:
+def _go_on(run: Run, error: BaseException) -> str:
     """
     The command that continues the run, or starts over if nothing was saved.
 
     If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
     """
     less = ""
-    too_much = gpu.is_out_of_memory(error) or gpu.is_watchdog(error)
-    if too_much and not isinstance(error, ValueError):  # a ValueError is the user's reward's
-        budget = run.config.train_token_budget // 2
-        if budget < run.longest and run.config.checkpoint_layers == "on":
+    if gpu.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+        budget = run.sizes.train_token_budget // 2
+        if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
             return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):
@@ -461,7 +507,7 @@ def _go_on(run: Core, error: BaseException) -> str:
     return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
-def _newest(run: Core, error: BaseException, first: str = "") -> str:
+def _newest(run: Run, error: BaseException, first: str = "") -> str:
     """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
     if saved := checkpoint.saved(run.dir):
         return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"

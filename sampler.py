@@ -1,11 +1,10 @@
 """
 Rollouts: prompts in, sampled completions and log-probabilities out. `uv run sampler.py --prompt "Hi"` shows one.
 
-Each distinct prompt is prefilled once. The rows that continue it share or copy its cache and are decoded together. The
-record is exact: the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that
-includes the end token. Randomness depends only on (key, row, position): a completion does not depend on the rows
-decoded with it, and a row lost when memory ran out is drawn again unchanged. Left out: text; the caller renders prompts
-to ids.
+Each distinct prompt is prefilled once. The rows that continue it share or copy its cache and are decoded together. A
+rollout has the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that includes the
+end token. Randomness depends only on (key, row, position): a completion does not depend on the rows decoded with it,
+and a row lost when memory ran out is drawn again unchanged. `problems/chat_template.py` renders prompts to ids.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -23,19 +22,14 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-import gpu
 import gwen
-import run_files
-import tasks
-import world
-from config import Config
-from flags import Parser, check_least, fail, visible
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
-from problems.examples import check_text
+from machine import gpu, world
+from problems import chat_template
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
-REFILL, SHRINK = 1 / 16, 1 / 4  # shares of idle slots at which they take waiting rows, or go where none waits
+REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
@@ -61,11 +55,6 @@ class SamplingParams(NamedTuple):
         limits = [self.max_tokens] * num_rows if isinstance(self.max_tokens, int) else list(self.max_tokens)
         assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
         return limits
-
-
-def params_of(config: Config, eos_ids: Sequence[int] = (), pad_id: int = 0) -> SamplingParams:
-    """The sampling parameters of a run's settings."""
-    return SamplingParams(config.max_tokens, config.temp, config.top_p, config.top_k, config.min_p, eos_ids, pad_id)
 
 
 class RolloutStats(NamedTuple):
@@ -113,8 +102,7 @@ def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -
     """
     A token, its log-probability and the entropy of its distribution for each row of (N, V) logits.
 
-    Temperature 0 takes the likeliest token and reports the other two at temperature 1. Lazy: an unused entropy is never
-    computed.
+    Temperature 0 takes the likeliest token, with the other two at temperature 1. An unused entropy is never computed.
     """
     temperature, support = params.temperature, params.support
     if temperature == 0:
@@ -136,8 +124,8 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     """
     The cache of a batch of right-aligned prompts, and the logits after each, (len(prompts), V).
 
-    Columns are computed from left to right, `prefill_tokens()` positions at once, so memory beside the cache does not
-    grow with the prompts. Raises ValueError if the logits are not finite, a sign of float16 overflow.
+    Computes `prefill_tokens()` positions at once, from left to right, so memory beside the cache does not grow with the
+    prompts. Raises ValueError if the logits are not finite, a sign of float16 overflow.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
@@ -172,7 +160,7 @@ class NotFinite(ValueError):
 
 
 class Record:
-    """A rollout's rows on the host: how they are sampled, what was drawn, which have ended, and what it cost."""
+    """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: tqdm | None = None):
         self.params, self.key, self.progress = params, key, progress
@@ -181,7 +169,7 @@ class Record:
         self.ended = np.zeros(num_rows, bool)
         shape = num_rows, self.limits.max()
         self.ids = np.full(shape, params.pad_id, np.int32)
-        # what is recorded of each token: id, log-probability and, if asked for, entropy
+        # of each token: id, log-probability and, if asked for, entropy
         self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
         self.prefill_s, self.cache_bytes = 0.0, 0  # for `RolloutStats`
 
@@ -190,7 +178,7 @@ class Record:
         return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1)
 
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
-        """Adds a token to each of the rows that has not ended."""
+        """Adds a token to those of the rows that have not ended."""
         values, going = [np.array(column) for column in drawn], ~self.ended[rows]  # wait
         rows = rows[going]
         for out, column in zip(self.columns, values, strict=True):
@@ -224,23 +212,23 @@ def decode(
     model: gwen.Model, cache: SlotCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: Record
 ) -> None:
     """
-    Samples rows in the slots of a cache; a slot whose row has ended takes the next row.
+    Samples rows in the slots of a cache; when a slot's row has ended, the slot takes the next row.
 
     prompt_of: rows in the order in which they begin, each with the index of its prompt in the prefilled batch.
-    Step t + 1 is queued before anything of step t is read. The only wait is the look, every LOOK_EVERY steps, at all
-    draws but the newest.
+    Queues step t + 1 before it reads anything of step t. It waits only every LOOK_EVERY steps, to read all draws but
+    the newest.
     """
     rows, prompts = np.array(list(prompt_of)), np.array(list(prompt_of.values()))
-    record.lengths[rows] = 0  # what an attempt drew that ran out of memory is drawn again
+    record.lengths[rows] = 0  # drop the draws of an attempt that ran out of memory
     table = uniforms(record.key, rows.tolist(), record.limits[rows].max())
-    slots = np.arange(cache.num_slots)  # what each slot samples: a place in `rows`
+    slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
     starts = np.zeros_like(slots)  # the step at which it began
     num_begun = len(slots)
     cache.assign(prompts[slots].tolist(), starts.tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
-    queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not looked at
+    queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not read yet
     for step in itertools.count():
-        positions = np.minimum(step - starts, table.shape[1] - 1)  # until the look, an ended row runs on
+        positions = np.minimum(step - starts, table.shape[1] - 1)  # an ended row runs on until its end is read
         drawn = choose_token(logits, mx.array(table[slots, positions]), record.params)[: len(record.columns)]
         queued.append((rows[slots], drawn))
         if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
@@ -275,7 +263,7 @@ def continue_greedily(
     model: gwen.Model, tree: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
 ) -> list[list[int]]:
     """
-    Greedy continuations of the rows of a tree's newest level; `logits` (N, V) are those of the first tokens.
+    Greedy continuations of the rows of a tree's newest level, from logits (N, V) of their first tokens.
 
     Each ends with the first id in `ends`, or after `limit` ids.
     """
@@ -292,9 +280,8 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     """
     Whether holding each prompt once should be faster than copying it to every row that continues it.
 
-    On a CPU, sharing pays from SHARE_FROM copied columns; below, splitting the attention in two costs more than it
-    saves. On a GPU, it pays if a kernel reads prompts in place. If memory is scarce, or to be sure on a GPU, set it
-    explicitly in `rollout`.
+    On a CPU: from SHARE_FROM copied columns on; below, attention in two parts costs more than it saves. On a GPU: if a
+    kernel reads prompts in place.
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
@@ -307,7 +294,7 @@ RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that 
 
 
 def plan(prompts: list[list[int]], group_size: int) -> RowsOf:
-    """What this machine samples; neighbours have similar lengths, so little padding."""
+    """The prompts that this machine samples and their rows, by length, so that batches have little padding."""
     rows_of: RowsOf = {}
     for index, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
@@ -318,7 +305,7 @@ def plan(prompts: list[list[int]], group_size: int) -> RowsOf:
 def sample_batch(
     model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share_prefix: bool | None
 ) -> None:
-    """Prefills prompts and samples the rows of each. All memory allocated here is free afterwards, also on failure."""
+    """Prefills prompts and samples their rows. Its memory is free afterwards, also on failure."""
     begin = time.perf_counter()
     prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
     record.prefill_s += time.perf_counter() - begin
@@ -335,7 +322,7 @@ def sample(
     model: gwen.Model, rows_of: RowsOf, record: Record, group_size: int, size: gpu.BatchSize, share_prefix: bool | None
 ) -> None:
     """
-    Samples the rows of each prompt, batch by batch, and again those lost when memory ran out.
+    Samples the rows of each prompt in batches; rows lost when memory ran out are sampled again.
 
     Raises ValueError if memory is too small for one row.
     """
@@ -360,7 +347,7 @@ def sample(
 
 
 def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
-    """The rollout of rows that have all ended. Raises NotFinite."""
+    """The rollout of a record whose rows have all ended. Raises NotFinite."""
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
     for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[:1]:
@@ -387,9 +374,8 @@ def rollout(
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
     prompts: token ids of any lengths. key: all randomness comes from (key, row, position). batch_size: most rows to
-    decode at once; halved when memory runs out, and lost rows are drawn again. share_prefix: hold a prompt's cache once
-    for its group instead of copying it to each row; None lets `shares_prefix` decide. The last two affect speed and
-    memory only.
+    decode at once; halved when memory runs out. share_prefix: hold a prompt's cache once for its group instead of
+    copying it to each row; None lets `shares_prefix` decide. These two affect speed and memory only.
     Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
     Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
     one row.
@@ -410,7 +396,7 @@ def rollout(
 
 
 def columns(rollout: Rollout) -> dict[str, list[Any]]:
-    """Each row's columns for rewards: its token ids without padding, and their number."""
+    """What reward functions get of each row: its token ids without padding, and their number."""
     return {"completion_ids": rollout.ids, "num_tokens": rollout.lengths.tolist()}
 
 
@@ -421,6 +407,10 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    from disk import run_files
+    from flags import Parser, check_least, fail, visible
+    from problems.examples import check_text
+
     parser = Parser("sampler.py", "Sample completions of one prompt.")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
@@ -440,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
                 check_text(flag, text)
         name, why = gwen.choose_model(args.model, adapter)
         model, tokenizer = gwen.load(name, adapter=adapter)
-        prompts = tasks.render(
+        prompts = chat_template.encode_prompts(
             tokenizer,
             [{"prompt": args.prompt, "system": args.system}],
             max_tokens=args.max_tokens,

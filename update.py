@@ -1,8 +1,8 @@
 """
 The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
 
-Left out: where completions and rewards come from, the loss (losses/policy.py), the bound on a step
-(losses/trust_region.py).
+Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
+(step/trust_region.py).
 
 Axes: N rows of the step, M rows of a micro-batch, T completion positions.
 """
@@ -20,18 +20,19 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
-import gpu
 import grpo
 import gwen
 import lora
 import sampler
-import world
 from config import Config
 from layers import lm_head
-from losses import policy, trust_region
-from losses.policy import MakeLoss, TokenLoss
-from micro_batch import MicroBatch, in_rows, my_part, of_all
+from machine import gpu, world
+from step import trust_region
+from step.micro_batch import MicroBatch, in_rows, my_part, of_all
+from step.policy import Reader, Share, Targets
+from step.result import MEASURED, MISMATCH, UpdateResult
 
+MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
 COUNTS = ("failures", "rate", "num_skipped")  # what a checkpoint keeps of a learner beside tensors and loss scale
 
@@ -43,12 +44,12 @@ class Learner:
     base: the model before training, if disabling adapters does not restore it.
     """
 
-    def __init__(self, model: gwen.Model, config: Config, base: gwen.Model | None = None):
-        self.model, self.config, self.base = model, config, base
-        if gpu.backend() and gpu.is_wanted():
+    def __init__(self, model: gwen.Model, config: Config, reader: Reader, base: gwen.Model | None = None):
+        self.model, self.config, self.reader, self.base = model, config, reader, base
+        if gpu.has_metal() and gpu.is_wanted():
             gpu.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
-        self.optimizer = optim.AdamW(config.learning_rate, weight_decay=config.weight_decay, bias_correction=True)
+        self.optimizer = optim.AdamW(config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True)
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))
         half = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
@@ -76,7 +77,7 @@ def logprobs_of_step(
 ) -> list[mx.array]:
     """Log-probabilities and entropies of the step, (N, T) each, 0 outside the micro-batches; without gradient."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    found = ((batch, policy.completion_logprobs(model, batch, learner.config, "none")) for batch in my_part(batches))
+    found = ((batch, learner.reader.logprobs(model, batch)) for batch in my_part(batches))
     return in_rows(found, [mx.zeros(shape), mx.zeros(shape)])
 
 
@@ -87,60 +88,48 @@ def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sam
         return logprobs_of_step(learner, model, batches, rollout.logprobs.shape)[0]
 
 
-class UpdateResult(NamedTuple):
-    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
-
-    lr: float  # as scheduled
-    rate: float  # factor of it in the last step
-    num_skipped: int  # skipped steps since the run began
-    loss_scale: float  # after the last step
-    # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
-    means: dict[str, float | None]
-    pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
-    loss: float | None = None
-    grad_norm: float | None = None  # before clipping
-    moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
-    repeats: int = 0  # tries that went too far and were undone
-    skipped: int = 0  # steps skipped because their gradient was not finite
-    num_forwards: int = 0  # rows computed, including the reference's
-    pad_frac: float | None = None  # padding's share of the computed positions
-
-
-def update(
+def targets_of(
     learner: Learner,
     batches: list[MicroBatch],
     rollout: sampler.Rollout,
     advantages: mx.array,
-    ref_logprobs: mx.array | None,
-    lr: float,
-    make_loss: MakeLoss = policy.PolicyLoss,
-) -> UpdateResult:
+    ref_logprobs: mx.array | None = None,
+    taught: dict[str, Any] | None = None,
+) -> Targets:
+    """The targets of a step's completions. advantages (N,), ref_logprobs (N, T); taught: what a teacher adds."""
+    objective, chosen = learner.config.objective, rollout.mask
+    if batches and objective.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
+        _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
+        chosen = grpo.top_entropy_mask(entropy, rollout.mask, objective.top_entropy_quantile)
+    num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
+    targets = Targets(len(advantages), num_items, chosen, num_chosen, advantages, ref_logprobs)
+    if taught is not None:
+        targets = targets._replace(**taught)
+    if targets.gains is not None:
+        targets = targets._replace(advantages=advantages[:, None] + objective.distill_coef * targets.gains)
+    return targets
+
+
+def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float) -> UpdateResult:
     """
     `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
 
-    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass or from
-    the sampler, so they cost no extra pass.
+    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass, so they
+    cost no extra one. Completions bound how far it moves (`--target-kl`).
     Raises ValueError if the gradient fails too often in a row.
     """
-    config = learner.config
-    nothing = dict.fromkeys(policy.MEASURED)
+    optimizer, num_items = learner.config.optimizer, targets.num_items
+    nothing = dict.fromkeys(MEASURED)
     if not batches:  # every row was truncated and left out
         return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
-    chosen = rollout.mask
-    if config.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
-        _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
-        chosen = grpo.top_entropy_mask(entropy, rollout.mask, config.top_entropy_quantile)
-    num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
-    loss = make_loss(config, policy.Targets(advantages, ref_logprobs, chosen, len(advantages), num_items, num_chosen))
-    if config.old_logprobs == "sampler":
-        batches = [batch._replace(old_logprobs=batch.sampled_logprobs) for batch in batches]
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
-    target = config.target_kl * (lr / config.learning_rate) ** 2 if lr else 0.0
+    bounded = lr and targets.advantages is not None
+    target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     pushes: dict[int, np.ndarray] = {}
-    for _ in range(config.num_iterations):
+    for _ in range(optimizer.num_iterations):
         before = learner.trainable if target else None  # else it need not be kept alive
-        logprobs, measured = optimizer_step(learner, batches, loss, lr * learner.rate)
+        logprobs, measured = optimizer_step(learner, batches, targets, lr * learner.rate)
         present = [batch._replace(old_logprobs=new) for batch, new in zip(batches, logprobs, strict=True)]
         if before and not measured["skipped"]:
             probe = probe or trust_region.make_probe(present, num_items, learner.optimizer.step.item())
@@ -151,12 +140,15 @@ def update(
             batches = present
         steps.append(measured)
     keep_equal(learner)
+    dtype = learner.model.head_weight.dtype
+    copies = [layer.rounded(dtype) for _, layer in lora.layers(learner.model)] if dtype != mx.float32 else []
+    mx.eval(learner.model.trainable_parameters(), copies)  # now: an error of the GPU in a rollout would spoil them
     rate = learner.rate
     if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
     def mean(name: str) -> float:
-        values = [one[name] for one in (steps[:1] if name in policy.MISMATCH else steps)]
+        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps)]
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
     means = {name: mean(name) / (1 if name.endswith("_max") else num_items) for name in steps[0] if name in nothing}
@@ -168,6 +160,7 @@ def update(
         learner.loss_scale.value,
         nothing | means,
         pushes,
+        num_items,
         loss=mean("loss"),
         grad_norm=mean("grad_norm"),
         moved=moved,
@@ -179,15 +172,15 @@ def update(
 
 
 def optimizer_step(
-    learner: Learner, batches: list[MicroBatch], loss: TokenLoss, lr: float
+    learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float
 ) -> tuple[list[mx.array], dict[str, float]]:
     """
     One AdamW step on the masters, copied into the model; changes nothing if the gradient is not finite.
 
     Returns each micro-batch's log-probabilities before the step, (M, T), and what was measured.
     """
-    grads, logprobs, measured = gradient(learner, batches, loss)
-    grads, norm = optim.clip_grad_norm(grads, learner.config.max_grad_norm)
+    grads, logprobs, measured = gradient(learner, batches, targets)
+    grads, norm = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
     measured["grad_norm"] = norm.item()
     overflow = not (math.isfinite(measured["grad_norm"]) and math.isfinite(measured["loss"]))
     measured["skipped"] = int(overflow)
@@ -207,14 +200,14 @@ def optimizer_step(
 
 
 def gradient(
-    learner: Learner, batches: list[MicroBatch], loss: TokenLoss
+    learner: Learner, batches: list[MicroBatch], targets: Targets
 ) -> tuple[Any, list[mx.array], dict[str, float]]:
     """The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements."""
     grads: dict[str, Any] = {}
     found: list[Any] = []
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     for batch in tqdm(my_part(batches), desc="update", leave=False, disable=None):
-        (_, logprobs, sums), tree = share_and_gradient(learner, batch, loss)
+        (_, logprobs, sums), tree = share_and_gradient(learner, batch, targets)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed
         grads = grads or dict.fromkeys(part)
@@ -237,11 +230,11 @@ def gradient(
     return tree_unflatten(list(grads.items())), [logprobs for logprobs, _ in found], totals
 
 
-def share_and_gradient(learner: Learner, batch: MicroBatch, loss: TokenLoss) -> tuple[Any, Any]:
+def share_and_gradient(learner: Learner, batch: MicroBatch, targets: Targets) -> tuple[Any, Any]:
     """A micro-batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
 
-    def scaled(model: gwen.Model) -> policy.Share:
-        share = loss(model, batch)
+    def scaled(model: gwen.Model) -> Share:
+        share = learner.reader.share(model, batch, targets)
         return share._replace(loss=share.loss * learner.loss_scale.value)
 
     return nn.value_and_grad(learner.model, scaled)(learner.model)
@@ -267,7 +260,7 @@ def under(learner: Learner, probe: list[MicroBatch], weights: trust_region.Weigh
     found = []
     learner.num_forwards += sum(len(batch.rows) for batch in probe)
     for batch in my_part(probe):
-        new, _ = policy.completion_logprobs(learner.model, batch, learner.config, "none")
+        new, _ = learner.reader.logprobs(learner.model, batch)
         mx.eval(new)  # wait: the next micro-batch may use this one's memory
         found.append(new)
     return of_all(probe, found)
@@ -292,7 +285,8 @@ def count_failure(learner: Learner, loss: float) -> None:
     if not mended and learner.failures + 1 == MOST_FAILURES:
         raise ValueError(
             f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
-            f"start again with a lower --learning-rate than {learner.config.learning_rate:g} or in another GWEN_DTYPE"
+            f"start again with a lower --learning-rate than {learner.config.optimizer.learning_rate:g} or in another "
+            "GWEN_DTYPE"
         )
     learner.num_changes += 1
     learner.num_skipped += 1
@@ -300,13 +294,11 @@ def count_failure(learner: Learner, loss: float) -> None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up, then constant or half a cosine down to a tenth; `step` starts at 0."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.learning_rate
-    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
-    return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
+    """Linear warm-up, then half a cosine down to a tenth; `step` starts at 0."""
+    if step < config.optimizer.warmup_steps:
+        return config.optimizer.learning_rate * (step + 1) / config.optimizer.warmup_steps
+    done = (step - config.optimizer.warmup_steps) / max(config.optimizer.steps - config.optimizer.warmup_steps, 1)
+    return config.optimizer.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
 
 class LossScale(NamedTuple):

@@ -28,8 +28,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-import gpu
 from layers.attention import group_block
+from machine import gpu
 
 KINDS = {
     "matmul": "Matmul AddMM BlockMaskedMM GatherMM SegmentedMM QuantizedMatmul GatherQMM",
@@ -44,9 +44,7 @@ VIEWS = (
 ).split()
 WRITES_IN_PLACE = ("SliceUpdate", "DynamicSliceUpdate")
 FAST = "fast_"  # begins the names of the stand-ins
-# Launches of MLX 0.32.4's gradients: rms_norm's has a sum for the weight behind it; attention's takes a sum of each
-# row of out * d_out, five matmuls for one block of scores, and what stands between them.
-MOST_LAUNCHES = {"rms_norm_vjp": 2, "layer_norm_vjp": 3, "scaled_dot_product_attention_vjp": 7}
+MOST_LAUNCHES = {"rms_norm_vjp": 2, "layer_norm_vjp": 3}  # of MLX 0.32.4's gradients, with a sum for the weight
 
 
 class Launch(NamedTuple):
@@ -108,10 +106,9 @@ def stand_in(name: str) -> Callable[..., mx.array]:
             shape = (*x.shape[:-1], moved[2].shape[-1]) if of_values else x.shape
             return _launch(name + causal, [*moved, *fixed], shape)
 
-        def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            primals, d_out, out = (_listed(arrays) for arrays in (primals, cotangents, outputs))
-            operands = [*primals, *d_out, *(out if of_values else []), *fixed]
-            d_first = _launch(f"{name}_vjp{causal}", operands, primals[0].shape)
+        def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+            primals, d_out = _listed(primals), _listed(cotangents)
+            d_first = _launch(f"{name}_vjp", [*primals, *d_out, *fixed], primals[0].shape)
             # the others come of the same launches: views of its result
             return [d_first, *(_view_of(d_first, primal) for primal in primals[1:])]
 
@@ -458,10 +455,8 @@ def _launches_of_kernel(
     if name.startswith(FAST):
         name = name.removeprefix(FAST)
         short = next((one for one in MOST_LAUNCHES if name.startswith(one)), "")
-        if short.startswith("scaled"):
-            written += sum(one.layout.size * one.itemsize for one in inputs[1:3])
         if name.startswith("scaled"):
-            flops = attention_flops(shapes[0], shapes[1], shapes[2][-1], "causal" in name) * (5 if short else 2) // 2
+            flops = attention_flops(shapes[0], shapes[1], shapes[2][-1], "causal" in name)
         one = Launch("fast", name, read, written, flops, buffers)
         return [one] + [one._replace(read=0, written=0, flops=0)] * (MOST_LAUNCHES.get(short, 1) - 1)
     name = name.removeprefix("gwen_")
@@ -553,24 +548,34 @@ def copied_slices(step: Sequence[Launch], most_operations: int = 40, most_elemen
     return copied
 
 
-def peak_bytes(launches: Sequence[Launch]) -> int:
-    """
-    The most bytes of results that exist at once, when each goes after the last launch that binds it.
+MOST_BUFFERS = 499_000  # that Metal lets a process hold; MLX gives an error beyond
 
-    What the function was given is not in it, and MLX, which runs some launches ahead, holds a little more.
+
+def peak_bytes(launches: Sequence[Launch]) -> int:
+    """The most bytes of results that exist at once."""
+    return peaks(launches)[0]
+
+
+def peaks(launches: Sequence[Launch]) -> tuple[int, int]:
+    """
+    The most bytes of results, and the most buffers, that exist at once, when each goes after the last launch that binds
+    it.
+
+    Of what the function was given only the number is in it; MLX, which runs some launches ahead, holds a little more.
     """
     last = {buffer: place for place, launch in enumerate(launches) for buffer, _ in launch.buffers}
     live: dict[str, int] = {}
-    most = total = 0
+    given = len(last.keys() - {buffer for launch in launches for buffer, _ in launch.made})
+    most = total = most_live = 0
     for place, launch in enumerate(launches):
         for buffer, size in launch.made:
             total += 0 if buffer in live else size
             live[buffer] = max(size, live.get(buffer, 0))
-        most = max(most, total)
+        most, most_live = max(most, total), max(most_live, len(live))
         for buffer, _ in launch.buffers:
             if last[buffer] == place:
                 total -= live.pop(buffer, 0)
-    return most
+    return most, given + most_live
 
 
 def views_of(node: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray | None]:

@@ -1,13 +1,13 @@
 """
 What a step costs on a GPU, phase by phase, counted without one: launches, bytes, FLOPs, command buffers, and the time
-that a machine's roofline gives. `uv run bench_step.py --ledger` prints it.
+that a machine's roofline gives: `uv run python -m bench.ledger --model random:0.6b`.
 
 Each phase is traced (`launches.py`) with one layer and with a few, and the rest of the layers are as these. Its time is
 the sum over launches of the longer of two: the time to move their bytes, and that to compute their FLOPs, at the
 published peaks of a chip. No machine reaches either, and waits between launches come on top, so a measured time is
 longer. The least bytes of a phase are those that no program could leave away: weights, caches, masters and gradients.
 
-What is left out: rewards, tokenizing, what the host does beside building graphs.
+Left out: rewards, tokenizing, what the host does beside building graphs.
 
 Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion positions, M rows of a micro-batch,
 L layers, V vocabulary, J criteria.
@@ -15,30 +15,33 @@ L layers, V vocabulary, J criteria.
 
 import contextlib
 import dataclasses
-import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
-import hub
 import lora
-import micro_batch
+import preflight
 import sampler
 import update
-from bench import launches
+from bench import harness, launches
 from bench.launches import Launch
-from config import Config
+from config import Config, Sizes
+from disk import hub
+from flags import Parser, fail
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
-from losses import policy
+from step import micro_batch, policy
 
 JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
+REACHED = 0.8  # of a peak: mlx_lm's published prefill and decode of Qwen3-4B on an M4 Max, 81% and 80%
 FEW = 4  # layers, beside one, that a phase is traced with
 
 
@@ -48,8 +51,6 @@ class Machine(NamedTuple):
     bandwidth: float  # bytes a second
     flops: dict[mx.Dtype, float]  # of matmuls, a second
     limits: tuple[int, int] = (40, 40)  # of a command buffer: operations, and 2**20 elements
-    launch_s: float = 0.0  # what each launch costs beside that
-    matmul_bandwidth: float = 0.0  # bytes a second of a product that memory bounds, where they differ
     cores: int = 1  # of which a custom kernel's launch uses no more than it has threadgroups
 
 
@@ -94,10 +95,19 @@ class StepWork(NamedTuple):
     config: Config  # batch, groups, max_tokens, lora_rank, train_token_budget and the rest
     prompt_tokens: int
     on_gpu: bool = True
+    sharing: str = "auto"  # of an update's prompts, see `micro_batch.plan`
 
     @property
     def num_rows(self) -> int:
-        return self.config.batch * self.config.groups
+        return self.config.sampling.batch * self.config.sampling.groups
+
+    @property
+    def sizes(self) -> Sizes:
+        lengths = [self.prompt_tokens] * self.config.sampling.batch
+        return preflight.settle(preflight.Demand(self.model, self.dtype, self.config, lengths))
+
+    def learner(self, model: gwen.Model) -> update.Learner:
+        return update.Learner(model, self.config, policy.Reader(self.config, self.sizes))
 
 
 class Phase(NamedTuple):
@@ -110,6 +120,7 @@ class Phase(NamedTuple):
     few: list[Launch]
     extra: float  # layers beyond one, in units of those that `few` has more than `one`
     build_s: float  # to build its graph in Python, each time
+    live: float  # buffers that exist at once, at most; of a backward pass with those of the forward pass
 
     def total(self, measure: Callable[[Sequence[Launch]], float]) -> float:
         """What a measure gives for all layers."""
@@ -127,8 +138,8 @@ class Phase(NamedTuple):
     @property
     def kinds(self) -> dict[str, int]:
         """Launches by kind."""
-        names = dict.fromkeys(launch.kind for launch in self.few)
-        return {kind: round(self.total(functools.partial(_number, kind))) for kind in names}
+        one, few = (Counter(launch.kind for launch in held) for held in (self.one, self.few))
+        return {kind: round(one[kind] + self.extra * (few[kind] - one[kind])) for kind in few}
 
     def buffers(self, machine: Machine) -> float:
         return self.total(lambda held: len(launches.command_buffers(held, *machine.limits)))
@@ -141,20 +152,10 @@ class Phase(NamedTuple):
         return max(roofline(held, machine, dtype) for held in launches.command_buffers(self.few, *machine.limits))
 
 
-def _number(kind: str, held: Sequence[Launch]) -> int:
-    return sum(launch.kind == kind for launch in held)
-
-
 def roofline(held: Sequence[Launch], machine: Machine, dtype: mx.Dtype) -> float:
     """Seconds that launches take at a machine's peaks, one after the other."""
-    products = machine.matmul_bandwidth or machine.bandwidth
     return sum(
-        max(
-            (launch.read + launch.written) / (products if launch.kind == "matmul" else machine.bandwidth),
-            computing(launch, machine, dtype),
-        )
-        + machine.launch_s
-        for launch in held
+        max((launch.read + launch.written) / machine.bandwidth, computing(launch, machine, dtype)) for launch in held
     )
 
 
@@ -176,8 +177,8 @@ def make_model(work: StepWork, num_layers: int) -> gwen.Model:
     """The model with fewer layers; nothing of it is ever computed."""
     model = gwen.Model(dataclasses.replace(work.model, num_hidden_layers=num_layers))
     model.set_dtype(work.dtype)
-    if work.config.lora_rank:
-        lora.apply(model, work.config.lora_rank, work.config.lora_scale, work.config.lora_targets)
+    if work.config.model.lora_rank:
+        lora.apply(model, work.config.model.lora_rank, work.config.model.lora_scale, work.config.model.lora_targets)
     return model
 
 
@@ -213,7 +214,7 @@ def closed(
 
 def prefill(work: StepWork, num_layers: int) -> Traced:
     """All prompts of a step, as `sampler.prefill` takes them."""
-    model, num_prompts = make_model(work, num_layers), work.config.batch
+    model, num_prompts = make_model(work, num_layers), work.config.sampling.batch
     columns = max(sampler.prefill_tokens() // num_prompts, 1)
 
     def run(tokens: mx.array) -> list[mx.array]:
@@ -228,20 +229,20 @@ def prefill(work: StepWork, num_layers: int) -> Traced:
 def decode(work: StepWork, num_layers: int) -> Traced:
     """A step in the middle of completions: a token of every row is drawn, and the next one's logits are made."""
     model, config, num_rows, length = make_model(work, num_layers), work.model, work.num_rows, work.prompt_tokens
-    lengths = [length] * work.config.batch
+    lengths = [length] * work.config.sampling.batch
     shape = (len(lengths), config.num_key_value_heads, length, config.head_dim)
     prompts = KVCache(num_layers, length)
     for layer in prompts.layers:
         layer.length = length
         layer.keys = layer.values = mx.zeros((*shape[:2], layer.capacity, shape[3]), work.dtype)
     share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
-    cache = SlotCache(prompts, num_rows, work.config.max_tokens, share)
-    cache.advance(work.config.max_tokens // 2)
-    cache.assign([row // work.config.groups for row in range(num_rows)], [0] * num_rows)
+    cache = SlotCache(prompts, num_rows, work.config.sampling.max_tokens, share)
+    cache.advance(work.config.sampling.max_tokens // 2)
+    cache.assign([row // work.config.sampling.groups for row in range(num_rows)], [0] * num_rows)
     places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
     places += [(held, name) for held in cache.layers for name in ("keys", "values")]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
-    params = sampler.params_of(work.config)
+    params = sampler.SamplingParams(work.config.sampling.max_tokens)
 
     def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
         drawn = sampler.choose_token(logits, numbers, params)
@@ -255,9 +256,9 @@ def decode(work: StepWork, num_layers: int) -> Traced:
 def judge(work: StepWork, num_layers: int) -> Traced:
     """A chunk of evaluations by logits: answers under their question, and criteria under each, adapters off."""
     model, config = make_model(work, num_layers), work.model
-    num_criteria = max(work.config.judge_chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
+    num_criteria = max(work.config.judge.chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
     num_answers = num_criteria // NUM_CRITERIA
-    num_questions = max(num_answers // work.config.groups, 1)
+    num_questions = max(num_answers // work.config.sampling.groups, 1)
 
     class Level:
         """Keys and values of a level of one layer."""
@@ -280,36 +281,35 @@ def judge(work: StepWork, num_layers: int) -> Traced:
         for layer, held in zip(cache.layers, levels[1], strict=True):
             layer.parts.append((held.keys, held.values))
         parents = [row * num_questions // num_answers for row in range(num_answers)]
-        cache = cache.child([work.config.max_tokens] * num_answers, parents)
+        cache = cache.child([work.config.sampling.max_tokens] * num_answers, parents)
         with lora.disabled(model):
             model.hidden(answers, cache)
             cache = cache.child([JUDGE_CRITERION] * num_criteria, [row // NUM_CRITERIA for row in range(num_criteria)])
             ends = prompt_tree.at_ends(model.hidden(criteria, cache), [JUDGE_CRITERION] * num_criteria)
         return softmax.log_softmax(ends @ model.head_weight.T)
 
-    tokens = [(num_answers, work.config.max_tokens), (num_criteria, JUDGE_CRITERION)]
+    tokens = [(num_answers, work.config.sampling.max_tokens), (num_criteria, JUDGE_CRITERION)]
     return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
 
 
-def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.PolicyLoss]:
-    """The micro-batches of a step whose completions all have the most tokens, and their loss."""
-    shape, config = (work.num_rows, work.config.max_tokens), work.config
+def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.Targets]:
+    """The micro-batches of a step whose completions all have the most tokens, and their targets."""
+    shape, config = (work.num_rows, work.config.sampling.max_tokens), work.config
     empty = sampler.Rollout(mx.zeros(shape, mx.int32), mx.zeros(shape), mx.ones(shape), [], None)  # type: ignore[arg-type]
-    prompts = [[row // config.groups] * work.prompt_tokens for row in range(work.num_rows)]
-    made = micro_batch.micro_batches(prompts, empty, config.train_token_budget, config.train_share_prefix)
-    advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.max_tokens
+    prompts = [[row // config.sampling.groups] * work.prompt_tokens for row in range(work.num_rows)]
+    made = micro_batch.micro_batches(prompts, empty, work.sizes.train_token_budget, work.sharing)
+    advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.sampling.max_tokens
     mx.eval(made, advantages, empty.mask)
-    targets = policy.Targets(advantages, None, empty.mask, work.num_rows, num_items, num_items)
-    return made, policy.PolicyLoss(config, targets)
+    return made, policy.Targets(work.num_rows, num_items, empty.mask, num_items, advantages)
 
 
 def forward(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch, without its gradient."""
     model = make_model(work, num_layers)
-    learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
+    learner, (batches, targets) = work.learner(model), step_of(work)
 
     def run() -> list[mx.array]:
-        loss, logprobs, sums = objective(model, batches[0])
+        loss, logprobs, sums = learner.reader.share(model, batches[0], targets)
         return [loss * learner.loss_scale.value, logprobs, *sums.values()]
 
     return closed(model, run, [], learns=True)
@@ -318,11 +318,11 @@ def forward(work: StepWork, num_layers: int) -> Traced:
 def gradient(work: StepWork, num_layers: int) -> Traced:
     """The loss of a micro-batch and its gradient, added to what the step has so far."""
     model = make_model(work, num_layers)
-    learner, (batches, objective) = update.Learner(model, work.config), step_of(work)
+    learner, (batches, targets) = work.learner(model), step_of(work)
     so_far = [mx.zeros(array.shape) for _, array in tree_flatten(model.trainable_parameters())]
 
     def run(*so_far: mx.array) -> list[mx.array]:
-        (loss, logprobs, sums), part = update.share_and_gradient(learner, batches[0], objective)
+        (loss, logprobs, sums), part = update.share_and_gradient(learner, batches[0], targets)
         flat = [array.astype(mx.float32) / learner.loss_scale.value for _, array in tree_flatten(part)]
         joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
         return [
@@ -330,7 +330,7 @@ def gradient(work: StepWork, num_layers: int) -> Traced:
             logprobs,
             *sums.values(),
             *reversed(joined),
-        ]  # the last layer first, as the chain of gradients runs
+        ]  # as the chain of gradients runs, from the last layer
 
     return closed(model, run, so_far, learns=True)
 
@@ -338,15 +338,13 @@ def gradient(work: StepWork, num_layers: int) -> Traced:
 def optimizer(work: StepWork, num_layers: int) -> Traced:
     """Clipping, AdamW on the masters, and the masters into the model."""
     model = make_model(work, num_layers)
-    learner = update.Learner(model, work.config)
+    learner = work.learner(model)
     names, masters = (list(column) for column in zip(*learner.trainable.items(), strict=True))
     state_names, state = (list(column) for column in zip(*tree_flatten(learner.optimizer.state), strict=True))
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        grads, held, states = (
-            list(arrays[begin:end])
-            for begin, end in ((0, len(names)), (len(names), 2 * len(names)), (2 * len(names), None))
-        )
+        num = len(names)
+        grads, held, states = arrays[:num], arrays[num : 2 * num], arrays[2 * num :]
         learner.optimizer.state = tree_unflatten(list(zip(state_names, states, strict=True)))
         clipped, norm = optim.clip_grad_norm(tree_unflatten(list(zip(names, grads, strict=True))), 1.0)
         changed = learner.optimizer.apply_gradients(clipped, tree_unflatten(list(zip(names, held, strict=True))))
@@ -368,17 +366,19 @@ def least_bytes(work: StepWork) -> dict[str, float]:
     adapters = sum(array.nbytes for name, array in shapes if "lora_" in name)
     config, size = work.config, work.dtype.size
     column = 2 * work.model.num_hidden_layers * work.model.num_key_value_heads * work.model.head_dim * size
-    share = sampler.shares_prefix(work.num_rows, [work.prompt_tokens] * config.batch, work.num_rows, work.dtype)
-    prompts = column * work.prompt_tokens * (config.batch if share else work.num_rows)
-    own = column * work.num_rows * config.max_tokens / 2
-    answers = max(config.judge_chunk_size // NUM_CRITERIA, 1)
-    judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.groups, 1))
+    share = sampler.shares_prefix(
+        work.num_rows, [work.prompt_tokens] * config.sampling.batch, work.num_rows, work.dtype
+    )
+    prompts = column * work.prompt_tokens * (config.sampling.batch if share else work.num_rows)
+    own = column * work.num_rows * config.sampling.max_tokens / 2
+    answers = max(config.judge.chunk_size // NUM_CRITERIA, 1)
+    judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.sampling.groups, 1))
     batch = step_of(work)[0][0]
     kept = size * batch.num_positions * work.model.hidden_size * work.model.num_hidden_layers
     masters = 4 * sum(array.size for _, array in tree_flatten(make_model(work, 1).trainable_parameters()))
-    masters = adapters if config.lora_rank else 4 * weights / size
+    masters = adapters if config.model.lora_rank else 4 * weights / size
     return {
-        "prefill": weights + column * work.prompt_tokens * config.batch,
+        "prefill": weights + column * work.prompt_tokens * config.sampling.batch,
         "decode": weights + prompts + own + column * work.num_rows,
         "judge": weights - adapters + judged,
         "forward": weights,
@@ -391,8 +391,8 @@ def make(work: StepWork) -> list[Phase]:
     """The ledger of a step."""
     with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
         least, num_batches = least_bytes(work), len(step_of(work)[0])
-    chunks = work.num_rows * NUM_CRITERIA / max(work.config.judge_chunk_size // NUM_CRITERIA, 1) / NUM_CRITERIA
-    times = {"prefill": 1, "decode": work.config.max_tokens - 1, "judge": chunks}
+    chunks = work.num_rows * NUM_CRITERIA / max(work.config.judge.chunk_size // NUM_CRITERIA, 1) / NUM_CRITERIA
+    times = {"prefill": 1, "decode": work.config.sampling.max_tokens - 1, "judge": chunks}
     makers = {"prefill": prefill, "decode": decode, "judge": judge, "forward": forward, "gradient": gradient}
     made = {}
     for name, maker in (makers | {"optimizer": optimizer}).items():
@@ -420,7 +420,8 @@ def phase_of(work: StepWork, name: str, maker: Callable[[StepWork, int], Traced]
         function, inputs = maker(work, num_layers)
         build_s = launches.build_seconds(function, *inputs, on_gpu=work.on_gpu)
     extra = (num_layers - 1) / (few - 1) if few > 1 else 0.0
-    return Phase(name, times, least, traces[0], traces[1], extra, build_s)
+    one_live, few_live = (launches.peaks(held)[1] for held in traces)
+    return Phase(name, times, least, traces[0], traces[1], extra, build_s, one_live + extra * (few_live - one_live))
 
 
 def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
@@ -436,7 +437,6 @@ def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
 
 
 def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
-    """The ledger as one JSON object."""
     base = next(iter(machines.values()))
     return {
         phase.name: {
@@ -447,6 +447,7 @@ def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]
             "flops": round(phase.flops),
             "command_buffers": round(phase.buffers(base)),
             "build_ms": round(phase.build_s * 1e3, 2),
+            "live_buffers": round(phase.live),
             "roofline_ms": {n: round(phase.seconds(m, work.dtype) * 1e3, 3) for n, m in machines.items()},
         }
         for phase in phases
@@ -454,10 +455,10 @@ def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]
 
 
 def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
-    """The ledger in words: what each phase does, and how long it takes where."""
+    """What each phase does, and how long it takes where."""
     yield (
         f"{'phase':<10} {'a step':>7} {'launches':>9} {'matmul':>7} {'kernel':>7} {'fast':>5} {'elem.':>6} {'copy':>5} "
-        f"{'other':>6} {'MB':>9} {'least MB':>9} {'ratio':>6} {'GFLOP':>8} {'buffers':>8} {'build ms':>9}"
+        f"{'other':>6} {'MB':>9} {'least MB':>9} {'ratio':>6} {'GFLOP':>8} {'buffers':>8} {'build ms':>9} {'live':>7}"
     )
     base = next(iter(machines.values()))
     for phase in phases:
@@ -467,17 +468,43 @@ def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine])
             f"{phase.name:<10} {phase.times:>7.4g} {sum(kinds.values()):>9} {named[0]:>7} {named[1]:>7} {named[2]:>5} "
             f"{named[3]:>6} {named[4]:>5} {sum(kinds.values()) - sum(named):>6} {phase.num_bytes / 1e6:>9.1f} "
             f"{phase.least_bytes / 1e6:>9.1f} {phase.num_bytes / phase.least_bytes:>6.2f} {phase.flops / 1e9:>8.1f} "
-            f"{phase.buffers(base):>8.0f} {phase.build_s * 1e3:>9.1f}"
+            f"{phase.buffers(base):>8.0f} {phase.build_s * 1e3:>9.1f} {phase.live:>7.0f}"
         )
+    yield f"live: buffers that exist at once; Metal lets a process hold {launches.MOST_BUFFERS:,}"
     yield ""
     names = "".join(f"{phase.name + ' ms':>13}" for phase in phases)
-    yield f"{'roofline':<8}{names} {'step s':>8} {'tok/s':>7} {'longest buffer ms':>18}"
+    yield f"{'roofline':<8}{names} {'step s':>8} {'at 80%':>8} {'tok/s':>7} {'longest buffer ms':>18}"
     for name, machine in machines.items():
         each = [phase.seconds(machine, work.dtype) for phase in phases]
         step = sum(one * phase.times for one, phase in zip(each, phases, strict=True))
         longest = max(phase.longest_buffer(machine, work.dtype) for phase in phases)
-        tokens = work.num_rows * work.config.max_tokens
+        tokens = work.num_rows * work.config.sampling.max_tokens
         yield (
-            f"{name:<8}{''.join(f'{one * 1e3:>13.2f}' for one in each)} {step:>8.2f} {tokens / step:>7.0f} "
-            f"{longest * 1e3:>18.1f}"
+            f"{name:<8}{''.join(f'{one * 1e3:>13.2f}' for one in each)} {step:>8.2f} {step / REACHED:>8.2f} "
+            f"{tokens / step:>7.0f} {longest * 1e3:>18.1f}"
         )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser("bench.ledger", "Count what a GPU would do in one step, and run nothing.")
+    least = harness.add_step(parser)
+    parser.add_argument("--machine", nargs="+", choices=tuple(MACHINES), default=list(MACHINES), help="(default: all)")
+    parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), default="float16", help="of the weights")
+    try:
+        args = harness.parse(parser, argv, least)
+        config = harness.settings(args, args.model)
+        budget = args.token_budget or preflight.GPU_BUDGET
+        config = config.but(train_token_budget=budget, checkpoint_layers="off")
+        shape, dtype = gwen.load_config(args.model), gwen.DTYPES[args.dtype]
+        work = StepWork(shape, dtype, config, args.prompt_tokens, sharing=args.share_prefix)
+        phases, machines = make(work), {name: MACHINES[name] for name in args.machine}
+        print(f"Ledger: {harness.describe(args)} in {args.dtype}, {budget} positions a micro-batch")
+        for line in lines(work, phases, machines):
+            print(line)
+        print(json.dumps({"config": vars(args), "ledger": record(work, phases, machines)}))
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
 """
-Runs many prompts through a model and computes shared parts once.
+Runs many prompts through a model and computes the parts that they share once.
 
-Each prompt is a sequence of token runs: all share the same head, many share further runs, and each has its own end.
-They form a tree, computed level by level in batches of similar lengths. The caller reads the hidden state at the end
-of each prompt. Left out: what prompts mean, and what is read.
+A prompt is a sequence of token runs: a head that all prompts share, runs that some share, and an end of its own. The
+runs form a tree, computed level by level in batches of similar lengths. The caller, `judge.py`, reads the hidden
+state at each prompt's end.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden, V vocabulary.
 """
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import mlx.core as mx
 from tqdm import tqdm
 
-import gpu
 import gwen
 from kv_cache import TreeCache
+from machine import gpu
 
 MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
 
@@ -29,7 +29,7 @@ Read = Callable[
 
 
 class Node(NamedTuple):
-    """A run of tokens and the runs that follow it; a prompt's last run has the prompt's index."""
+    """A run of tokens and the runs that follow it; the last run of a prompt has the prompt's index as `place`."""
 
     ids: tuple[int, ...]
     below: list["Node"]
@@ -37,7 +37,7 @@ class Node(NamedTuple):
 
 
 def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
-    """The first runs of the prompts (by index); equal runs are merged unless they are a prompt's last."""
+    """The tree's top nodes, from prompts by index. Equal runs become one node, unless they end a prompt."""
     shared: dict[tuple[int, ...], dict[int, Prompt]] = {}
     for place, runs in prompts.items():
         if len(runs) > 1:
@@ -48,9 +48,9 @@ def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
 
 class PromptTree:
     """
-    Prompts that all begin with `head`. Computes the head once, so the model's weights must not change.
+    Prompts that all begin with `head`, which is computed once, so the model's weights must not change.
 
-    chunk_size: prompts that end at once. name: prefix of messages about memory.
+    chunk_size: most prompts whose ends are computed together. name: prefix of messages about memory.
     """
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
@@ -76,10 +76,10 @@ class PromptTree:
 
     def walk(self, prompts: Sequence[Prompt], read: Read) -> None:
         """
-        Computes N prompts, given without the head and with equally many runs; `read` gets each prompt once.
+        Runs N prompts through the model and calls `read` once for each.
 
-        When memory runs out, continues with the unread prompts in smaller chunks. Raises ValueError if memory is too
-        small for one.
+        prompts: without the head, all with the same number of runs. If memory runs out, the chunks of the remaining
+        prompts are smaller. Raises ValueError if memory is too small for one prompt.
         """
         left = dict(enumerate(prompts))
 
@@ -104,9 +104,9 @@ class PromptTree:
 
     def _level(self, cache: TreeCache, nodes: list[tuple[int, Node]], ends_of_a_row: int, read: Read) -> None:
         """
-        Computes the nodes of one level, each given with its parent's row in `cache`, and everything below them.
+        Computes the nodes of a level and everything below them; each comes with its parent's row in `cache`.
 
-        A batch has rows of similar lengths and leads to at most one chunk of ends.
+        A batch has rows of similar lengths, with at most one chunk of ends below them.
         """
         waiting = sorted(nodes, key=lambda item: len(item[1].ids))
         is_last = not waiting[0][1].below

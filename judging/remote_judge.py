@@ -46,8 +46,10 @@ class Endpoint:
     bearer token, sent to no other host. Raises ValueError for an invalid URL.
     """
 
+    concurrency, timeout, retries = 8, 60.0, 5  # requests at once; seconds for one; how often a failed one is repeated
+
     def __init__(self, settings: JudgeSettings, key: str | None = None, first_pause: float = 0.5):
-        url = settings.judge_url
+        url = settings.url
         try:
             parts = httpx2.URL(url)
         except httpx2.InvalidURL:
@@ -77,14 +79,14 @@ class Endpoint:
         top_logprobs: how many of the likeliest first tokens to request. Raises ValueError, and sends no more requests,
         if one is refused or still fails after all retries.
         """
-        body: dict[str, Any] = {"model": self.settings.judge_model, "max_tokens": max_tokens}
+        body: dict[str, Any] = {"model": self.settings.model, "max_tokens": max_tokens}
         body |= {"temperature": 0, "stream": False, TEMPLATE: {"enable_thinking": thinking}}
         if top_logprobs:
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
         asyncio.run(self._ask_all([body | {"messages": messages} for messages in conversations], tell))
 
     async def _ask_all(self, bodies: list[dict[str, Any]], tell: Callable[[int, Reply], None]) -> None:
-        todo, most, seconds = enumerate(bodies), self.settings.judge_concurrency, self.settings.judge_timeout
+        todo, most, seconds = enumerate(bodies), self.concurrency, self.timeout
         limits = httpx2.Limits(max_connections=most)
         # the client follows no redirects, which could send the key to another host
         settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates}
@@ -103,7 +105,7 @@ class Endpoint:
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
         """One request with its retries."""
-        pause, seconds, tries = self.first_pause, self.settings.judge_timeout, self.settings.judge_retries + 1
+        pause, seconds, tries = self.first_pause, self.timeout, 1 + self.retries
         for left in reversed(range(tries)):
             if not self._knows_template:
                 body = {name: value for name, value in body.items() if name != TEMPLATE}
@@ -178,12 +180,12 @@ class RemoteJudge(Grader):
 
     def __init__(self, settings: JudgeSettings, rubric: str | Path | dict[str, Any] | rubrics.Rubric, key: str | None):
         super().__init__(rubric)
-        self.mode, self.think, self.min_mass = settings.judge_mode, settings.judge_think, settings.judge_min_mass
+        self.mode, self.think = settings.mode, settings.think
         self.server = Endpoint(settings, key)
 
     def identity(self) -> str:
-        model = self.server.settings.judge_model
-        return rubrics.digest(self.server.url, model, self.mode, self.think, self.min_mass, self.rubric)
+        model = self.server.settings.model
+        return rubrics.digest(self.server.url, model, self.mode, self.think, self.rubric)
 
     def ask(self, questions: list[Question], tell: Tell) -> None:
         criteria, nothing_known = self.rubric.criteria, not self.cache.held
@@ -210,5 +212,5 @@ class RemoteJudge(Grader):
             return rubrics.from_reply(reply.text)._replace(said=reply.text or reply.problem)
         if not reply.first and reply.text:  # without text it ended at once, or was filtered
             raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
-        value, mass = rubrics.from_first_tokens(reply.first, self.min_mass)
+        value, mass = rubrics.from_first_tokens(reply.first)
         return Evaluation(value, mass, reply.text or reply.problem)

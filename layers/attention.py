@@ -1,7 +1,7 @@
 """
 Attention: over keys in one buffer, and over parts of the past that rows share.
 
-As in ops.py an expression, the kernel's source, its launch and the `gpu.Op` that chooses stand in this order.
+As in ops.py an expression, the kernel, its launch and the `gpu.Op` that chooses stand in this order.
 What is left out: the caches, which are in kv_cache.py, and MLX's own kernel.
 
 Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows of a part that G rows each share.
@@ -10,12 +10,15 @@ Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows
 import functools
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-import gpu
 from kv_cache import Group, Layout, Parts, make_group
+from machine import gpu
+
+HERE = Path(__file__).parent
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
@@ -57,11 +60,121 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
 
     mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key; a query that sees none is not allowed.
     """
-    # MLX's kernel for few queries keeps nothing for a gradient, and whoever asks for "causal" may want one.
-    few = isinstance(mask, str) and queries.shape[2] <= FEW_QUERIES
-    if not is_fused(queries.shape[-1]) or few:
+    if not is_fused(queries.shape[-1]):
         return attention_ref(queries, keys, values, mask)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+    def fused(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+    def backward(primals: Any, d_out: mx.array, _: Any) -> tuple[mx.array, ...]:
+        queries, keys, values = primals
+        return attention_vjp(queries, keys, values, d_out, mask)
+
+    forward: Any = mx.custom_function(fused)
+    forward.vjp(backward)
+    result: mx.array = forward(queries, keys, values)
+    return result
+
+
+MOST_SCORES = 2**23  # that the gradient of attention holds at once, with what becomes of them
+
+
+def queries_at_once(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
+    """Of L queries how many the gradient of attention takes at once."""
+    return min(max(MOST_SCORES // (num_rows * num_heads * num_keys), 32), length)
+
+
+def gradient_bytes(queries: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype) -> int:
+    """What `attention_vjp` holds beside its arguments, from the shapes of queries and keys."""
+    num_rows, num_heads, length, _ = queries
+    width = 2 if dtype == mx.float16 else 4
+    scores = num_rows * num_heads * queries_at_once(num_rows, num_heads, length, keys[2]) * keys[2]
+    copies = {mx.float16: 4 * math.prod(keys), mx.bfloat16: 8 * (math.prod(queries) + math.prod(keys))}
+    return scores * (4 + 3 * width) + width * (math.prod(queries) + 2 * math.prod(keys)) + copies.get(dtype, 0)
+
+
+def attention_vjp(
+    queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: mx.array | str | None
+) -> tuple[mx.array, ...]:
+    """
+    The gradient of `attention` by queries, keys and values, with float32 scores, some queries at a time.
+
+    MLX 0.32.4's own rounds q k to 16 bits before the scale. Keys of Qwen2 and Qwen2.5 have large biases, and with them
+    its gradient is off by some to all of its size (tests/test_attention_gradient.py). Rows of up to 1,024 positions it
+    computes whole; here a causal block leaves out the keys after it.
+    """
+    dtype = queries.dtype
+    if dtype == mx.bfloat16:  # which has too few digits for weights and for what comes of them
+        queries, keys, values, d_out = (array.astype(mx.float32) for array in (queries, keys, values, d_out))
+    (num_rows, num_heads, length, size), (_, num_kv_heads, num_keys, _) = queries.shape, keys.shape
+    step = queries_at_once(num_rows, num_heads, length, num_keys)
+    wide_keys, d_queries = keys.astype(mx.float32), list[mx.array]()
+    totals: list[mx.array] = []  # the gradients of keys and values so far; each block waits for the last one
+    for begin in reversed(range(0, length, step)):  # the first block sees all keys
+        block = slice(begin, min(begin + step, length))
+        seen = num_keys - length + block.stop if mask == "causal" else num_keys
+        shape = num_rows, num_heads, block.stop - begin, seen
+        query, d_block = (
+            x[:, :, block].reshape(num_rows, num_kv_heads, -1, size) for x in mx.depends([queries, d_out], totals)
+        )  # (N, K, H / K * l, D)
+        scores = query.astype(mx.float32) @ wide_keys[:, :, :seen].swapaxes(-1, -2)
+        d_weights = d_block @ values[:, :, :seen].swapaxes(-1, -2)
+        part = mask[:, :, block] if isinstance(mask, mx.array) else mask
+        pair = score_gradient(d_weights.reshape(shape), scores.reshape(shape), part, size**-0.5)
+        weights, d_scores = (array.reshape(scores.shape) for array in pair)
+        d_queries.append((d_scores @ keys[:, :, :seen]).reshape(*shape[:3], size))
+        parts = [x.swapaxes(-1, -2) @ y for x, y in ((d_scores, query), (weights, d_block))]
+        totals = [x.at[:, :, :seen].add(y) for x, y in zip(totals, parts, strict=True)] if totals else parts
+    return tuple(total.astype(dtype) for total in (mx.concatenate(d_queries[::-1], axis=2), *totals))
+
+
+def score_gradient_ref(
+    d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
+) -> tuple[mx.array, mx.array]:
+    """
+    The weights softmax(scale * scores), and from the gradient by them that by the scores; all (N, H, L, S).
+
+    Scores are float32, the rest has the type of d_weights. mask: as for `attention`.
+    """
+    scores = scores * scale
+    if isinstance(mask, str):
+        length, num_keys = scores.shape[2:]
+        mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+    if mask is not None:
+        scores = scores + mx.where(mask, 0.0, -1e30)
+    weights = mx.softmax(scores, axis=-1)
+    d_wide = d_weights.astype(mx.float32)
+    d_scores = weights * (d_wide - (weights * d_wide).sum(-1, keepdims=True)) * scale
+    return weights.astype(d_weights.dtype), d_scores.astype(d_weights.dtype)
+
+
+SCORE_GRADIENT = gpu.Kernel(HERE / "score_gradient.metal", "scores d_weights mask scale", "weights d_scores")
+
+
+def _launch_score_gradient(
+    d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Reads both arrays twice, the second time mostly from the cache, and writes both results, in one launch."""
+    weights, d_scores = SCORE_GRADIENT(
+        [scores, d_weights, mask if isinstance(mask, mx.array) else gpu.constant(False), gpu.constant(scale)],
+        [(scores.shape, d_weights.dtype)] * 2,
+        grid=(32, math.prod(scores.shape[:3]), 1),
+        threadgroup=(32, 8, 1),
+        T=d_weights.dtype,
+        CAUSAL=isinstance(mask, str),
+        MASKED=isinstance(mask, mx.array),
+    )
+    return weights, d_scores
+
+
+def _example_of_score_gradient(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    shape = (4, 16, 128, 512) if large else (2, 3, 5, 40)
+    scores, d_weights = gpu.normal(*shape, dtype=mx.float32, scale=20), gpu.normal(*shape, dtype=dtype, seed=1)
+    seen = mx.broadcast_to(mx.arange(shape[3]) > mx.array([[3], [0], [7], [1], [2]]), (shape[0], 1, *shape[2:]))
+    return [(d_weights, scores, mask, 0.125) for mask in (["causal"] if large else ["causal", None, seen])]
+
+
+score_gradient = gpu.Op(score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
 
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
@@ -115,152 +228,12 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
     return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
+# contiguous: what is handed in are views of buffers with room to grow
 SLOT_ATTENTION = gpu.Kernel(
-    "slot_attention",
-    ["queries", "keys", "values", "own_keys", "own_values", "members", "places", "mask", "own_mask"],
-    ["out"],
-    """
-    // One threadgroup of 8 simdgroups a slot and kv head, first for the prompt's columns, then for the slot's own.
-    // LANES lanes take a column, so a simdgroup takes COLUMNS of them at once; a lane holds EACH dims, by fours, of the
-    // Q queries that share the kv head and of their results. Weights are under a maximum of the lanes' own, raised at
-    // most once in TURNS columns; all is put together at the end. Lanes past the last column take it without weight.
-    constexpr int EACH = (D + 4 * LANES - 1) / (4 * LANES) * 4, COLUMNS = 32 / LANES, STEP = 8 * COLUMNS;
-    constexpr int TURNS = COLUMNS == 4 ? 2 : 4;
-    constexpr bool EXACT = EACH * LANES == D;
-    constexpr float LOW = -1e30f;  // finite: nothing less nothing must be nothing
-    threadgroup float parts[8 * EACH * LANES];
-    threadgroup float peaks[8];
-    threadgroup float sums[8];
-    int slot = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y;
-    int simd = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
-    int column = lane / LANES, begin = lane % LANES * 4;
-    int group = FULL ? queries_shape[0] / keys_shape[0] : members_shape[1];
-    int prompt = (FULL ? slot : int(places[slot])) / group;
-    int num_shared = keys_shape[2], num_own = own_keys_shape[2];
-    auto mask_begin = prompt * mask_strides[0], own_begin = slot * own_mask_strides[0];
-
-    int dims[EACH];  // of a row; lanes past the last dim read that one, which their queries of 0 make count for nothing
-    #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        int dim = begin + i / 4 * (4 * LANES) + i % 4;
-        dims[i] = EXACT ? dim - begin : dim < D ? dim : D - 1;
-    }
-    float query[Q * EACH], result[Q * EACH], peak[Q], sum[Q];
-    #pragma unroll
-    for (int q = 0; q < Q; q++) {
-        peak[q] = LOW;
-        sum[q] = 0.0f;
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int dim = begin + i / 4 * (4 * LANES) + i % 4;
-            auto at = slot * queries_strides[0] + (head * Q + q) * queries_strides[1] + dim;
-            query[q * EACH + i] = dim < D ? float(queries[at]) * (metal::rsqrt(float(D)) * 1.44269504f) : 0.0f;
-            result[q * EACH + i] = 0.0f;
-        }
-    }
-    for (int part = 0; part < 2; part++) {
-        int last = (part ? num_own : num_shared) - 1;
-        int64_t key_step = part ? own_keys_strides[2] : keys_strides[2];
-        int64_t value_step = part ? own_values_strides[2] : values_strides[2];
-        auto key = part ? own_keys + slot * own_keys_strides[0] + head * own_keys_strides[1]
-                        : keys + prompt * keys_strides[0] + head * keys_strides[1];
-        auto value = part ? own_values + slot * own_values_strides[0] + head * own_values_strides[1]
-                          : values + prompt * values_strides[0] + head * values_strides[1];
-        key += EXACT ? begin : 0;
-        value += EXACT ? begin : 0;
-        auto last_key = key + last * key_step, last_value = value + last * value_step;
-        int place = simd * COLUMNS + column;
-        key += place * key_step;
-        value += place * value_step;
-        key_step *= STEP;
-        value_step *= STEP;
-        for (int from = simd * COLUMNS; from <= last; from += TURNS * STEP) {
-            float score[Q * TURNS], held[EACH];
-            #pragma unroll
-            for (int turn = 0; turn < TURNS; turn++) {
-                int at = place + turn * STEP;
-                bool seen = at <= last;
-                auto row = seen ? key : last_key;
-                key += key_step;
-                if (MASKED) seen &= part | mask[mask_begin + metal::min(at, num_shared - 1) * mask_strides[3]];
-                if (OWN_MASKED) seen &= !part | own_mask[own_begin + metal::min(at, num_own - 1) * own_mask_strides[3]];
-                #pragma unroll
-                for (int i = 0; i < EACH; i++) held[i] = float(row[dims[i]]);
-                #pragma unroll
-                for (int q = 0; q < Q; q++) {
-                    float found = query[q * EACH] * held[0];
-                    #pragma unroll
-                    for (int i = 1; i < EACH; i++) found += query[q * EACH + i] * held[i];
-                    #pragma unroll
-                    for (int other = LANES / 2; other > 0; other /= 2) found += simd_shuffle_xor(found, other);
-                    score[q * TURNS + turn] = seen ? found : LOW;
-                }
-            }
-            #pragma unroll
-            for (int q = 0; q < Q; q++) {
-                float higher = peak[q];
-                #pragma unroll
-                for (int turn = 0; turn < TURNS; turn++) higher = metal::max(higher, score[q * TURNS + turn]);
-                float shrink = metal::fast::exp2(peak[q] - higher);
-                peak[q] = higher;
-                sum[q] *= shrink;
-                #pragma unroll
-                for (int turn = 0; turn < TURNS; turn++) {
-                    score[q * TURNS + turn] = metal::fast::exp2(score[q * TURNS + turn] - higher);
-                    sum[q] += score[q * TURNS + turn];
-                }
-                #pragma unroll
-                for (int i = 0; i < EACH; i++) result[q * EACH + i] *= shrink;
-            }
-            #pragma unroll
-            for (int turn = 0; turn < TURNS; turn++) {
-                auto row = place + turn * STEP <= last ? value : last_value;
-                value += value_step;
-                #pragma unroll
-                for (int i = 0; i < EACH; i++) held[i] = float(row[dims[i]]);
-                #pragma unroll
-                for (int q = 0; q < Q; q++) {
-                    #pragma unroll
-                    for (int i = 0; i < EACH; i++) result[q * EACH + i] += score[q * TURNS + turn] * held[i];
-                }
-            }
-            place += TURNS * STEP;
-        }
-    }
-    #pragma unroll
-    for (int q = 0; q < Q; q++) {  // what a simdgroup's columns found under a common maximum, then what simdgroups did
-        float highest = peak[q];
-        #pragma unroll
-        for (int other = LANES; other < 32; other *= 2) highest = metal::max(highest, simd_shuffle_xor(highest, other));
-        float shrink = metal::fast::exp2(peak[q] - highest), total = sum[q] * shrink;
-        #pragma unroll
-        for (int other = LANES; other < 32; other *= 2) total += simd_shuffle_xor(total, other);
-        if (lane == 0) {
-            peaks[simd] = highest;
-            sums[simd] = total;
-        }
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            float found = result[q * EACH + i] * shrink;
-            #pragma unroll
-            for (int other = LANES; other < 32; other *= 2) found += simd_shuffle_xor(found, other);
-            if (column == 0) parts[simd * EACH * LANES + begin + i / 4 * (4 * LANES) + i % 4] = found;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        highest = LOW, total = 0.0f;
-        float mean = 0.0f;
-        int dim = thread_index_in_threadgroup;
-        for (int i = 0; i < 8; i++) highest = metal::max(highest, peaks[i]);
-        for (int i = 0; i < 8; i++) {
-            float weight = metal::fast::exp2(peaks[i] - highest);
-            total += sums[i] * weight;
-            if (dim < D) mean += parts[i * EACH * LANES + dim] * weight;
-        }
-        if (dim < D) out[((size_t(slot) * own_keys_shape[1] + head) * Q + q) * D + dim] = static_cast<T>(mean / total);
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-""",
-    contiguous=False,  # what is handed in are views of buffers with room to grow
+    HERE / "slot_attention.metal",
+    "queries keys values own_keys own_values members places mask own_mask",
+    "out",
+    contiguous=False,
 )
 
 
@@ -309,7 +282,7 @@ def _slots(dtype: mx.Dtype, sizes: tuple[int, int, int, int, int, int, int]) -> 
     keys, values = buffers[:, :, :, :length]  # views, as in a cache
     own_keys, own_values = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
     group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    return queries, [(keys, values), (own_keys, own_values)], Layout([group, Group(None, None, None)])
+    return queries, [(keys, values), (own_keys, own_values)], Layout([group, Group()])
 
 
 def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
@@ -329,216 +302,16 @@ def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, 
 slot_attention = gpu.Op(tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
 
 
+# contiguous: what is handed in are views of buffers with room to grow
 GROUP_ATTENTION = gpu.Kernel(
-    "group_attention",
-    ["queries", "keys", "values", "members", "places", "mask", "columns"],
-    ["found", "peaks", "sums"],
-    """
-    // One threadgroup of 8 simdgroups for BLOCK of the queries that read a row's kv head, and a piece of its columns,
-    // of which a simdgroup takes 32 at a time. Scores: 8 lanes a column, each with EACH dims of its key, by fours;
-    // queries lie in threadgroup memory. Results: column after column, of which a lane takes OWN dims for all queries.
-    constexpr int EACH = (D + 31) / 32 * 4, OWN = (D + 31) / 32, WIDE = 8 * EACH, ROW = 36;  // 4 more: no bank twice
-    constexpr int FEW = 8 / BLOCK, MANY = 32 / BLOCK;  // lanes that hold the score of a query, and its weights
-    constexpr bool EXACT = D % 32 == 0;
-    constexpr int SPACE = 8 * ROW;
-    constexpr float LOW = -1e30f;  // finite: nothing less nothing must be nothing
-    threadgroup float4 scaled[BLOCK * WIDE / 4];
-    threadgroup float4 quads[8 * SPACE / 4];  // of each simdgroup: its scores, then weights, at last a query's results
-    threadgroup float tops[8 * BLOCK];
-    threadgroup float totals[8 * BLOCK];
-    threadgroup float* parts = (threadgroup float*)quads + simdgroup_index_in_threadgroup * SPACE;
-    int head = threadgroup_position_in_grid.y, num_heads = keys_shape[1], thread_index = thread_index_in_threadgroup;
-    int simd = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
-    int group = FULL ? queries_shape[0] / keys_shape[0] : members_shape[1];
-    int num_blocks = (group * Q + BLOCK - 1) / BLOCK;
-    int row = int(threadgroup_position_in_grid.z) / num_blocks;
-    int first = int(threadgroup_position_in_grid.z) % num_blocks * BLOCK;  // query of the row's
-    int begin = int(threadgroup_position_in_grid.x) * int(columns[0]);
-    int end = metal::min(begin + int(columns[0]), int(keys_shape[2]));
-
-    bool is_read = false;
-    for (int at = first / Q; at <= (first + BLOCK - 1) / Q && at < group; at++) {
-        is_read |= FULL || int(places[int(members[row * group + at])]) == row * group + at;
-    }
-    for (int at = thread_index; at < BLOCK * WIDE; at += 256) {
-        int query = first + at / WIDE, dim = at % WIDE;
-        float x = 0.0f;
-        if (query < group * Q && dim < D) {
-            int entry = row * group + query / Q;
-            int slot = FULL ? entry : int(members[entry]);
-            x = float(queries[slot * queries_strides[0] + (head * Q + query % Q) * queries_strides[1] + dim]);
-        }
-        ((threadgroup float*)scaled)[at] = x * (metal::rsqrt(float(D)) * 1.44269504f);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    int column = lane / 8, key_dim = lane % 8 * 4, query = lane / MANY;
-    int score_row = lane % FEW * BLOCK + lane % 8 / FEW;  // where several lanes have the same score, each has a row
-    float result[BLOCK * OWN], peak = LOW, sum = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < BLOCK * OWN; i++) result[i] = 0.0f;
-    int key_dims[EACH], dims[OWN];  // past the last dim that one is read, which counts for nothing
-    #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        int dim = key_dim + i / 4 * 32 + i % 4;
-        key_dims[i] = EXACT ? dim - key_dim : dim < D ? dim : D - 1;
-    }
-    #pragma unroll
-    for (int i = 0; i < OWN; i++) dims[i] = EXACT ? i : lane * OWN + i < D ? lane * OWN + i : D - 1;
-    auto key_row = keys + row * keys_strides[0] + head * keys_strides[1] + (EXACT ? key_dim : 0);
-    auto value_row = values + row * values_strides[0] + head * values_strides[1] + (EXACT ? lane * OWN : 0);
-    for (int from = is_read ? begin + simd * 32 : end; from < end; from += 256) {
-        #pragma unroll 1
-        for (int at = 0; at < 32; at += 8) {
-            simdgroup_barrier(mem_flags::mem_threadgroup);  // and so all queries are not held in registers at once
-            float held[2 * EACH], score[2 * BLOCK];
-            #pragma unroll
-            for (int turn = 0; turn < 2; turn++) {
-                auto key = key_row + metal::min(from + at + turn * 4 + column, end - 1) * keys_strides[2];
-                #pragma unroll
-                for (int i = 0; i < EACH; i++) held[turn * EACH + i] = float(key[key_dims[i]]);
-            }
-            #pragma unroll
-            for (int q = 0; q < BLOCK; q++) {
-                score[q] = score[BLOCK + q] = 0.0f;
-                #pragma unroll
-                for (int i = 0; i < EACH; i += 4) {
-                    float4 x = scaled[q * (WIDE / 4) + lane % 8 + i * 2];
-                    #pragma unroll
-                    for (int turn = 0; turn < 2; turn++) {
-                        score[turn * BLOCK + q] += x.x * held[turn * EACH + i];
-                        score[turn * BLOCK + q] += x.y * held[turn * EACH + i + 1];
-                        score[turn * BLOCK + q] += x.z * held[turn * EACH + i + 2];
-                        score[turn * BLOCK + q] += x.w * held[turn * EACH + i + 3];
-                    }
-                }
-            }
-            #pragma unroll
-            for (int turn = 0; turn < 2; turn++) {
-                #pragma unroll
-                for (int step = 4; step > 0; step /= 2) {  // a lane keeps half of the queries, and adds another's
-                    int left = step / FEW;
-                    if (left == 0) score[turn * BLOCK] += simd_shuffle_xor(score[turn * BLOCK], step);
-                    #pragma unroll
-                    for (int q = 0; q < left; q++) {
-                        float low = score[turn * BLOCK + q], high = score[turn * BLOCK + q + left];
-                        float given = lane & step ? low : high;
-                        score[turn * BLOCK + q] = (lane & step ? high : low) + simd_shuffle_xor(given, step);
-                    }
-                }
-                int place = at + turn * 4 + column;
-                bool seen = from + place < end;
-                if (MASKED) seen &= mask[row * mask_strides[0] + metal::min(from + place, end - 1) * mask_strides[3]];
-                parts[score_row * ROW + place] = seen ? score[turn * BLOCK] : LOW;
-            }
-        }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        float weights[BLOCK], higher = peak;  // of a query and every MANYth column
-        #pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            weights[i] = parts[query * ROW + i * MANY + lane % MANY];
-            higher = metal::max(higher, weights[i]);
-        }
-        #pragma unroll
-        for (int other = MANY / 2; other > 0; other /= 2) higher = metal::max(higher, simd_shuffle_xor(higher, other));
-        float shrink = metal::fast::exp2(peak - higher);
-        peak = higher;
-        sum *= shrink;
-        #pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-            weights[i] = metal::fast::exp2(weights[i] - higher);
-            sum += weights[i];
-            parts[query * ROW + i * MANY + lane % MANY] = weights[i];
-        }
-        #pragma unroll
-        for (int q = 0; q < BLOCK; q++) {
-            float other = simd_broadcast(shrink, q * MANY);
-            #pragma unroll
-            for (int i = 0; i < OWN; i++) result[q * OWN + i] *= other;
-        }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        #pragma unroll 1
-        for (int quad = 0; quad < 8; quad++) {
-            float held[4 * OWN];
-            #pragma unroll
-            for (int turn = 0; turn < 4; turn++) {
-                auto value = value_row + metal::min(from + quad * 4 + turn, end - 1) * values_strides[2];
-                #pragma unroll
-                for (int i = 0; i < OWN; i++) held[turn * OWN + i] = float(value[dims[i]]);
-            }
-            #pragma unroll
-            for (int q = 0; q < BLOCK; q++) {
-                float4 weight = quads[simd * (SPACE / 4) + q * (ROW / 4) + quad];
-                #pragma unroll
-                for (int i = 0; i < OWN; i++) {
-                    result[q * OWN + i] += weight.x * held[i];
-                    result[q * OWN + i] += weight.y * held[OWN + i];
-                    result[q * OWN + i] += weight.z * held[2 * OWN + i];
-                    result[q * OWN + i] += weight.w * held[3 * OWN + i];
-                }
-            }
-        }
-    }
-    #pragma unroll
-    for (int other = MANY / 2; other > 0; other /= 2) sum += simd_shuffle_xor(sum, other);
-    if (lane % MANY == 0) {
-        tops[simd * BLOCK + query] = peak;
-        totals[simd * BLOCK + query] = sum;
-    }
-    size_t out = (size_t(threadgroup_position_in_grid.x) * keys_shape[0] + row) * group;
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    #pragma unroll
-    for (int q = 0; q < BLOCK; q++) {
-        #pragma unroll
-        for (int i = 0; i < OWN; i++) parts[lane * OWN + i] = result[q * OWN + i];
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        float highest = LOW, total = 0.0f, mean = 0.0f;
-        for (int i = 0; i < 8; i++) highest = metal::max(highest, tops[i * BLOCK + q]);
-        for (int i = 0; i < 8; i++) {
-            float weight = metal::fast::exp2(tops[i * BLOCK + q] - highest);
-            total += totals[i * BLOCK + q] * weight;
-            if (thread_index < D) mean += ((threadgroup float*)quads)[i * SPACE + thread_index] * weight;
-        }
-        size_t at = ((out + (first + q) / Q) * num_heads + head) * Q + (first + q) % Q;
-        if (first + q < group * Q) {
-            if (thread_index < D) found[at * D + thread_index] = mean;
-            if (thread_index == 0) {
-                peaks[at] = highest;
-                sums[at] = total;
-            }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-""",
-    contiguous=False,  # what is handed in are views of buffers with room to grow
+    HERE / "group_attention.metal",
+    "queries keys values members places mask columns",
+    "found peaks sums",
+    contiguous=False,
 )
 
 GROUP_ATTENTION_MERGE = gpu.Kernel(
-    "group_attention_merge",
-    ["found", "peaks", "sums", "own_found", "own_peaks", "own_sums", "places"],
-    ["out"],
-    """
-    // One thread an element of the result.
-    uint dim = thread_position_in_grid.x, head = thread_position_in_grid.y, slot = thread_position_in_grid.z;
-    if (dim >= D || head >= uint(own_peaks_shape[2])) return;
-    uint heads = own_peaks_shape[2];
-    size_t at = size_t(FULL ? slot : uint(places[slot])) * heads + head, own_at = size_t(slot) * heads + head;
-    size_t step = size_t(peaks_shape[1]) * heads, own_step = size_t(own_peaks_shape[1]) * heads;
-    float highest = -1e30f, total = 0.0f, mean = 0.0f;
-    for (uint i = 0; i < uint(peaks_shape[0]); i++) highest = metal::max(highest, peaks[i * step + at]);
-    for (uint i = 0; i < uint(own_peaks_shape[0]); i++) highest = metal::max(highest, own_peaks[i * own_step + own_at]);
-    for (uint i = 0; i < uint(peaks_shape[0]); i++) {
-        float weight = metal::fast::exp2(peaks[i * step + at] - highest);
-        total += sums[i * step + at] * weight;
-        mean += found[(i * step + at) * D + dim] * weight;
-    }
-    for (uint i = 0; i < uint(own_peaks_shape[0]); i++) {
-        float weight = metal::fast::exp2(own_peaks[i * own_step + own_at] - highest);
-        total += own_sums[i * own_step + own_at] * weight;
-        mean += own_found[(i * own_step + own_at) * D + dim] * weight;
-    }
-    out[own_at * D + dim] = static_cast<T>(mean / total);
-""",
+    HERE / "group_attention_merge.metal", "found peaks sums own_found own_peaks own_sums places", "out"
 )
 
 
@@ -655,15 +428,17 @@ def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
     return join([keys for keys, _ in parts]), join([values for _, values in parts])
 
 
-def tree_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
-    `tree_attention_ref`, which has a kernel for the case that a rollout decodes in.
+    Grouped-query attention of rows, (N, H, L, D) -> (N, H, L, D), to all parts of their past; see `tree_attention_ref`.
 
-    On a GPU more queries than a few take MLX's own kernel, on parts joined into one buffer. It reads 16 bits and keeps
-    its scores to itself; the expression writes float32 scores to memory, and float32 copies of all keys and values.
-    Under a gradient no ancestor may be padded: MLX has no kernel for the gradient with an array as the mask.
+    A decode step of slots that share prompts has kernels. On a GPU more queries than a few take MLX's own kernel, on
+    parts joined into one buffer. It reads 16 bits and keeps its scores to itself; the expression writes float32 scores
+    to memory, and float32 copies of all keys and values.
     """
     own, length, size = layout.groups[-1], queries.shape[2], queries.shape[3]
+    if len(parts) == 1:
+        return attention(queries, *parts[0], own.mask)
     is_slots = len(parts) == 2 and length == 1 and own.members is None and not isinstance(own.mask, str)
     if is_slots and size <= 256:
         return (group_attention if group_pays(queries, parts) else slot_attention)(queries, parts, layout)

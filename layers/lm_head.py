@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import gpu
 import grpo
 from layers import softmax
+from machine import gpu
 
 
 def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None) -> mx.array:

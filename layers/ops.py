@@ -1,21 +1,23 @@
 """
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
-Each comes in this order: the expression, which defines what is computed; the kernel's source; the call that gives it a
-grid; and the `gpu.Op` that chooses between the two, with an example on which they must agree.
-What is left out: the matmuls, which are MLX's, attention, which is in attention.py, and the layer that joins all of it,
-which is in gwen.py.
+Each comes in this order: the expression, which defines what is computed; the kernel, whose source is the `.metal` file
+of its name; the call that gives it a grid; and the `gpu.Op` that chooses between the two, with an example on which they
+must agree. Attention is in attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank.
 """
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-import gpu
+from machine import gpu
+
+HERE = Path(__file__).parent
 
 
 def swiglu_ref(gate_up: mx.array) -> mx.array:
@@ -34,36 +36,8 @@ def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:
     return mx.vjp(swiglu_ref, [gate_up], [cotangent])[1][0]
 
 
-SWIGLU = gpu.Kernel(
-    "swiglu",
-    ["gate_up"],
-    ["out"],
-    """
-    // A thread makes one element.
-    uint at = thread_position_in_grid.x;
-    if (at >= uint(gate_up_shape[0]) * F) return;
-    uint row = at / F, column = at % F;
-    float gate = float(gate_up[size_t(row) * 2 * F + column]);
-    float up = float(gate_up[size_t(row) * 2 * F + F + column]);
-    out[at] = static_cast<T>(gate / (1.0f + metal::exp(-gate)) * up);
-""",
-)
-SWIGLU_VJP = gpu.Kernel(
-    "swiglu_vjp",
-    ["gate_up", "cotangent"],
-    ["d_gate_up"],
-    """
-    // A thread makes the gradients of the two elements behind one element of the result.
-    uint at = thread_position_in_grid.x;
-    if (at >= uint(gate_up_shape[0]) * F) return;
-    uint row = at / F, column = at % F;
-    size_t low = size_t(row) * 2 * F + column, high = low + F;
-    float gate = float(gate_up[low]), up = float(gate_up[high]), d = float(cotangent[at]);
-    float open = 1.0f / (1.0f + metal::exp(-gate));
-    d_gate_up[low] = static_cast<T>(d * up * open * (1.0f + gate * (1.0f - open)));
-    d_gate_up[high] = static_cast<T>(d * gate * open);
-""",
-)
+SWIGLU = gpu.Kernel(HERE / "swiglu.metal", "gate_up", "out")
+SWIGLU_VJP = gpu.Kernel(HERE / "swiglu_vjp.metal", "gate_up cotangent", "d_gate_up")
 
 
 def _launch_swiglu(gate_up: mx.array) -> mx.array:
@@ -100,45 +74,7 @@ def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
 
 ROWS_OF_A_PART = 512  # of `tall_product`: by fewer rows there are more partial sums to write and read
 
-TALL_PRODUCT = gpu.Kernel(
-    "tall_product",
-    ["thin", "wide"],
-    ["sums"],
-    """
-    // One threadgroup of 8 simdgroups for 32 columns of `wide`, 16 of `thin` and ROWS rows, of which a simdgroup takes
-    // every 8th; a lane holds the 16 sums of its column.
-    threadgroup float parts[8 * 32];
-    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-    uint part = threadgroup_position_in_grid.y;
-    uint column = (threadgroup_position_in_grid.x / BLOCKS) * 32 + lane;
-    uint first = (threadgroup_position_in_grid.x % BLOCKS) * 16;
-    uint num_rows = thin_shape[0], width = wide_shape[1];
-    uint end = part * ROWS + ROWS < num_rows ? part * ROWS + ROWS : num_rows;
-    bool inside = column < width;
-    float held[16];
-    #pragma unroll
-    for (uint i = 0; i < 16; i++) held[i] = 0.0f;
-    for (uint row = part * ROWS + simd; row < end; row += 8) {
-        float x = inside ? float(wide[size_t(row) * width + column]) : 0.0f;
-        auto factors = thin + size_t(row) * R + first;
-        #pragma unroll
-        for (uint i = 0; i < 16; i++) {
-            if (R % 16 == 0 || first + i < R) held[i] += float(factors[i]) * x;
-        }
-    }
-    #pragma unroll
-    for (uint i = 0; i < 16; i++) {
-        parts[simd * 32 + lane] = held[i];
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (simd == i % 8 && inside && first + i < R) {
-            float sum = 0.0f;
-            for (uint other = 0; other < 8; other++) sum += parts[other * 32 + lane];
-            sums[(size_t(part) * R + first + i) * width + column] = sum;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-""",
-)
+TALL_PRODUCT = gpu.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
 
 
 def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
@@ -183,42 +119,7 @@ def add_norm_ref(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> 
     return total, rms_norm(total, weight, eps)
 
 
-ADD_NORM = gpu.Kernel(
-    "add_norm",
-    ["x", "delta", "weight", "eps"],
-    ["total", "normed"],
-    """
-    // One threadgroup of 256 a row; a thread holds every 256th element.
-    constexpr int HELD = (C + 255) / 256;
-    threadgroup float squares[8];
-    uint thread_index = thread_index_in_threadgroup;
-    size_t begin = size_t(threadgroup_position_in_grid.x) * C;
-    float held[HELD];
-    float square = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        uint column = thread_index + i * 256;
-        held[i] = 0.0f;
-        if (column < C) {
-            T sum = static_cast<T>(float(x[begin + column]) + float(delta[begin + column]));
-            total[begin + column] = sum;
-            held[i] = float(sum);  // what the next layer adds to is what is normalized
-        }
-        square += held[i] * held[i];
-    }
-    square = simd_sum(square);
-    if (thread_index_in_simdgroup == 0) squares[simdgroup_index_in_threadgroup] = square;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    square = 0.0f;
-    for (int i = 0; i < 8; i++) square += squares[i];
-    float scale = metal::rsqrt(square / float(C) + eps[0]);
-    #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        uint column = thread_index + i * 256;
-        if (column < C) normed[begin + column] = static_cast<T>(held[i] * scale * float(weight[column]));
-    }
-""",
-)
+ADD_NORM = gpu.Kernel(HERE / "add_norm.metal", "x delta weight eps", "total normed")
 
 
 def _launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
@@ -341,48 +242,7 @@ def norm_rope_ref(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.a
 
 
 NORM_ROPE = gpu.Kernel(
-    "norm_rope",
-    ["qkv", "query_weight", "key_weight", "eps", "periods", "magnitude", "offsets"],
-    ["queries", "keys"],
-    """
-    // One simdgroup a head and token; a lane holds every 32nd pair (i, i + D / 2) of the head.
-    constexpr int HALF = D / 2;
-    constexpr int HELD = (HALF + 31) / 32;
-    uint lane = thread_index_in_simdgroup;
-    uint head = thread_position_in_grid.y, token = threadgroup_position_in_grid.x;  // token = row * L + position
-    if (head >= H + K) return;
-    uint length = qkv_shape[1];
-    uint row = token / length, position = token % length;
-    size_t begin = (size_t(token) * (H + 2 * K) + head) * D;
-    float low[HELD], high[HELD];
-    float square = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        uint pair = lane + i * 32;
-        low[i] = pair < HALF ? float(qkv[begin + pair]) : 0.0f;
-        high[i] = pair < HALF ? float(qkv[begin + pair + HALF]) : 0.0f;
-        square += low[i] * low[i] + high[i] * high[i];
-    }
-    square = simd_sum(square);
-    float scale = magnitude[0] * (NORMED ? metal::rsqrt(square / float(D) + eps[0]) : 1.0f);
-    device T* out = head < H ? queries + ((size_t(row) * H + head) * length + position) * D
-                             : keys + ((size_t(row) * K + head - H) * length + position) * D;
-    float place = float(int(offsets[row]) + int(position));
-    #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        uint pair = lane + i * 32;
-        if (pair >= HALF) continue;
-        float x = low[i] * scale, y = high[i] * scale;
-        if (NORMED) {
-            x *= head < H ? float(query_weight[pair]) : float(key_weight[pair]);
-            y *= head < H ? float(query_weight[pair + HALF]) : float(key_weight[pair + HALF]);
-        }
-        float angle = place / periods[pair];
-        float c = metal::cos(angle), s = metal::sin(angle);
-        out[pair] = static_cast<T>(x * c - y * s);
-        out[pair + HALF] = static_cast<T>(y * c + x * s);
-    }
-""",
+    HERE / "norm_rope.metal", "qkv query_weight key_weight eps periods magnitude offsets", "queries keys"
 )
 
 

@@ -9,12 +9,15 @@ Axes: N or M rows, V vocabulary.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import gpu
 import grpo
+from machine import gpu
+
+HERE = Path(__file__).parent
 
 
 def tiled_sum(x: mx.array) -> mx.array:
@@ -35,73 +38,6 @@ def logsumexp(x: mx.array) -> mx.array:
     return mx.log(tiled_sum(gpu.exp(x - peak))) + peak.squeeze(-1)
 
 
-# What the kernels on rows of logits have in common: one threadgroup of 16 simdgroups a row, which takes it in tiles of
-# 1,024, a simdgroup a tile; lane l holds every 32nd logit from l on, so a tile is read once, in registers. A tile's
-# sums are relative to its own largest logit and are put together at the end.
-_ROW = """
-    constexpr uint NUM_TILES = (V + 1023) / 1024;
-    threadgroup float peaks[NUM_TILES];
-    threadgroup float sums[NUM_TILES];
-    threadgroup float moments[NUM_TILES];  // of weight * (logit - peak)
-    uint row = threadgroup_position_in_grid.x;
-    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-    auto x = logits + size_t(row) * V;
-    float heat = temperature[0];
-    for (uint tile = simd; tile < NUM_TILES; tile += 16) {
-        float held[32];
-        float highest = -INFINITY;
-        #pragma unroll
-        for (uint i = 0; i < 32; i++) {
-            uint at = tile * 1024 + i * 32 + lane;
-            held[i] = at < V ? float(x[at]) / heat : -INFINITY;
-            highest = metal::max(highest, held[i]);
-        }
-        highest = simd_max(highest);
-        float level = highest == -INFINITY ? 0.0f : highest;  // -inf less -inf would be nan
-        float sum = 0.0f, moment = 0.0f;
-        #pragma unroll
-        for (uint i = 0; i < 32; i++) {
-            float weight = metal::exp(held[i] - level);
-            sum += weight;
-            moment += weight > 0.0f ? weight * (held[i] - level) : 0.0f;
-        }
-        sum = simd_sum(sum);
-        moment = simd_sum(moment);
-        if (lane == 0) {
-            peaks[tile] = highest;
-            sums[tile] = sum;
-            moments[tile] = moment;
-        }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    float peak = -INFINITY, total = 0.0f, moment = 0.0f;
-    for (uint tile = lane; tile < NUM_TILES; tile += 32) peak = metal::max(peak, peaks[tile]);
-    peak = simd_max(peak);
-    for (uint tile = lane; tile < NUM_TILES; tile += 32) {
-        float weight = metal::exp(peaks[tile] - peak);
-        total += sums[tile] * weight;
-        moment += weight > 0.0f ? (moments[tile] + (peaks[tile] - peak) * sums[tile]) * weight : 0.0f;
-    }
-    total = simd_sum(total);
-    moment = simd_sum(moment);
-"""
-_ROW_HEADER = """
-// The place among 32 weights, one a lane, at which their running sum first passes the share `uniform` of the whole.
-// It is added up in order: a sum that only grows never stops at a weight of 0.
-inline uint draw(float weight, float uniform) {
-    float total = 0.0f, until = 0.0f;
-    for (uint i = 0; i < 32; i++) total += simd_broadcast(weight, i);
-    float target = metal::min(uniform, 1.0f - 1.0f / 4194304.0f) * total;
-    uint place = 0;
-    for (uint i = 0; i < 32; i++) {
-        until += simd_broadcast(weight, i);
-        place += until <= target ? 1 : 0;
-    }
-    return place < 32 ? place : 0;
-}
-"""
-
-
 def _on_rows(
     kernel: gpu.Kernel,
     logits: mx.array,
@@ -110,7 +46,7 @@ def _on_rows(
     dtypes: list[mx.Dtype],
     **template: int | bool | mx.Dtype,
 ) -> list[mx.array]:
-    """Runs a kernel that begins with `_ROW` on (N, V) logits; "out" is (N, V), every other result (N,)."""
+    """Runs a kernel that begins with row.metal on (N, V) logits; "out" is (N, V), every other result (N,)."""
     num_rows, size = logits.shape
     shapes = [(num_rows, size) if name == "out" else (num_rows,) for name in kernel.outputs]
     return kernel(
@@ -135,19 +71,7 @@ def log_softmax_ref(logits: mx.array, temperature: float = 1.0) -> mx.array:
     return logits - logsumexp(logits)[..., None]
 
 
-LOG_SOFTMAX = gpu.Kernel(
-    "log_softmax",
-    ["logits", "temperature"],
-    ["out"],
-    _ROW
-    + """
-    float log_total = metal::log(total);
-    for (uint at = thread_index_in_threadgroup; at < V; at += 512) {
-        out[size_t(row) * V + at] = (float(x[at]) / heat - peak) - log_total;
-    }
-""",
-    header=_ROW_HEADER,
-)
+LOG_SOFTMAX = gpu.Kernel(HERE / "log_softmax.metal", "logits temperature", "out")
 
 
 def _launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
@@ -227,41 +151,7 @@ def sample_token_ref(
     return token.squeeze(-1).astype(mx.int32), logprob, log_total - moment / total.squeeze(-1)
 
 
-SAMPLE_TOKEN = gpu.Kernel(
-    "sample_token",
-    ["logits", "uniforms", "temperature"],
-    ["tokens", "logprobs", "entropies"],
-    _ROW
-    + """
-    if (simd > 0) return;
-    auto uniform = uniforms + row * 4;
-    float weight = 0.0f;  // of lane l's group of 32 tiles
-    for (uint i = 0; i < 32; i++) {
-        uint tile = lane * 32 + i;
-        if (tile < NUM_TILES) weight += sums[tile] * metal::exp(peaks[tile] - peak);
-    }
-    uint tile = draw(weight, uniform[0]) * 32 + lane;
-    weight = tile < NUM_TILES ? sums[tile] * metal::exp(peaks[tile] - peak) : 0.0f;
-    tile = tile - lane + draw(weight, uniform[1]);
-    float level = peaks[tile] == -INFINITY ? 0.0f : peaks[tile];
-    float own = 0.0f;  // of lane l's block of 32 logits
-    for (uint i = 0; i < 32; i++) {
-        uint at = tile * 1024 + i * 32 + lane;
-        float sum = simd_sum(at < V ? metal::exp(float(x[at]) / heat - level) : 0.0f);
-        own = i == lane ? sum : own;
-    }
-    uint at = tile * 1024 + draw(own, uniform[2]) * 32 + lane;
-    weight = at < V ? metal::exp(float(x[at]) / heat - level) : 0.0f;
-    uint token = at - lane + draw(weight, uniform[3]);
-    if (lane == 0) {
-        float log_total = metal::log(total);
-        tokens[row] = token;
-        logprobs[row] = (float(x[token]) / heat - peak) - log_total;
-        entropies[row] = log_total - moment / total;
-    }
-""",
-    header=_ROW_HEADER,
-)
+SAMPLE_TOKEN = gpu.Kernel(HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies")
 
 
 def _launch_sample_token(
@@ -316,37 +206,12 @@ def row_logprobs_vjp_ref(
 
 
 ROW_LOGPROBS = gpu.Kernel(
-    "row_logprobs",
-    ["logits", "ids", "temperature"],
-    ["logprobs", "entropies", "highest", "log_totals"],
-    _ROW
-    + """
-    if (thread_index_in_threadgroup == 0) {
-        float log_total = metal::log(total);
-        logprobs[row] = (float(x[ids[row]]) / heat - peak) - log_total;
-        entropies[row] = log_total - moment / total;
-        highest[row] = peak;
-        log_totals[row] = log_total;
-    }
-""",
-    header=_ROW_HEADER,
+    HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies highest log_totals"
 )
 ROW_LOGPROBS_VJP = gpu.Kernel(
-    "row_logprobs_vjp",
-    ["logits", "ids", "entropies", "highest", "log_totals", "d_logprobs", "d_entropies", "temperature"],
-    ["d_logits"],
-    """
-    // A thread makes one element: d logprob[id] = onehot - p, d entropy = -p (log p + entropy).
-    uint column = thread_position_in_grid.x, row = thread_position_in_grid.y;
-    if (column >= V) return;
-    size_t begin = size_t(row) * V;
-    float heat = temperature[0];
-    float logprob = (float(logits[begin + column]) / heat - highest[row]) - log_totals[row];
-    float p = metal::exp(logprob);
-    float d = p > 0.0f ? -p * (d_logprobs[row] + d_entropies[row] * (logprob + entropies[row])) : 0.0f;
-    if (column == uint(ids[row])) d += d_logprobs[row];
-    d_logits[begin + column] = static_cast<T>(d / heat);
-""",
+    HERE / "row_logprobs_vjp.metal",
+    "logits ids entropies highest log_totals d_logprobs d_entropies temperature",
+    "d_logits",
 )
 
 
@@ -394,7 +259,7 @@ row_logprobs_vjp = gpu.Op(row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _examp
 row_logprobs = gpu.Op(row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs, _gradient_of_row_logprobs)
 
 
-SLOPE_SCALE = 256.0  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
+SLOPE_SCALE = 256  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
 
 
 class RowLosses(NamedTuple):
@@ -421,32 +286,9 @@ def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, t
 
 
 ROW_LOSSES = gpu.Kernel(
-    "row_losses",
-    ["logits", "ids", "advantages", "old_logprobs", "clip", "temperature"],
-    ["losses", "slopes", "logprobs", "entropies", "out"],
-    f"    constexpr float SCALE = {SLOPE_SCALE}, HIGHEST = {grpo.LARGEST_LOG_RATIO};"
-    + _ROW
-    + """
-    float log_total = metal::log(total);
-    uint id = ids[row];
-    for (uint at = thread_index_in_threadgroup; at < V; at += 512) {
-        float p = metal::exp((float(x[at]) / heat - peak) - log_total);
-        out[size_t(row) * V + at] = static_cast<T>(((at == id ? 1.0f : 0.0f) - p) * SCALE);
-    }
-    if (thread_index_in_threadgroup == 0) {
-        float logprob = (float(x[id]) / heat - peak) - log_total;
-        float change = ON_POLICY ? 0.0f : logprob - old_logprobs[row];
-        float ratio = metal::exp(metal::min(change, HIGHEST)), advantage = advantages[row];
-        float bounded = metal::min(ratio, clip[2]), clipped = metal::max(metal::min(ratio, clip[1]), clip[0]);
-        float free = bounded * advantage, held = clipped * advantage;  // the rule of grpo.clipped_term
-        bool moves = free <= held ? ratio <= clip[2] : ratio == clipped;
-        losses[row] = -metal::min(free, held);
-        slopes[row] = moves && change <= HIGHEST ? -ratio * advantage : 0.0f;
-        logprobs[row] = logprob;
-        entropies[row] = log_total - moment / total;
-    }
-""",
-    header=_ROW_HEADER,
+    HERE / "row_losses.metal",
+    "logits ids advantages old_logprobs clip temperature",
+    "losses slopes logprobs entropies out",
 )
 
 
@@ -458,8 +300,7 @@ def _launch_row_losses(
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
     advantages, old_logprobs, rule = surrogate
-    delta = math.inf if rule.delta is None else float(rule.delta)
-    bounds = gpu.constant(1.0 - rule.epsilon, 1.0 + rule.upper, delta)
+    bounds = gpu.constant(1.0 - rule.epsilon, 1.0 + rule.upper)
     results = _on_rows(
         ROW_LOSSES,
         logits,
@@ -467,6 +308,8 @@ def _launch_row_losses(
         temperature,
         [*[mx.float32] * 4, logits.dtype],
         T=logits.dtype,
+        SCALE=SLOPE_SCALE,
+        HIGHEST=int(grpo.LARGEST_LOG_RATIO),
         ON_POLICY=old_logprobs is None,
     )
     return RowLosses(*results)
@@ -476,7 +319,7 @@ def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]
     ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
     old = row_logprobs_ref(logits, ids, temperature).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
     advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
-    rule = grpo.Objective(epsilon_high=0.28, delta=4.0)
+    rule = grpo.Objective(epsilon_high=0.28)
     olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
     return [(logits, ids, grpo.Surrogate(advantages, one, rule), temperature) for one in olds]
 
@@ -507,73 +350,7 @@ def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
     return mx.take_along_axis(descending, num_kept - 1, axis=-1).squeeze(-1)
 
 
-NUCLEUS = gpu.Kernel(
-    "nucleus",
-    ["logits", "top_p"],
-    ["least"],
-    """
-    // One threadgroup of 16 simdgroups a row, which it reads 9 times: for its peak, and then to find the least float,
-    // four bits at a time, above which there is less mass than asked for: that is a logit. A pass adds up the masses of
-    // the 16 digits that may come next, of the logits that begin with the digits before.
-    threadgroup float parts[16 * 16];
-    uint row = threadgroup_position_in_grid.x, thread_index = thread_index_in_threadgroup;
-    uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-    auto x = logits + size_t(row) * V;
-    float peak = -INFINITY;
-    for (uint at = thread_index; at < V; at += 512) peak = metal::max(peak, x[at]);
-    peak = simd_max(peak);
-    if (lane == 0) parts[simd] = peak;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = 0; i < 16; i++) peak = metal::max(peak, parts[i]);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    uint digits = 0;  // found so far, the others 0
-    float above = 0.0f, wanted = 0.0f;  // the mass of larger digits
-    for (int shift = 28; shift >= 0; shift -= 4) {
-        float sums[16];
-        #pragma unroll
-        for (uint i = 0; i < 16; i++) sums[i] = 0.0f;
-        for (uint at = thread_index; at < V; at += 512) {
-            uint place = in_order(x[at]);
-            bool same = ((place ^ digits) >> shift) < 16;  // in the digits before this one
-            float mass = same ? metal::exp(x[at] - peak) : 0.0f;
-            uint digit = (place >> shift) & 15;
-            #pragma unroll
-            for (uint i = 0; i < 16; i++) sums[i] += digit == i ? mass : 0.0f;
-        }
-        #pragma unroll
-        for (uint i = 0; i < 16; i++) {
-            float sum = simd_sum(sums[i]);
-            if (lane == 0) parts[simd * 16 + i] = sum;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        float total = 0.0f;  // of lane l's digit; every simdgroup does the same
-        for (uint i = 0; i < 16; i++) total += lane < 16 ? parts[i * 16 + lane] : 0.0f;
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (shift == 28) wanted = top_p[0] * simd_sum(total);
-        // The last digit of which less than is wanted lies above, from the largest down.
-        uint digit = 15;
-        float so_far = above;
-        for (uint i = 15; i > 0; i--) {
-            so_far += simd_broadcast(total, i);
-            bool goes_on = digit == i && so_far < wanted;
-            digit = goes_on ? i - 1 : digit;
-            above = goes_on ? so_far : above;
-        }
-        digits |= digit << shift;
-    }
-    if (thread_index == 0) least[row] = from_order(digits);
-""",
-    header="""
-// Of a float the whole number that has its place among all floats, and back.
-inline uint in_order(float x) {
-    uint bits = as_type<uint>(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-inline float from_order(uint place) {
-    return as_type<float>(place & 0x80000000u ? place & 0x7fffffffu : ~place);
-}
-""",
-)
+NUCLEUS = gpu.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 
 def _launch_nucleus(logits: mx.array, top_p: float) -> mx.array:

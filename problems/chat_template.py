@@ -10,11 +10,11 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from problems.examples import one_line, short
+from problems.examples import Example, one_line, short
 
 SECONDS = 2.0  # of processor time for one conversation; an honest template takes a thousandth
 MEMORY = 10**9  # bytes that it may ask for, on Linux; macOS has no such limit
@@ -55,6 +55,39 @@ def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, op
     except (Exception, _Stopped) as error:  # a template may raise what it likes
         raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
     return text
+
+
+def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False) -> list[int]:
+    """
+    Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
+
+    prompt: the user's words, or messages [{"role", "content"}, ...].
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    marked = as_text(tokenizer, messages)
+    return encode(tokenizer, render(tokenizer, marked, thinking))
+
+
+def encode_prompts(
+    tokenizer: Any, examples: Iterable[Example], *, max_tokens: int, context: int, thinking: bool, kind: str
+) -> list[list[int]]:
+    """
+    Token ids of the prompt of each example, with its system message.
+
+    Raises ValueError for one that leaves no room for `max_tokens` in the model's context; `kind` says which prompts.
+    """
+    rendered = []
+    for number, example in enumerate(examples, 1):
+        ids = chat_ids(tokenizer, example["prompt"], system=example.get("system"), thinking=thinking)
+        if len(ids) + max_tokens > context:
+            raise ValueError(
+                f"{kind} {number}, {short(example['prompt'])}, has {len(ids)} tokens; with --max-tokens {max_tokens} "
+                f"it passes the model's context of {context}; shorten it or lower --max-tokens"
+            )
+        rendered.append(ids)
+    return rendered
 
 
 class _Stopped(BaseException):

@@ -10,13 +10,13 @@ import asyncio
 import functools
 import importlib.util
 import inspect
+import itertools
 import logging
 import math
 import os
 import re
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from numbers import Real
@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, short
+from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
+from problems.formulas import prepare_sympy
 from problems.workers import LATE, Pool
 
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
@@ -38,7 +39,7 @@ Reward = Callable[..., list[float]]  # called by keyword: prompts, completions a
 class Calling(NamedTuple):
     """How a user's functions are called."""
 
-    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data
+    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data; else as text
     num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
     timeout: float = 60.0  # seconds for a row there
 
@@ -63,11 +64,11 @@ class UserReward:
     def __call__(self, **arguments: Any) -> Any:
         if self.pool is not None:
             return self._by_row(self.pool, arguments)
-        if self.calling.messages:
-            if "prompts" in arguments:
-                arguments["prompts"] = [as_messages("user", prompt) for prompt in arguments["prompts"]]
-            if "completions" in arguments:
-                arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
+        if "prompts" in arguments:
+            form = functools.partial(as_messages, "user") if self.calling.messages else prompt_text
+            arguments["prompts"] = list(map(form, arguments["prompts"]))
+        if "completions" in arguments and self.calling.messages:
+            arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
         own = {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": _drop, "log_metric": _drop}
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
@@ -82,7 +83,7 @@ class UserReward:
         lowest = min(readable, default=None)
         if late := sum(answer.error == LATE for answer in answers):
             counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
-            limit = f"--reward-timeout {self.calling.timeout:g}"
+            limit = f"{self.calling.timeout:g} s"
             print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
         return [lowest if answer.error else answer.value for answer in answers]
 
@@ -172,12 +173,25 @@ def call_rewards(
     The values of N completions by each reward; see `call_reward`.
 
     examples: one per completion, whose columns they bring. columns: the others'.
+    Raises ValueError naming a reward that gave None for all of them; unless other functions of the user gave each a
+    number, as of several tasks each with a reward of its own.
     """
-    names = [name for name in examples[0] if name != "prompt"]
-    every: dict[str, Sequence[Any]] = {name: [example.get(name) for example in examples] for name in names}
+    every = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
     named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
-    return {name: call_reward(name, reward, prompts, completions, every | columns) for name, reward in named}
+    called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
+    for name, values in called.items():
+        others = [called[other] for other in called if other != name and isinstance(rewards[other], UserReward)]
+        is_covered = others and all(any(not math.isnan(value) for value in row) for row in zip(*others, strict=True))
+        if all(map(math.isnan, values)) and not is_covered:
+            fix = "return a number for each completion that it applies to"
+            raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
+    return called
+
+
+def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
+    """The columns of examples with equal keys, without the prompts."""
+    return {name: [example.get(name) for example in examples] for name in examples[0] if name != "prompt"}
 
 
 def call_reward(
@@ -195,7 +209,7 @@ def call_reward(
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
-    import world  # here: it brings MLX, which data and tasks do without
+    from machine import world  # here: it brings MLX, which data and tasks do without
 
     if world.size() == 1:
         return call(name, fn, arguments, len(completions))
@@ -220,8 +234,16 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
         file = getattr(sys.modules.get(fn.__module__), "__file__", None)
-        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}") from error
-    return _checked_rewards(name, rewards, num_rows)
+        is_trls = isinstance(error, TypeError) and "string indices" in str(error)
+        fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
+        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}{fix}") from error
+    return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+
+
+def defined_at(fn: Reward) -> str:
+    """Where a user's function begins, to stand after its name; "" for ours."""
+    code = getattr(fn.fn, "__code__", None) if isinstance(fn, UserReward) else None
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def _place(error: BaseException, file: str | None) -> str:
@@ -274,15 +296,47 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
     return checked
 
 
-# ---- the number that a completion of a school problem gives
+# ---- the answer that a text states
 
 # Written here and not taken from a library: completions are hostile, sampled by the thousand from a model that is paid
 # to find a hole, and every step below takes time linear in the text. Nothing is evaluated; fractions are exact.
 
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+NUMBER_WORD = re.compile(
+    rf"\b(?:({'|'.join(_TENS[2:])})(?:-({'|'.join(_SMALL[1:10])}))?|({'|'.join(_SMALL)})|(\d+))\b", re.I
+)
+
+
+def number_words(number: int) -> str:
+    """0 to 99 in English words, 42 -> "forty-two"."""
+    if number < 20:
+        return _SMALL[number]
+    return _TENS[number // 10] + (f"-{_SMALL[number % 10]}" if number % 10 else "")
+
+
+def numbers_in(text: str) -> list[int]:
+    """Every number that the text names, in words (0 to 99) or digits, in order."""
+    return [_named(match) for match in NUMBER_WORD.finditer(text)]
+
+
+def _named(match: re.Match[str]) -> int:
+    tens, unit, small, digits = match.groups()
+    if digits:
+        return int(digits[:9])
+    if small:
+        return _SMALL.index(small.lower())
+    return 10 * _TENS.index(tens.lower()) + (_SMALL.index(unit.lower()) if unit else 0)
+
+
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_NUMBER_IN_TEXT = re.compile(  # not the 5 of "x5", the minus of "7-5", any digit of "1e-5"
+_NUMBER = re.compile(  # not the 5 of "x5", the minus of "7-5", any digit of "1e-500"
     r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<![0-9][eE][-+])"
-    rf"(?P<top>(?>{_PLAIN}))(?: ?/ ?(?P<bottom>(?>{_PLAIN})))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"
+    rf"(?:(?P<whole>[0-9]{{1,9}}) (?=[0-9]{{1,2}} ?/))?(?P<top>(?>{_PLAIN}))"
+    rf"(?: ?/ ?(?P<bottom>(?>{_PLAIN}))|[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?![0-9]))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"
     r"(?: (?P<scale>thousand|million|billion|trillion)\b)?"
 )
 _SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -291,33 +345,47 @@ _LONGEST_NUMBER = 100  # characters: what is longer is no answer to a school pro
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-")  # minus, hyphens and dashes
     | dict.fromkeys("\u00a0\u2007\u2009\u202f\t\r", " ")
-    | {"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u2248": "=", "\u2044": "/", "\uff0c": ","}
+    | {"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u2248": "=", "\u2044": "/", "\uff0c": ",", "\u2019": "'"}
+    | {"\u00b2": "^2", "\u00b3": "^3", "\u03c0": "\\pi ", "\u221a": "\\sqrt "}
 )
-_COMMANDS = (  # LaTeX that dresses a number without changing it; any other command makes it unreadable
-    "boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|left|right|displaystyle|large|Large|bf|rm|"
-    "quad|qquad|circ|degree|pounds|euro|dollar|big|Big|underline|dots|ldots"
-)
-_REWRITES = [
+_REWRITES = [  # LaTeX and Markdown that dress a number without changing it
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\[cdt]?frac ?\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}", r" \1/\2"),
         (r"\\([$%#&])", r"\1"),
         (r"\{,\}", ","),  # 1{,}234
         (r"\\!", ""),
-        (r"\\[,;: ]|~", " "),
-        (r"\\[()\[\]]|\$\$|\*\*|__|`", " "),  # delimiters of formulas, Markdown's bold and code
-        (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
-        (r"\\approx(?![A-Za-z])", "="),
-        (r"\^ ?\{?\\circ(?![A-Za-z])\}?", " "),
-        (rf"\\(?:{_COMMANDS})(?![A-Za-z])", " "),
+        (r"\^ ?\{?\\circ(?![A-Za-z])\}?|\\[,;: ()\[\]]|\*\*|[_`~]", " "),
+        (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
         (r"[{}]", " "),
         (r"-[$€£¥₹]", "-"),
         (r"[$€£¥₹]", " "),
+        (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
         (r" {2,}", " "),
-        (r"(?<=[A-Za-z]) ?(?:\^ ?-?[0-9]{1,3}|[²³])", ""),  # cm^2
+        (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
     )
 ]
-_ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)[\s:*(\[]*", re.IGNORECASE)
+# of prose, not of a formula
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}")
+_NEGATED = re.compile(
+    r"\b(?:not|never|cannot|neither|nor|nobody|except|anything but|unable|unlikely|impossible|untrue|false|wrong|"
+    r"incorrect|doubt|mistake|refuse|rul(?:e|ed|ing) out)\b|n't\b|\\neq?(?![A-Za-z])|[\u2260?]",
+    re.IGNORECASE,
+)
+_REFUSAL = re.compile(
+    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
+    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
+    re.IGNORECASE,
+)
+_ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)[\s:*]*(?:(?<=\n)- )?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)")
+# between two numbers: one of several, not a step to the next
+_OR = re.compile(r"\s*(?:[A-Za-z]+\s*)?(?:,|;|\bor\b|\band\b|\bto\b|-)\s*(?:(?:or|and|maybe|perhaps|even)\s+)*")
+
+
+def is_refusal(text: str) -> bool:
+    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
+    return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
 
 def plain_text(text: str) -> str:
@@ -328,38 +396,44 @@ def plain_text(text: str) -> str:
     return text
 
 
-def parse_number(text: str) -> Fraction | None:
-    """
-    The one number that a short text states, units aside: "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%".
+class Quantity(NamedTuple):
+    value: Fraction
+    unit: str  # the word after the number, if any
 
-    None where it states none or several, where something other than a number is meant (a root, pi), and where the
-    number is longer than `_LONGEST_NUMBER`. Percent is a unit: "50%" is 50.
+
+def read_number(text: str) -> Quantity | None:
     """
-    if len(text) > 3 * _LONGEST_NUMBER:
+    The one number that a short text states: "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", "1 1/2", "forty-two".
+
+    None where it states none or several or denies it, where something other than a number is meant (a root, pi), and
+    where the number is longer than `_LONGEST_NUMBER`. Percent is a unit: "50%" is 50.
+    """
+    if len(text) > 3 * _LONGEST_NUMBER or _NEGATED.search(text):
         return None
-    text = plain_text(text).rpartition("=")[2].strip()
-    text = re.sub(r"^([-+]) ", r"\1", text)
-    found = list(_NUMBER_IN_TEXT.finditer(text))
-    if len(found) != 1 or re.search(r"[\\√π^<>≤≥²³]", text.replace(found[0][0], "")):
+    plain = re.sub(r"\([^()]*[A-Za-z]{2}[^()]*\)", " ", plain_text(text))  # a remark
+    if re.search(r"[,;] .*=", plain):  # x = 1, y = 2
         return None
-    return _value(found[0])
+    if not re.search("[0-9]", plain):
+        plain = NUMBER_WORD.sub(lambda match: str(_named(match)), plain)
+    for part in reversed(plain.split("=")):  # of "6 * 7 = 42" the 42, and so of "42 = 6 * 7"
+        part = re.sub(r"^ *([-+]) ", r"\1", part)
+        found, others = list(_NUMBER.finditer(part)), _NUMBER.sub(" ", part)
+        if len(found) == 1 and re.fullmatch(r"(?:[A-Za-z]{2,}|\b[aAI]\b|[\s.,:;%()'\"*-])*", others):
+            value, unit = _value(found[0]), re.match(r" ?([A-Za-z]{2,})", part[found[0].end() :])
+            return None if value is None else Quantity(value, unit[1].lower() if unit else "")
+    return None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of a match of `_NUMBER_IN_TEXT`, None where it is too long or divides by zero."""
+    """The value of a match of `_NUMBER`, None where it is too long or divides by zero."""
     if len(match[0]) > _LONGEST_NUMBER:
         return None
     top, bottom = (Fraction(re.sub("[ ,]", "", part or "1")) for part in (match["top"], match["bottom"]))
     if bottom == 0:
         return None
-    value = top / bottom * _SCALES[match["scale"]]
+    scale = _SCALES[match["scale"]] * Fraction(10) ** int(match["exponent"] or 0)
+    value = int(match["whole"] or 0) + top / bottom * scale
     return -value if match["sign"] == "-" else value
-
-
-def same_number(first: str, second: str) -> bool:
-    """Whether both texts state a number, and the same: exactly, so 1/3 is not 0.33."""
-    a, b = parse_number(str(first)), parse_number(str(second))
-    return a is not None and a == b
 
 
 def boxed(text: str) -> list[str]:
@@ -380,56 +454,57 @@ def boxed(text: str) -> list[str]:
 
 
 def hash_answers(text: str) -> list[str]:
-    """The numbers of lines "#### 42"; a Markdown heading "#### 1. Add" is none."""
-    answers = []
-    for rest in re.findall(r"(?<!#)####(?!#)([^\n#]{1,200})", text):
-        plain = plain_text(rest).strip()
-        match = _NUMBER_IN_TEXT.match(re.sub(r"^([-+]) ", r"\1", plain))
-        if match and "\\boxed" not in rest and not re.match(r"[.):] ?\w", plain[match.end() :]):
-            # of "6 * 7 = 42" the 42, and so of "42 = 6 * 7", whose left side is a number already
-            left, equals, right = plain.partition("=")
-            if equals and re.fullmatch(r"[-+*/() 0-9.,]*", left) and not _NUMBER_IN_TEXT.fullmatch(left.strip()):
-                match = _NUMBER_IN_TEXT.match(right.strip()) or match
-            answers.append(match[0])
-    return answers
+    """What stands in lines "#### 42" after the hashes; a Markdown heading "#### 1. Add" is none."""
+    lines = re.findall(r"(?<!#)####(?!#)( ?[^\w\n#]{0,8}[0-9][^\n#]{0,200})", text)
+    return [line.strip() for line in lines if not re.match(r"\W*[0-9]+[.):] ?[A-Za-z]|.*\\boxed", line)]
 
 
 def extract_answer(text: str) -> str | None:
     """
-    The part of a completion that states its answer, None where it names no number.
+    The part of a completion that states its answer; None where none is stated, or several are, or it is denied.
 
-    In this order, the last of each: \\boxed{...}, a line "#### 42", "the answer is 42", any number.
+    After the thinking, and in this order, the last of each: \\boxed{...}, a line "#### 42", <answer>...</answer>, "the
+    answer is ...", the sentence with a number that is no question; of a refusal only what is marked.
     """
-    if boxes := boxed(text):
-        return boxes[-1]
-    if hashes := hash_answers(text):
-        return hashes[-1]
-    plain = plain_text(text)
-    for match in reversed(list(_ANSWER_IS.finditer(plain))):
-        clause = re.split(r"\n|[.!?](?=\s|$)", plain[match.end() : match.end() + 200], maxsplit=1)[0]
-        clause = clause.rpartition("=")[2].strip()
-        if plain[match.start() : match.end()].count("\n") == 0:  # else "- 18" is an entry of a list
-            clause = re.sub(r"^([-+]) (?=[0-9.])", r"\1", clause)
-        if found := _NUMBER_IN_TEXT.search(clause):
-            return found[0]
-    numbers = deque(_NUMBER_IN_TEXT.finditer(plain), maxlen=1)
-    return numbers[0][0] if numbers else None
+    said = text.rpartition("</think>")[2].partition("<think>")[0].translate(_CHARACTERS)
+    if marked := boxed(said) or hash_answers(said) or re.findall(r"<answer>([^<]{1,400})</answer>", said):
+        return marked[-1]
+    last_digit = max((match.end() for match in re.finditer("[0-9]", said)), default=0)
+    for match in reversed(list(_ANSWER_IS.finditer(said))):
+        clause = _SENTENCE_END.split(said[match.end() : match.end() + 200], maxsplit=1)[0]
+        if re.search("[0-9]", clause) or last_digit < match.end():
+            before = re.split(r"[.!?\n]", said[max(match.start() - 200, 0) : match.start()])[-1]
+            return None if _NEGATED.search(before + match[0]) else _asserted(clause, 0)
+    sentences = [part.strip() for part in _SENTENCE_END.split(said) if part.strip() and not part.rstrip().endswith("?")]
+    if not sentences or is_refusal(said):
+        return None
+    return _asserted(next((part for part in reversed(sentences) if re.search("[0-9]", part)), sentences[-1])[-200:], -1)
+
+
+def _asserted(sentence: str, which: int) -> str | None:
+    """A sentence that is a number or a formula, else its first (0) or last (-1) number, else what stands after "is"."""
+    sentence = re.sub(r"[,;(] *(?:and |but )?(?:not|rather than|instead of)\b.*", "", sentence).strip()
+    plain = plain_text(sentence)
+    if which == 0 or _WORD.search(plain):
+        sentence, plain = sentence.rstrip("!"), plain.rstrip("! ")  # else a factorial
+    found, is_negated = list(_NUMBER.finditer(plain)), _NEGATED.search(plain)
+    if not _WORD.search(plain) or read_number(sentence):
+        return sentence
+    if not found:
+        return sentence if is_negated else re.sub(r".*(?:\b(?:is|are|was|were)\b|:) ", "", sentence)
+    one, gaps = found[which], [plain[a.end() : b.start()] for a, b in itertools.pairwise(found)]
+    in_formula = re.search(r"[\\^]", plain[max(one.start() - 6, 0) : one.end() + 2])
+    return None if in_formula or is_negated or any(map(_OR.fullmatch, gaps)) else one[0]
 
 
 # ---- answers that are formulas, by the library math-verify
 
-MATH_INSTALL = "math-verify is not installed; begin the command with: uv run --extra tasks"
 MATH_LIMIT = 5.0  # seconds for one answer; the slowest of the tests' table takes half a second
 _LONGEST_ANSWER = 400  # characters
 _ENDLESS = re.compile(  # powers of powers of numbers, factorials of factorials, numbers that fill a screen
     r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
     r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
 )
-_SUPERSCRIPTS = str.maketrans({"\u00b2": "^2", "\u00b3": "^3"})
-
-
-def has_math_verify() -> bool:
-    return importlib.util.find_spec("math_verify") is not None
 
 
 @functools.cache
@@ -440,6 +515,7 @@ def _math_pool() -> Pool:
 
 def make_math_checker() -> Callable[[tuple[str, str]], bool]:
     """What a worker does: the right answer and another, as LaTeX, to whether they are the same."""
+    prepare_sympy()  # before the library takes its parser over
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)  # it warns of a time limit that is ours here
@@ -458,37 +534,51 @@ def math_correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) ->
     """
     1 where a completion's answer is the right one, else 0: numbers, fractions, formulas, sets, intervals, units.
 
-    The answer is the last \\boxed{...}, else a number, see `extract_answer`. Two plain numbers are compared by
-    `same_number`, which is exact; the rest is left to math-verify. What takes more than `MATH_LIMIT` seconds is wrong.
+    `extract_answer` tells what a completion states. Two plain numbers are compared exactly, words as words, the rest by
+    math-verify. What takes more than `MATH_LIMIT` seconds is wrong.
     """
-    right = [str(one) for one in answer]
+    right = ["" if one is None else extract_answer(str(one)) or str(one) for one in answer]
     said = [extract_answer(text) for text in completions]
     judged = [_read_plainly(gold, other) for gold, other in zip(right, said, strict=True)]
     open_rows = [row for row, verdict in enumerate(judged) if verdict is None]
-    pairs = dict.fromkeys((right[row], str(said[row]).translate(_SUPERSCRIPTS)) for row in open_rows)
+    pairs = dict.fromkeys((_ascii(right[row]), _ascii(str(said[row]))) for row in open_rows)
     told = dict(zip(pairs, _math_pool().ask(list(pairs)), strict=True))
     for row in open_rows:
-        judged[row] = told[right[row], str(said[row]).translate(_SUPERSCRIPTS)].value is True
+        judged[row] = told[_ascii(right[row]), _ascii(str(said[row]))].value is True
     return [float(bool(verdict)) for verdict in judged]
 
 
-def _stated(text: str) -> Fraction | None:
-    """The number of a text that holds nothing else but words and units of two letters or more; else None."""
-    plain = plain_text(text).rpartition("=")[2]
-    rest = _NUMBER_IN_TEXT.sub(" ", re.sub(r"^ *([-+]) ", r"\1", plain))
-    return parse_number(text) if re.fullmatch(r"(?:[A-Za-z]{2,}|[\s.,:;%])*", rest) else None
+def _ascii(formula: str) -> str:
+    """A formula as math-verify reads it: sqrt(3) as \\sqrt{3}, superscripts as powers."""
+    return re.sub(r"(?<!\\)sqrt *\(([^()]*)\)", r"\\sqrt{\1}", formula.translate(_CHARACTERS).strip(" .$"))
+
+
+def _folded(text: str) -> str:
+    """A text in lower case without its dress: Markdown, dollars, full stop, article, brackets around one word."""
+    text = re.sub(r"\\(?:text|math)[a-z]*|[\s$*_`{}\"']", " ", text.translate(_CHARACTERS))
+    text = " ".join(text.casefold().split()).rstrip(" .,:;")
+    return re.sub(r"^\((\w+)\)$", r"\1", re.sub(r"^(?:the|an?) ", "", text))
 
 
 def _read_plainly(right: str, said: str | None) -> bool | None:
     """Whether an answer is right, where that can be told without computer algebra; else None."""
-    if said is None or len(said) > _LONGEST_ANSWER:
+    if said is None or not right or len(said) > _LONGEST_ANSWER:
         return False
-    if said.strip() == right.strip():
+    if _folded(said) == _folded(right) != "":
         return True
-    ours, theirs = _stated(right), _stated(said)
-    if ours is not None and theirs is not None:
-        return ours == theirs
-    return False if _ENDLESS.search(said) else None
+    ours, theirs = read_number(right), read_number(said)
+    if ours and theirs:
+        shorter, longer = sorted((ours.unit, theirs.unit), key=len)
+        close = abs(ours.value - theirs.value) <= abs(ours.value) / 10**6 and theirs.value.denominator >= 10**6
+        return longer.startswith(shorter) and (ours.value == theirs.value or close)  # 0.333333 is close to 1/3
+    plain = re.sub(r"\\(?:times|cdot|div)(?![A-Za-z])", "*", plain_text(said))
+    # of 42 no sum that is left undone (6 * 7), no bound, no rows
+    is_sum = re.fullmatch(r"[-+*/() .0-9]+", plain) and re.search(r"[0-9)] ?[-+*]", plain)
+    is_relation = re.search(r"\\\\|\\[gl]eq?(?![A-Za-z])|[<>\u2264\u2265]", said)
+    if ours and (is_sum or is_relation or _NEGATED.search(said)):
+        return False
+    is_word = _WORD.search(plain_text(right))  # whose letters are no factors
+    return False if is_word or _ENDLESS.search(said) else None
 
 
 # ---- for any task
@@ -525,14 +615,8 @@ GENERIC_REWARDS: dict[str, Callable[..., Reward]] = {
     "length": length_reward,
     "soft_overlong": soft_overlong,
     "boxed_once": lambda: boxed_once,
-    "math_verify": lambda: _math_verify(),
+    "math_verify": lambda: math_correct,
 }
-
-
-def _math_verify() -> Reward:
-    if not has_math_verify():
-        raise ValueError(f"--reward math_verify: {MATH_INSTALL}")
-    return math_correct
 
 
 def _generic_reward(spec: str, parts: list[str]) -> Reward:

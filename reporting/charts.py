@@ -1,8 +1,7 @@
 """
-A run's curves as charts: every point, band and label placed, for the template to draw as SVG.
+A run's curves as charts: every point, band and label placed, for templates/report.html.j2 to draw as SVG.
 
-Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them. What is left out: reading a run, which is
-in history.py, and the SVG itself, in templates/report.html.j2.
+Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them.
 """
 
 import math
@@ -21,25 +20,18 @@ AXES = ("steps", "seconds")
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 
 
-class Series(NamedTuple):
-    """One curve: where it has values, and how far its band reaches on either side of them."""
+class Curve(NamedTuple):
+    """Values over steps and over seconds, in a band; of a stacked area the values are its upper edge."""
 
     label: str
-    steps: list[float]
-    seconds: list[float]
+    at: dict[str, list[float]]  # by axis
     values: list[float]
-    reach: list[float] | None = None
-    run: int = 0
-    place: int = 0  # among the curves of its run
+    under: list[float]
+    over: list[float]
+    has_area: bool
+    run: int
+    place: int  # among the curves of its run
     points: bool = False  # few values, each of them marked
-
-    @property
-    def over(self) -> list[float]:
-        return [v + r for v, r in zip(self.values, self.reach or [0.0] * len(self.values), strict=True)]
-
-    @property
-    def under(self) -> list[float]:
-        return [v - r for v, r in zip(self.values, self.reach or [0.0] * len(self.values), strict=True)]
 
 
 CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves: key -> label
@@ -68,69 +60,59 @@ def make_charts(runs: list[History]) -> list[dict[str, Any]]:
     charts = []
     for title, note, keys in CHARTS:
         curves = [curve for number, run in enumerate(runs) for curve in curves_of(run, number, title, keys)]
-        charts.append(lay_out(runs, title, note, curves))
-    for number, run in enumerate(runs):
-        stacked = list(stacked_phases(run))
+        charts.append((runs, title, note, curves, False))
+    for run in runs:
         title = "Seconds by phase" + (f", {visible(run.name)}" if len(runs) > 1 else "")
-        charts.append(lay_out(runs, title, "stacked; a step without its evaluation", stacked, own=number))
-    return [chart for chart in charts if chart["series"]]
+        charts.append(([run], title, "stacked; a step without its evaluation", list(stacked_phases(run)), True))
+    return [lay_out(*chart) for chart in charts if chart[3]]
 
 
-def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Series]:
+def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
     """The curves of one run in one chart that have values."""
+    bands, most = {"reward/mean": "reward/std"}, math.inf
     if title == "Loss" and not is_sft(run):  # GRPO's says nothing about progress
         return
     if title == "Held-out":
         figure, _ = figure_of(run)
-        for place, name in enumerate((figure, "greedy", "witness")):
-            key = f"eval/{name}"
-            yield from curve(run, run.evals, key, name, f"{key}_ci95", run_number=number, place=place)
-        return
+        keys = {f"eval/{name}": name for name in (figure, "greedy", "witness")}
+        bands, most = {key: f"{key}_ci95" for key in keys}, 1.0 if figure == "accuracy" else math.inf
     if title == "Reward by component":
         names = [key for key in (run.steps[0] if run.steps else {}) if key.startswith("reward/")]
         keys = {key: visible(key.removeprefix("reward/")) for key in names if key not in REWARD_METRICS}
     for place, (key, label) in enumerate(keys.items()):
-        band = "reward/std" if key == "reward/mean" else ""
-        held = run.evals if key.startswith("eval/") else run.steps
-        yield from curve(run, held, key, label, band, run_number=number, place=place)
+        is_evaluation = key.startswith("eval/")
+        records = [one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None]
+        if records:
+            values = [float(record[key]) for record in records]
+            reach = [float(record.get(bands.get(key, "")) or 0.0) for record in records]
+            least = 0.0 if most == 1.0 else -math.inf  # the interval of a share is within 0 and 1
+            under = [max(v - r, least) for v, r in zip(values, reach, strict=True)]
+            over = [min(v + r, most) for v, r in zip(values, reach, strict=True)]
+            at, (values, under, over) = thinned(run, records, values, under, over)
+            yield Curve(label, at, values, under, over, key in bands, number, place, is_evaluation)
 
 
-def curve(
-    run: History, held: Records, key: str, label: str, band: str, *, run_number: int, place: int = 0
-) -> Iterator[Series]:
-    """The curve of one key, none where it has no value."""
-    measured = [record for record in held if record.get(key) is not None]
-    if not measured:
-        return
-    clock = seconds_at(run)
-    steps = [float(record["step"]) for record in measured]
-    seconds = [clock.get(record["step"], 0.0) for record in measured]
-    values = [float(record[key]) for record in measured]
-    reach = [float(record.get(band) or 0.0) for record in measured] if band else None
-    thin = -(-len(values) // MOST_POINTS)
-    steps, seconds, values = (binned(column, thin) for column in (steps, seconds, values))
-    reach = None if reach is None else binned(reach, thin)
-    yield Series(label, steps, seconds, values, reach, run_number, place, held is run.evals)
-
-
-def stacked_phases(run: History) -> Iterator[Series]:
-    """The tops of the phases' areas, the lowest first; `reach` is how high each area is."""
-    total = np.zeros(len(run.steps))
-    clock = seconds_at(run)
+def stacked_phases(run: History) -> Iterator[Curve]:
+    """The phases' areas, the lowest first."""
+    below = np.zeros(len(run.steps))
     for place, phase in enumerate(PHASES):
         seconds = np.array([step.get(f"{phase}/s") or 0.0 for step in run.steps])
-        if not seconds.any():
-            continue
-        total = total + seconds
-        steps, ends = [float(step["step"]) for step in run.steps], [clock[step["step"]] for step in run.steps]
-        thin = -(-len(total) // MOST_POINTS)
-        steps, ends, tops, heights = (binned(c, thin) for c in (steps, ends, total.tolist(), seconds.tolist()))
-        yield Series(phase, steps, ends, tops, heights, 0, place)
+        if seconds.any():
+            above = below + seconds
+            at, (over, under) = thinned(run, run.steps, above.tolist(), below.tolist())
+            yield Curve(phase, at, over, under, over, True, 0, place)
+            below = above
 
 
-def binned(values: list[float], size: int) -> list[float]:
-    """Means of so many values in a row."""
-    return [float(np.mean(values[begin : begin + size])) for begin in range(0, len(values), size)]
+def thinned(run: History, records: Records, *columns: list[float]) -> tuple[dict[str, list[float]], list[list[float]]]:
+    """Where records stand on either axis, and columns of them; of more than MOST_POINTS the means of some in a row."""
+    clock, size = seconds_at(run), -(-len(records) // MOST_POINTS)
+    steps, seconds = [record["step"] for record in records], [clock.get(record["step"], 0.0) for record in records]
+    binned = [
+        [float(np.mean(column[begin : begin + size])) for begin in range(0, len(column), size)]
+        for column in (steps, seconds, *columns)
+    ]
+    return dict(zip(AXES, binned, strict=False)), binned[2:]
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -139,103 +121,72 @@ def smoothed(values: list[float]) -> list[float]:
     return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]
 
 
-class Frame(NamedTuple):
-    """What a chart spans: values between its outer ticks, and steps or seconds from 0 to the most."""
+def lay_out(runs: list[History], title: str, note: str, curves: list[Curve], stacked: bool) -> dict[str, Any]:
+    """A chart as the template draws it."""
+    most = {axis: max(curve.at[axis][-1] for curve in curves) or 1.0 for axis in AXES}
+    lowest = 0.0 if stacked else min(min(curve.under) for curve in curves)
+    ticks = nice_ticks(lowest, max(max(curve.over) for curve in curves))
 
-    ticks: list[float]
-    most: dict[str, float]  # by axis
+    def x_of(x: float, axis: str) -> str:
+        return f"{LEFT + x / most[axis] * (WIDTH - LEFT - RIGHT):.1f}"
 
-    def x_of(self, x: float, axis: str) -> float:
-        return LEFT + x / self.most[axis] * (WIDTH - LEFT - RIGHT)
+    def y_of(y: float) -> str:
+        return f"{TOP + (ticks[-1] - y) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM):.1f}"
 
-    def y_of(self, y: float) -> float:
-        low, high = self.ticks[0], self.ticks[-1]
-        return TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM)
+    def view(curve: Curve, axis: str) -> dict[str, Any]:
+        """One curve over one axis: its line, raw and smoothed, its band or its area, its dots."""
 
-    def line(self, xs: list[float], ys: list[float], axis: str) -> str:
-        """The points of a polyline or polygon."""
-        return " ".join(f"{self.x_of(x, axis):.1f},{self.y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
+        def points(ys: list[float]) -> list[str]:
+            return [f"{x_of(x, axis)},{y_of(y)}" for x, y in zip(curve.at[axis], ys, strict=True)]
 
-    def x_ticks(self, axis: str) -> list[tuple[str, str]]:
-        """Where numbers stand on an axis, and which."""
-        most = self.most[axis]
-        return [(f"{self.x_of(x, axis):.1f}", f"{x:g}") for x in nice_ticks(0.0, most) if x <= most]
+        raw, area = points(curve.values), [*points(curve.over), *points(curve.under)[::-1]]
+        return {
+            "raw": " ".join(raw),
+            "smooth": " ".join(points(smoothed(curve.values))),
+            "area": " ".join(area) if curve.has_area else "",
+            "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
+        }
 
-
-def frame_of(curves: list[Series], stacked: bool) -> Frame:
-    """The frame that encloses all curves with their bands; areas that are stacked stand on 0."""
-    most = {"steps": max(s.steps[-1] for s in curves) or 1.0, "seconds": max(s.seconds[-1] for s in curves) or 1.0}
-    if stacked:
-        return Frame(nice_ticks(0.0, max(max(s.values) for s in curves)), most)
-    edges = [edge for s in curves for edge in (*s.under, *s.over)]
-    return Frame(nice_ticks(min(edges), max(edges)), most)
-
-
-def lay_out(runs: list[History], title: str, note: str, curves: list[Series], own: int | None = None) -> dict[str, Any]:
-    """A chart as the template draws it. own: the run whose phases are stacked."""
-    if not curves:
-        return {"series": []}
-    stacked = own is not None
-    frame = frame_of(curves, stacked)
-    alone = len(runs) == 1 or stacked
-    drawn = []
-    for s in curves:
-        drawn.append(
+    alone = len(runs) == 1
+    series = []
+    for curve in curves:
+        heights = [over - under for over, under in zip(curve.over, curve.under, strict=True)]
+        seconds = [round(x, 1) for x in curve.at["seconds"]]
+        series.append(
             {
-                "label": s.label if alone else f"{visible(runs[s.run].name)}: {s.label}",
-                "colour": s.place % 8 if alone else s.run % 8,
-                "dash": 0 if alone else s.place % 4,
-                "views": {axis: view_of(s, frame, axis, stacked) for axis in AXES},
-                "shown": shown_of(s, stacked),
-                "points": s.points,
+                "label": curve.label if alone else f"{visible(runs[curve.run].name)}: {curve.label}",
+                "colour": (curve.place if alone else curve.run) % 8,
+                "dash": 0 if alone else curve.place % 4,
+                "views": {axis: view(curve, axis) for axis in AXES},
+                # what the pointer reads: of an area how high it is
+                "x": curve.at["steps"],
+                "s": seconds,
+                "y": [float(f"{value:.4g}") for value in (heights if stacked else curve.values)],
+                "points": curve.points,
             }
         )
+    clock = seconds_at(runs[0])
+    marks = [warning for warning in runs[0].warnings if warning["step"] <= most["steps"]]
     return {
         "title": title,
         "note": note,
         "stacked": stacked,
-        "series": drawn,
-        "marks": marks_of(runs[own or 0], frame),
-        "x_ticks": {axis: frame.x_ticks(axis) for axis in AXES},
-        "y_ticks": [(f"{frame.y_of(tick):.1f}", f"{tick:g}") for tick in frame.ticks],
-        "most": frame.most,
+        "series": series,
+        "marks": [
+            {
+                "name": visible(str(mark["name"])),
+                "step": mark["step"],
+                "steps": x_of(mark["step"], "steps"),
+                "seconds": x_of(clock.get(mark["step"], 0.0), "seconds"),
+            }
+            for mark in marks
+        ],
+        "x_ticks": {
+            axis: [(x_of(x, axis), f"{x:g}") for x in nice_ticks(0.0, most[axis]) if x <= most[axis]] for axis in AXES
+        },
+        "y_ticks": [(y_of(tick), f"{tick:g}") for tick in ticks],
+        "most": most,
     }
-
-
-def view_of(s: Series, frame: Frame, axis: str, stacked: bool) -> dict[str, Any]:
-    """One curve over one axis: its line, raw and smoothed, its band or its area, its dots."""
-    xs = s.steps if axis == "steps" else s.seconds
-    area = ""
-    if s.reach is not None:
-        over = s.values if stacked else s.over
-        area = frame.line(xs, over, axis) + " " + frame.line(xs[::-1], s.under[::-1], axis)
-    return {
-        "raw": frame.line(xs, s.values, axis),
-        "smooth": frame.line(xs, smoothed(s.values), axis),
-        "area": area,
-        "dots": [tuple(point.split(",")) for point in frame.line(xs, s.values, axis).split(" ")] if s.points else [],
-    }
-
-
-def shown_of(s: Series, stacked: bool) -> dict[str, list[float]]:
-    """What the pointer reads: steps, seconds, and values, of an area how high it is."""
-    values = s.reach or [] if stacked else s.values
-    return {"x": s.steps, "s": [round(x, 1) for x in s.seconds], "y": [float(f"{v:.4g}") for v in values]}
-
-
-def marks_of(run: History, frame: Frame) -> list[dict[str, Any]]:
-    """Where the run's warnings stand."""
-    clock = seconds_at(run)
-    return [
-        {
-            "name": visible(str(warning["name"])),
-            "step": warning["step"],
-            "steps": f"{frame.x_of(warning['step'], 'steps'):.1f}",
-            "seconds": f"{frame.x_of(clock.get(warning['step'], 0.0), 'seconds'):.1f}",
-        }
-        for warning in run.warnings
-        if warning["step"] <= frame.most["steps"]
-    ]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:

@@ -1,12 +1,8 @@
 """
 A run's terminal output: scrolling lines, and below them one live line with the current phase, the speed and the time
 left. Without a terminal, prints the scrolling lines only.
-
-Left out: how the figures are computed (journal.py).
 """
 
-import functools
-import re
 import sys
 import threading
 import time
@@ -46,26 +42,22 @@ def console_columns(config: Config) -> str:
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    One step's line, within `WIDTH` columns; `console_columns` names its content.
+    One step's line; `console_columns` names its content. Within `WIDTH` columns it is exact to its decimals, beyond
+    them it loses its end first, then digits.
 
-    Other people's scripts parse its beginning, so append at the end only. If the line is too long, it loses its end
-    first, then digits: 1234567.891 becomes 1.2e6.
+    Other people's scripts parse its beginning, so append at the end only.
     """
-    begin = f"step {metrics['step']}/{num_steps}"
-    for digits in (None, 6, 5, 4, 3, 2, 1):
-        number = functools.partial(_number, digits=digits)
+    for form in (_fixed, _short):
         line = (
-            f"{begin} | loss {number(metrics['loss'], 4)} | reward {number(metrics['reward/mean'], 6)} | "
-            f"{number(metrics['step/s'], 1)}s | rollout {number(metrics['rollout/tok_s'], 1)} tok/s | "
-            f"train {number(metrics['train/tok_s'], 1)} tok/s"
+            f"step {metrics['step']}/{num_steps} | loss {form(metrics['loss'], 4)} | "
+            f"reward {form(metrics['reward/mean'], 6)} | {form(metrics['step/s'], 1)}s | "
+            f"rollout {form(metrics['rollout/tok_s'], 1)} tok/s | train {form(metrics['train/tok_s'], 1)} tok/s"
         )
-        share = metrics["reward/zero_std_frac"]
-        end = "" if share is None else f" | {share:.0%}"
-        if len(line + end) <= WIDTH:
-            return line + end
         if len(line) <= WIDTH:
             break
-    return line
+    share = metrics["reward/zero_std_frac"]
+    end = "" if share is None else f" | {share:.0%}"
+    return line + (end if len(line + end) <= WIDTH else "")
 
 
 SFT_COLUMNS = "columns: step, loss, seconds, tokens/s trained"
@@ -74,24 +66,19 @@ SFT_COLUMNS = "columns: step, loss, seconds, tokens/s trained"
 def sft_line(metrics: dict[str, Any], num_steps: int) -> str:
     """One step's line with --loss-type sft; begins like `console_line`, and `SFT_COLUMNS` names its content."""
     return (
-        f"step {metrics['step']}/{num_steps} | loss {_number(metrics['loss'], 4)} | "
-        f"{_number(metrics['step/s'], 1)}s | train {_number(metrics['train/tok_s'], 1)} tok/s"
+        f"step {metrics['step']}/{num_steps} | loss {_fixed(metrics['loss'], 4)} | "
+        f"{_fixed(metrics['step/s'], 1)}s | train {_fixed(metrics['train/tok_s'], 1)} tok/s"
     )
 
 
-def _number(value: float | None, decimals: int, digits: int | None = None) -> str:
-    """
-    A number with `decimals` decimals, or with `digits` significant digits if that is shorter.
+def _fixed(value: float | None, decimals: int) -> str:
+    """nan stands for an overflowed or missing loss and for unreadable rewards."""
+    return "nan" if value is None else f"{value:.{decimals}f}"
 
-    nan stands for an overflowed or missing loss and for unreadable rewards.
-    """
-    if value is None:
-        return "nan"
-    text = f"{value:.{decimals}f}"
-    if digits is None:
-        return text
-    short = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", f"{round(value, decimals):.{digits}g}")
-    return min(text, short, key=len)
+
+def _short(value: float | None, _: int) -> str:
+    """Three digits, of large numbers those before the point."""
+    return _fixed(value, 0) if value is None or abs(value) >= 100 else f"{value:.3g}"
 
 
 def with_interval(record: dict[str, Any], name: str) -> str:
@@ -102,20 +89,18 @@ def with_interval(record: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
-def _problems(record: dict[str, Any]) -> str:
-    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
+def _what(record: dict[str, Any]) -> str:
+    """What an evaluation was made of: "512 problems"."""
+    kind = "conversation" if "eval/loss" in record else "problem"
+    return f"{record['eval/num']} {kind}{'s' if record['eval/num'] != 1 else ''}"
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
     """An evaluation's line."""
-    if "eval/loss" in record:
-        loss, perplexity = (with_interval(record, name) for name in ("loss", "perplexity"))
-        return f"eval/loss {loss} | perplexity {perplexity} | {record['eval/num']} conversations"
-    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
+    names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
-        shown.insert(1, "witness")
-    parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {_problems(record)}"
+        names.insert(1, "witness")
+    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {_what(record)}"
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -130,8 +115,7 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    num = f"{last['eval/num']} conversations" if figure == "loss" else _problems(last)
-    lines[0] = f"held-out {lines[0]} ({num})"
+    lines[0] = f"held-out {lines[0]} ({_what(last)})"
     return "\n".join(lines)
 
 
@@ -155,9 +139,9 @@ def seconds_left(config: Config, steps: Records, evals: Records) -> float | None
     if not steps:
         return None
     done, recent = steps[-1]["step"], [step["step/s"] for step in steps[-10:]]
-    left = (config.steps - done) * sum(recent) / len(recent)
-    if config.eval_every and evals:
-        marks = set(range(0, config.steps, config.eval_every)) | {config.steps}
+    left = (config.optimizer.steps - done) * sum(recent) / len(recent)
+    if config.evaluation.every and evals:
+        marks = set(range(0, config.optimizer.steps, config.evaluation.every)) | {config.optimizer.steps}
         left += sum(mark > done for mark in marks) * evals[-1]["eval/s"]
     return left
 
@@ -175,14 +159,15 @@ class LiveLine:
 
     def text(self) -> str:
         """Steps done, phase, tokens per second of the last step, time left."""
-        parts = [f"{self.step}/{self.config.steps} steps", self.phase, self.speed]
+        parts = [f"{self.step}/{self.config.optimizer.steps} steps", self.phase, self.speed]
         if self.left is not None:
             passed = time.perf_counter() - self.known_at
             parts.append(f"{duration(max(self.left - passed, 0.0))} left")
         return " | ".join(part for part in parts if part)
 
     def __enter__(self) -> "LiveLine":
-        bar = tqdm(total=self.config.steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
+        steps = self.config.optimizer.steps
+        bar = tqdm(total=steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
         if not bar.disable:
             self.bar = bar
             threading.Thread(target=self._count_down, daemon=True).start()

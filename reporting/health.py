@@ -19,6 +19,7 @@ HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
 LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # relative to the first steps
 LEAST_HELD_OUT = 0.5  # relative to the first or the best evaluation
+SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 
 
@@ -133,7 +134,7 @@ def mismatched(steps: Records, _: Records) -> str:
     share = recent(steps, "mismatch/over_cap_frac")
     if share is None or share <= MOST_OVER_CAP:
         return ""
-    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than --mismatch-cap"
+    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"
 
 
 def collapsed(_: Records, evals: Records) -> str:
@@ -161,6 +162,18 @@ def unwitnessed(_: Records, evals: Records) -> str:
     )
 
 
+def slow(steps: Records, _: Records) -> str:
+    paces = [
+        step["step/s"] / ((step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1))
+        for step in steps
+        if step.get("step/s")
+    ]
+    if len(paces) < FEW + IN_A_ROW:
+        return ""
+    times = min(paces[-IN_A_ROW:]) / statistics.median(paces[:-IN_A_ROW])
+    return f"The last {IN_A_ROW} steps took {times:.1f} times as long a token as usual" if times > SLOWER else ""
+
+
 READ = "Read late completions in rollouts.jsonl"
 ILLNESSES = (
     Illness(
@@ -185,7 +198,8 @@ ILLNESSES = (
         truncated,
         f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate",
     ),
-    Illness("mismatch", mismatched, "Try --mismatch token_truncate with --old-logprobs step, or GWEN_DTYPE=float32"),
+    Illness("slow", slow, "The machine may lack memory, be hot or save power; docs/memory.md says what to lower"),
+    Illness("mismatch", mismatched, "Try --mismatch truncate, or GWEN_DTYPE=float32"),
     Illness(
         "collapse",
         collapsed,

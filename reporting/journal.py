@@ -20,19 +20,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-import gpu
 import sampler
-import update
-import world
 from config import Config
-from groups import Choice, Draw
+from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
-from losses import policy
+from machine import gpu, power, world
 from problems.examples import spread
 from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
-from run_files import JsonLines, Unwritten, finite, mean
+from step.groups import Choice, Draw
+from step.result import UpdateResult
 
+RECORDED_TOKENS = 3500  # tokens of a step whose entropy and change are recorded for the page
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
 
@@ -84,7 +83,7 @@ class Step(NamedTuple):
     draws: list[Draw]
     choice: Choice  # the groups that were trained
     rollout: sampler.Rollout  # of these
-    result: update.UpdateResult
+    result: UpdateResult
     peak_bytes: int
     curriculum: dict[str, float]  # figures of the choice of prompts
 
@@ -94,21 +93,19 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     seconds, draws, advantages, result = step.seconds, step.draws, step.choice.advantages, step.result
     stats = [draw.rollout.stats for draw in draws]
     num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * advantages.size
-    num_trained = round(float(step.rollout.mask.sum()))
-    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "ref", "teacher", "update"))
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
     judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
     judge_s = sum(one.stats.seconds for one in judged)
     num_judged = sum(one.stats.num_evaluations for one in judged)
     num_scores = sum(one.scores.size for one in judged)
-    num_groups = len(draws) * config.batch
+    num_groups = len(draws) * config.sampling.batch
     num_signal = step.choice.num_signal if config.compares_rewards else None
     by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
-    has_std = config.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
+    has_std = config.sampling.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
+    speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in seconds else []  # of several machines
     metrics: dict[str, Any] = {
         "step": step.number,
-        "loss": result.loss,
         "reward/mean": mean(np.concatenate(rewards)),
         "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if has_std else None,
         "reward/zero_std_frac": None if num_signal is None else 1 - num_signal / num_groups,
@@ -134,63 +131,53 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
-        "update/s": seconds["update"],
-        "update/tok_s": num_trained / seconds["update"] if num_trained else None,
-        "train/s": train_s,
-        "train/tok_s": num_trained / train_s,
-        "other/s": seconds["other"],
-        "step/s": seconds["step"],
-        "step_avg_last10/s": sum(recent) / len(recent),
-        **of_machines(seconds, stats),
-        "kl": result.means["kl"],
-        "distill/kl": result.means["distill"],
-        "entropy": result.means["entropy"],
-        "clip_frac": result.means["clip_frac"],
-        "grad_norm": result.grad_norm,
-        "loss_scale": result.loss_scale,
-        "lr": result.lr,
-        "update/kl": result.moved,
-        "update/rate": result.rate,
-        "update/repeats": result.repeats,
-        "skipped": result.skipped,
-        "skipped_total": result.num_skipped,
+        **result.metrics(seconds, advantages.size, recent),
+        **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
-        **{f"mismatch/{name}": result.means[name] for name in policy.MISMATCH},
-        "pad_frac": result.pad_frac,
-        "forwards_per_completion": result.num_forwards / advantages.size,
         "mem/peak_gb": step.peak_bytes / 1e9,
         "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
     return finite(metrics)
 
 
-def of_machines(seconds: dict[str, float], stats: list[sampler.RolloutStats]) -> dict[str, float]:
-    """What a step waited for other machines, and the mean speed of each in its rollouts; empty for one machine."""
-    if "wait" not in seconds:
-        return {}
-    speeds = np.mean([one.speeds for one in stats], axis=0)
-    return {"wait/s": seconds["wait"]} | {f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)}
-
-
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
     trained = {group: place for place, group in enumerate(step.choice.groups)}
-    entropies, pushes = Allowance(config.record_tokens), Allowance(config.record_tokens)
-    for number, draw in enumerate(step.draws):
-        entropy = None if draw.rollout.entropy is None else np.array(draw.rollout.entropy)
-        for row, record in enumerate(records_of_draw(config, draw, number * config.batch)):
-            group, member = trained.get(record["group"]), row % config.groups
-            pushed = None if group is None else step.result.pushes.get(group * config.groups + member)
-            yield (
-                {"step": step.number}
-                | record
-                | {
-                    "advantage": None if group is None else step.choice.advantages[group, member].item(),
-                    "entropies": entropies.pack(None if entropy is None else entropy[row, : len(record["ids"])]),
-                    "pushes": pushes.pack(pushed),
-                }
-            )
+    entropies, pushes = Allowance(RECORDED_TOKENS), Allowance(RECORDED_TOKENS)
+    first = 0  # the draw's first group
+    for draw in step.draws:
+        rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
+        ids, logprobs, total = rollout.ids, np.array(rollout.logprobs), rewards.total.reshape(-1)
+        entropy = None if rollout.entropy is None else np.array(rollout.entropy)
+        for row, completion in enumerate(rewards.completions):
+            group, member = divmod(row, config.sampling.groups)
+            example, num, place = draw.examples[group], len(ids[row]), trained.get(first + group)
+            pushed = None if place is None else step.result.pushes.get(place * config.sampling.groups + member)
+            yield {
+                "step": step.number,
+                "group": first + group,
+                "prompt": example["prompt"],
+                "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
+                "category": example.get("category"),
+                "completion": completion,
+                "ids": ids[row],
+                "logprobs": packed(logprobs[row, :num]),
+                "reward": _known(total[row]),
+                "rewards": {name: _known(values[row]) for name, values in rewards.components.items()},
+                "judge_scores": None
+                if judged is None
+                else [s and round(s, 4) for s in map(_known, judged.scores[row])],
+                "finish_reason": rollout.finish_reasons[row],
+                "advantage": None if place is None else step.choice.advantages[place, member].item(),
+                "entropies": entropies.pack(None if entropy is None else entropy[row, :num]),
+                "pushes": pushes.pack(pushed),
+            }
+        first += len(draw.examples)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 class Allowance:
@@ -210,32 +197,6 @@ class Allowance:
 def packed(values: np.ndarray) -> str:
     """Base64 of little-endian float16, within 0.05% or 3e-8."""
     return base64.b64encode(values.astype("<f2").tobytes()).decode()
-
-
-def records_of_draw(config: Config, draw: Draw, first_group: int) -> Iterator[dict[str, Any]]:
-    """One record per completion, without its advantage; groups are numbered from `first_group`."""
-    rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
-    ids, logprobs = rollout.ids, np.array(rollout.logprobs)
-    total = rewards.total.reshape(-1)
-    for row, completion in enumerate(rewards.completions):
-        group = row // config.groups
-        example = draw.examples[group]
-        scores = None
-        if judged is not None:
-            scores = [None if np.isnan(s) else round(float(s), 4) for s in judged.scores[row]]
-        yield {
-            "group": first_group + group,
-            "prompt": example["prompt"],
-            "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
-            "category": example.get("category"),
-            "completion": completion,
-            "ids": ids[row],
-            "logprobs": packed(logprobs[row, : len(ids[row])]),
-            "reward": None if np.isnan(total[row]) else float(total[row]),
-            "rewards": {n: None if np.isnan(v[row]) else float(v[row]) for n, v in rewards.components.items()},
-            "judge_scores": scores,
-            "finish_reason": rollout.finish_reasons[row],
-        }
 
 
 # ---- the files
@@ -261,45 +222,50 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
-        if world.is_first():
-            trackers.cut_after(run_dir, step, self.evaluations[-1]["step"] if self.evaluations else -1)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config)
         self.live.note(self.steps, self.evaluations)
-        self.trackers: trackers.Trackers | None = None
+        self.begun_at, self.trackers = step, list[trackers.Tracker]()
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
-        if world.is_first() and self.config.report_to:
-            self.trackers = trackers.Trackers(self.config.report_to, self.dir, warn)
+        names = dict.fromkeys(self.config.records.report_to if world.is_first() else ())
+        so_far = self.steps + self.evaluations
+        self.trackers = [trackers.Tracker(name, self.dir, self.begun_at, so_far, warn) for name in names]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.live.__exit__()
         with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
-            if self.trackers is not None:
-                self.trackers.finish()
+            trackers.finish(self.trackers)
 
     def write_step(self, step: Step) -> None:
         """Writes a step's figures and all sampled completions, and prints its line."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
-        self.record(figures, console_line(figures, self.config.steps), completion_records(self.config, step))
+        self.record(figures, console_line(figures, self.config.optimizer.steps), completion_records(self.config, step))
 
     def record(self, figures: dict[str, Any], line: str, completions: Iterable[dict[str, Any]] = ()) -> None:
         """Writes a step's figures and completions, prints its line, and warns of what they show."""
         self.metrics.write(figures)
         self.steps.append(figures)
+        group: list[dict[str, Any]] = []
         for completion in completions:
             self.rollouts.write(completion)
+            if completion["group"] == 0:
+                group.append(trackers.completion_row(completion))
+        is_shown = figures["step"] == 1 or figures["step"] % trackers.TABLE_EVERY == 0
+        self._track(figures, "completions", group if is_shown else [])
         say(line)
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
         self.live.note(self.steps, self.evaluations)
-        if self.trackers is not None:
-            self.trackers.look()
+
+    def _track(self, record: dict[str, Any], table: str, rows: list[dict[str, Any]]) -> None:
+        for tracker in self.trackers:
+            tracker.log(record, {table: spread(rows, trackers.MOST_ROWS)} if rows else {})
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers, and prints its line."""
@@ -308,6 +274,7 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
+        self._track(record, "eval/answers", [trackers.answer_row(answer) for answer in answers])
         say(evaluation_line(record))
         self.warn(step)
         self.live.note(self.steps, self.evaluations)
@@ -325,6 +292,8 @@ class Journal:
     def warn_of(self, step: int, finding: health.Finding) -> None:
         """Prints and records a warning, unless this run has given it."""
         if finding.name not in {warning["name"] for warning in self.warnings.read()}:
+            if finding.name == "slow" and (said := power.pressure()):
+                finding = finding._replace(text=f"{finding.text}. macOS says: {said}")
             self.warnings.write({"step": step} | finding._asdict())
             warn(f"WARNING after step {step}: {finding.text}.")
 
@@ -349,6 +318,6 @@ class Journal:
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
     """Whether to evaluate after this step: the schedule says so and these records do not have it yet."""
-    if not config.eval_every or (step % config.eval_every and step != config.steps):
+    if not config.evaluation.every or (step % config.evaluation.every and step != config.optimizer.steps):
         return False
     return not any(record["step"] == step for record in evaluations)

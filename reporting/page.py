@@ -1,11 +1,9 @@
 """
 The page of a run, `report.html`: one file that needs no server and no network, made from `templates/`.
 
-Held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers. What is left out:
-reading a run, which is in history.py, and its curves, in charts.py.
-
-Text of prompts, completions and settings is hostile. The template escapes it, `visible` shows what a browser would
-obey, and the page's policy lets no script run but ours.
+Held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers. Text of prompts,
+completions and settings is hostile: the template escapes it, `visible` shows what a browser would obey, and the page's
+policy lets no script run but ours. Reading a run is in history.py, its curves are in charts.py.
 """
 
 import base64
@@ -18,18 +16,18 @@ import shlex
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 
-import hub
-import run_files
 from config import Config
+from disk import hub, run_files
 from flags import visible
 from judging import rubrics
+from problems.examples import spread
 from reporting import charts, history
 from reporting.health import Records
 from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text
@@ -43,27 +41,14 @@ SHADES = ("logprobs", "entropies", "pushes")  # what tokens are shaded by, as fa
 CHEATED = "wrong, yet paid most"  # where that is alarmingly often, these stand first
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
-
 # ---- held-out answers
-
-
-def is_right(value: float | None) -> bool | None:
-    return None if value is None else value >= 1.0
-
-
-def kind_of(first: float | None, last: float | None, verified: bool) -> str:
-    """How an answer went from the first evaluation to the last."""
-    if first is None or last is None:
-        return "unreadable"
-    if verified:
-        names = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
-        return names[int(first >= 1), int(last >= 1)]
-    return "rose" if last > first else "fell" if last < first else "stayed"
 
 
 def make_answers(run: History) -> dict[str, Any]:
     """Held-out problems with their answers before, during and after training, and how many went which way."""
-    by_step = history.answers_by_step(run)
+    by_step: dict[int, dict[int, dict[str, Any]]] = {}  # step -> problem -> its answer
+    for record in history.records(run.dir / "eval_answers.jsonl"):
+        by_step.setdefault(record["step"], {})[record["problem"]] = record
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0, "paid": []}
     steps = sorted(by_step)
@@ -79,20 +64,15 @@ def make_answers(run: History) -> dict[str, Any]:
     counts = Counter(row["kind"] for row in rows)
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
     shown = spread(rows, max(NUM_FIRST, int(len(rows) * MOST_ANSWERS / size)))
+    names = {steps[-1]: f"after step {steps[-1]}, the last evaluation", 0: "before training"}
     return {
         "rows": shown,
         "first": first_rows(shown, counts),
-        "columns": [when(step, chosen) for step in chosen],
+        "columns": [names.get(step, f"after step {step}") for step in chosen],
         "counts": dict(counts.most_common()),
         "left_out": len(rows) - len(shown),
         "paid": paid,
     }
-
-
-def when(step: int, chosen: list[int]) -> str:
-    if step == 0:
-        return "before training"
-    return f"after step {step}" + (", the last evaluation" if step == chosen[-1] else "")
 
 
 def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
@@ -100,14 +80,13 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     for detail in details:
         value, text = detail["values"][0], fold(detail["completions"][0])
-        rewards = {visible(name): values[0] for name, values in detail["rewards"].items()}
         cells.append(
             {
                 "text": text,
                 "pieces": changes(cells[0]["text"], text) if cells else [(text, False)],
                 "value": value,
-                "right": is_right(value) if verified else None,
-                "rewards": rewards,
+                "right": value >= 1.0 if verified and value is not None else None,
+                "rewards": {visible(name): values[0] for name, values in detail["rewards"].items()},
             }
         )
     return {
@@ -120,9 +99,13 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
     }
 
 
-def spread(rows: list[Any], most: int) -> list[Any]:
-    """At most so many of them, evenly spread."""
-    return [rows[index * len(rows) // most] for index in range(most)] if len(rows) > most else rows
+def kind_of(first: float | None, last: float | None, verified: bool) -> str:
+    """How an answer went from the first evaluation to the last."""
+    if first is None or last is None:
+        return "unreadable"
+    if verified:
+        return f"{'stayed' if (first >= 1) == (last >= 1) else 'became'} {'right' if last >= 1 else 'wrong'}"
+    return "rose" if last > first else "fell" if last < first else "stayed"
 
 
 def first_rows(rows: list[dict[str, Any]], counts: Counter[str]) -> list[dict[str, Any]]:
@@ -137,78 +120,75 @@ def first_rows(rows: list[dict[str, Any]], counts: Counter[str]) -> list[dict[st
 
 def paid_though_wrong(by_step: dict[int, dict[int, dict[str, Any]]], chosen: list[int]) -> list[dict[str, Any]]:
     """Of each training reward, how many wrong answers got the most it ever gave, at the first and last evaluation."""
-    everything = [detail for step in by_step.values() for detail in step.values()]
+
+    def given(step: int, name: str) -> list[tuple[Any, bool]]:
+        """What each answer got, and whether it is wrong."""
+        details = by_step[step].values()
+        return [(d["rewards"].get(name, [None])[0], d["values"][0] is not None and d["values"][0] < 1) for d in details]
+
     found = []
-    for name in everything[0]["rewards"]:
-        given = [detail["rewards"][name][0] for detail in everything if detail["rewards"].get(name)]
-        given = [value for value in given if value is not None]
-        if not given or min(given) == max(given):
-            continue
-        wrong = []
-        for step in (chosen[0], chosen[-1]):
-            details = by_step[step].values()
-            wrong.append(
-                sum(d["rewards"][name][0] == max(given) and is_right(d["values"][0]) is False for d in details)
-            )
-        num = len(by_step[chosen[-1]])
-        if wrong[-1] >= ALARMING * num:
-            found.append({"name": visible(name), "num": num, "most": max(given), "before": wrong[0], "after": wrong[1]})
-    return found
+    for name in next(iter(by_step[chosen[0]].values()))["rewards"]:
+        values = {value for step in by_step for value, _ in given(step, name) if value is not None}
+        if len(values) > 1:
+            before, after = (given(step, name).count((max(values), True)) for step in (chosen[0], chosen[-1]))
+            one = {"name": visible(name), "num": len(by_step[chosen[-1]]), "most": max(values)}
+            found.append(one | {"before": before, "after": after})
+    return [one for one in found if one["after"] >= ALARMING * one["num"]]
 
 
 # ---- completions
 
+Place = tuple[int, int]  # step and group
+_PLACE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
 
-def make_completions(run: History) -> dict[str, Any]:
-    """Whole groups of training completions within `MOST_COMPLETIONS`, of steps that are evenly spread."""
-    path = run.dir / "rollouts.jsonl"
-    places: dict[int, dict[int, list[tuple[int, int]]]] = {}  # step -> group -> where its lines are
-    offset = 0
+
+def lines_of(path: Path) -> Iterator[tuple[Place, bytes]]:
+    """The whole lines of `rollouts.jsonl` with their places, as they are read."""
     if path.is_file():
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n") and (match := _PLACE.match(line)):
-                    step, group = int(match[1]), int(match[2])
-                    places.setdefault(step, {}).setdefault(group, []).append((offset, len(line)))
-                offset += len(line)
-    decode = token_decoder(run)
-    number = sum(map(len, places.values()))
+                    yield (int(match[1]), int(match[2])), line
+
+
+def make_completions(run: History) -> dict[str, Any]:
+    """Whole groups of training completions within `MOST_COMPLETIONS`, of steps that are evenly spread."""
+    path, decode = run.dir / "rollouts.jsonl", token_decoder(run)
+    sizes: Counter[Place] = Counter()
+    for place, line in lines_of(path):
+        sizes[place] += len(line)
     # a completion takes about as much room in the page as its line; the exact size is known once it is made
-    most = max(1, min(number, number * MOST_COMPLETIONS // max(1, offset)))
+    most = max(1, min(len(sizes), len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())))
     while True:
-        groups = [make_group(path, where, decode) for where in choose_groups(places, most)]
+        held: dict[Place, list[dict[str, Any]]] = {place: [] for place in choose_groups(list(sizes), most)}
+        for place, line in lines_of(path):
+            if place in held:
+                held[place].append(json.loads(line))
+        groups = [make_group(*place, lines, decode) for place, lines in sorted(held.items())]
         size = sum(len(json.dumps(group)) for group in groups)
         if size <= MOST_COMPLETIONS or len(groups) <= 1:
             break
         most = max(1, int(len(groups) * MOST_COMPLETIONS / size * 0.95))
-    return {"groups": groups, "of": number, "steps": len(places), "criteria": criteria(run, groups)}
+    num_steps = len({step for step, _ in sizes})
+    return {"groups": groups, "of": len(sizes), "steps": num_steps, "criteria": criteria(run, groups)}
 
 
-_PLACE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
-
-
-def choose_groups(places: dict[int, dict[int, list[tuple[int, int]]]], most: int) -> list[list[tuple[int, int]]]:
-    """The lines of at most so many groups: as many of each step, and where that is less than one, of fewer steps."""
-    steps = spread(sorted(places), most)
+def choose_groups(places: list[Place], most: int) -> list[Place]:
+    """At most so many groups: as many of each step, and where that is less than one, of fewer steps."""
+    steps = spread(sorted({step for step, _ in places}), most)
     each = max(1, most // max(1, len(steps)))
-    return [places[step][group] for step in steps for group in spread(sorted(places[step]), each)]
+    return [place for step in steps for place in spread(sorted(p for p in places if p[0] == step), each)]
 
 
-def make_group(path: Path, places: list[tuple[int, int]], decode: Any) -> dict[str, Any]:
+def make_group(step: int, group: int, lines: list[dict[str, Any]], decode: Any) -> dict[str, Any]:
     """One group: its prompt once, its completions by descending advantage."""
-    lines = []
-    with path.open("rb") as file:
-        for offset, length in places:
-            file.seek(offset)
-            lines.append(json.loads(file.read(length)))
     lines.sort(key=lambda line: -math.inf if line.get("advantage") is None else -line["advantage"])
-    first = lines[0]
     return {
-        "step": first["step"],
-        "group": first["group"],
-        "prompt": prompt_text(first["prompt"]),
-        "answer": optional_text(first.get("answer")),
-        "category": optional_text(first.get("category")),
+        "step": step,
+        "group": group,
+        "prompt": prompt_text(lines[0]["prompt"]),
+        "answer": optional_text(lines[0].get("answer")),
+        "category": optional_text(lines[0].get("category")),
         "rows": [make_row(line, decode) for line in lines],
     }
 
@@ -221,15 +201,18 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
         ends = np.cumsum([number for _, number in pieces]).astype(int)
         row = {"tokens": [visible(text) for text, _ in pieces]}
         row |= {name: summed(line[name], ends) for name in SHADES if line.get(name) is not None}
-    scores = line.get("judge_scores")
-    parts = {visible(name): value for name, value in line["rewards"].items()}
+    scores, values = line.get("judge_scores") or [], line["rewards"].values()
+
+    def short(value: float | None, digits: int) -> float | None:
+        return None if value is None else round(value, digits)
+
     return row | {
-        "advantage": line.get("advantage") and round(line["advantage"], 3),
-        "reward": line["reward"] and round(line["reward"], 4),
-        "rewards": {name: value and round(value, 4) for name, value in parts.items()},
-        "scores": scores and [score and round(score, 2) for score in scores],
+        "advantage": short(line.get("advantage"), 3),
+        "reward": short(line["reward"], 4),
+        "rewards": {visible(name): short(value, 4) for name, value in line["rewards"].items()},
+        "scores": [short(score, 2) for score in scores],
         "finish": visible(str(line["finish_reason"])),
-        "unreadable": line["reward"] is None or None in parts.values() or None in (scores or ()),
+        "unreadable": None in (line["reward"], *values, *scores),
     }
 
 
@@ -247,54 +230,47 @@ def token_decoder(run: History) -> Any:
     A character that several tokens spell is one piece. The library `tokenizers` loads in a tenth of a second what
     transformers takes seconds for.
     """
-    directory = local_model(run.settings["model"])
-    if directory is None or not (directory / "tokenizer.json").is_file():
+    path = tokenizer_file(run.settings["model"])
+    if path is None or not path.is_file():
         return None
     from tokenizers import Tokenizer  # here: a page without completions does without
 
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    known: dict[tuple[int, ...], str] = {}
+    tokenizer = Tokenizer.from_file(str(path))
+    text_of = functools.cache(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def decode(ids: list[int]) -> list[tuple[str, int]]:
         pieces, begin = [], 0
         for end in range(1, len(ids) + 1):
-            part = tuple(ids[begin:end])
-            if part not in known:
-                known[part] = tokenizer.decode(list(part), skip_special_tokens=False)
+            text = text_of(tuple(ids[begin:end]))
             # an unfinished character decodes to U+FFFD; none takes more than four tokens
-            if not known[part].endswith("\ufffd") or len(part) == 4 or end == len(ids):
-                pieces.append((known[part], len(part)))
+            if not text.endswith("\ufffd") or end - begin == 4 or end == len(ids):
+                pieces.append((text, end - begin))
                 begin = end
         return pieces
 
     return decode
 
 
-def local_model(model: str) -> Path | None:
-    """The directory of a model that is on this machine already; the network is not asked."""
-    if model in hub.BUNDLED or model.startswith("random:"):
-        return hub.BUNDLED.get(model, hub.DEMO)
-    if Path(model).is_dir():
-        return Path(model)
+def tokenizer_file(model: str) -> Path | None:
+    """The tokenizer of a model that is on this machine already; the network is not asked."""
+    if model in hub.BUNDLED or model.startswith("random:") or Path(model).is_dir():
+        return hub.BUNDLED.get(model, hub.DEMO if model.startswith("random:") else Path(model)) / "tokenizer.json"
     if model.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
 
     repo, _, revision = model.partition("@")
     held = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
-    return Path(held).parent if isinstance(held, str) else None
+    return Path(held) if isinstance(held, str) else None
 
 
 def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
     """Names of the judge's criteria in the order of its scores; numbers where the rubric is gone or another now."""
-    number = max((len(row["scores"] or ()) for group in groups for row in group["rows"]), default=0)
+    number = max((len(row["scores"]) for group in groups for row in group["rows"]), default=0)
     bundled = Path(__file__).parent.parent / "data" / f"{run.settings.get('task')}_rubric.yaml"
     path = Path(run.settings.get("rubric") or bundled)
-    if number and path.is_file():
-        names = [visible(criterion.name) for criterion in rubrics.load_rubric(path).criteria]
-        if len(names) == number:
-            return names
-    return [f"criterion {index + 1}" for index in range(number)]
+    names = [visible(one.name) for one in rubrics.load_rubric(path).criteria] if number and path.is_file() else []
+    return names if len(names) == number else [f"criterion {index + 1}" for index in range(number)]
 
 
 # ---- the page
@@ -305,12 +281,17 @@ def page(runs: list[History]) -> str:
     run, curves, script = runs[0], charts.make_charts(runs), (TEMPLATES / "report.js").read_text()
     completions = make_completions(run)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
+    pointed = [
+        {"most": chart["most"], "series": [{key: s[key] for key in ("label", "x", "s", "y")} for s in chart["series"]]}
+        for chart in curves
+    ]
+    recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
     return template().render(
         name=visible(run.name),
         task=visible(str(run.settings.get("task", "?"))),
         model=visible(str(run.settings["model"])),
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=command_of(run),
+        command=visible(f"uv run train.py --config {recipe} --run-dir {again}"),
         facts=history.facts(run),
         others=[(visible(other.name), *history.before_after(other)) for other in runs[1:]],
         answers=make_answers(run),
@@ -322,7 +303,7 @@ def page(runs: list[History]) -> str:
         env=visible_values(run.env),
         settings={visible(str(name)): fold(str(value)) for name, value in run.settings.items()},
         plot=plot,
-        data={"charts": [shown_values(chart) for chart in curves], "completions": completions, "plot": plot},
+        data={"charts": pointed, "completions": completions, "plot": plot},
         css=(TEMPLATES / "report.css").read_text(),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -331,30 +312,14 @@ def page(runs: list[History]) -> str:
 
 @functools.cache  # a run writes its page again and again
 def template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    how: Any = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), **how)
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # rewards in their own order
     return environment.get_template("report.html.j2")
 
 
-def command_of(run: History) -> str:
-    """The command that repeats the run."""
-    recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
-    return visible(f"uv run train.py --config {recipe} --run-dir {again}")
-
-
 def visible_values(record: dict[str, Any]) -> dict[str, str]:
     return {name: visible(str(value)) for name, value in record.items()}
-
-
-def shown_values(chart: dict[str, Any]) -> dict[str, Any]:
-    """What the pointer reads in a chart."""
-    return {"most": chart["most"], "series": [s["shown"] | {"label": s["label"]} for s in chart["series"]]}
 
 
 def write(run_dir: str | Path, out: str | Path | None = None, others: list[str] | None = None) -> Path:
@@ -374,12 +339,10 @@ def show(path: Path) -> None:
 
 
 def is_due(config: Config, step: int, evaluations: Records) -> bool:
-    """Whether a run's page is due: every `report_every` steps, else with each evaluation, else with each checkpoint."""
-    if config.report_every is not None:
-        return step % config.report_every == 0
-    if config.eval_every:
+    """Whether a run's page is due: with each evaluation, or without any with each checkpoint."""
+    if config.evaluation.every:
         return bool(evaluations) and evaluations[-1]["step"] == step
-    return step % config.save_every == 0
+    return step % config.records.save_every == 0
 
 
 class LivePage:

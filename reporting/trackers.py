@@ -1,334 +1,156 @@
 """
-Trackers: a run's figures, settings and some of its completions in trackio, TensorBoard or W&B.
+Trackers: a run's figures, settings and samples of its completions in trackio, TensorBoard or W&B.
 
-    uv run --extra trackio train.py --report-to trackio            while the run goes
-    uv run --extra trackio -m reporting.trackers runs/NAME --report-to trackio      later: what it has not got yet
-
-Training starts a process for each tracker, which follows the run's files and ends when its input does. So a tracker
-that raises, hangs, prints or takes its process down costs the training nothing: it is told of once, and what it missed
-can be sent later. What is left out: what the figures are (docs/reference.md).
+Each works in a thread of its own, so one that hangs holds nothing up. What it raises is told once, and it gets no more.
+At the end a run waits `MOST_WAIT` seconds at most for what is still to be sent.
 """
 
+import importlib
 import importlib.util
-import json
 import os
-import re
-import select
-import signal
-import subprocess
-import sys
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import flags
-from config import TRACKERS
+from reporting.health import Records
+from reporting.history import fold, prompt_text
 
 MODULES = {"trackio": "trackio", "tensorboard": "tensorboardX", "wandb": "wandb"}
 PROJECT = "gwen"  # unless TRACKIO_PROJECT or WANDB_PROJECT names another
-LOOK_EVERY = 1.0  # seconds between two looks at a run's files
-MOST_WAIT = 30.0  # seconds that a run waits for its trackers at the end
+MOST_WAIT = 30.0  # seconds
 TABLE_EVERY, MOST_ROWS = 10, 16  # steps between two tables of completions, and rows of a table
+Tables = dict[str, Records]  # by name
 
 
 def check(names: Iterable[str]) -> None:
     """ValueError for a tracker that is not installed, with the command that installs it."""
     for name in names:
         if importlib.util.find_spec(MODULES[name]) is None:
-            raise ValueError(f"--report-to {name}: {MODULES[name]} is not installed; begin with `{_command(name)} ...`")
+            again = f"uv run --extra {name} train.py --report-to {name} ..."
+            raise ValueError(f"--report-to {name}: {MODULES[name]} is not installed; begin with `{again}`")
 
 
-def _command(name: str, script: str = "train.py") -> str:
-    return f"uv run --extra {name} {script} --report-to {name}"
+class Tracker:
+    """One tracker of a run. A run that goes on after `step` goes on in the same tracked run."""
+
+    def __init__(self, name: str, run_dir: Path, step: int, earlier: Records, tell: Callable[[str], None]):
+        """earlier: the records so far, for a tracker that knows nothing of the run yet."""
+        self.name, self.tell = name, tell
+        self.jobs: queue.SimpleQueue[tuple[int, dict[str, Any], Tables] | None] = queue.SimpleQueue()
+        known = run_dir.resolve() / "trackers" / f"{name}.id"
+        for record in () if known.is_file() else earlier:
+            self.log(record, {})
+        self.thread = threading.Thread(target=self._work, args=(known, step), daemon=True)
+        self.thread.start()
+
+    def log(self, record: dict[str, Any], tables: Tables) -> None:
+        """Sends the figures of a record that were measured, and tables beside them."""
+        figures = {key: value for key, value in record.items() if value is not None and key != "step"}
+        self.jobs.put((record["step"], figures, tables))
+
+    def _work(self, known: Path, step: int) -> None:
+        try:
+            known.parent.mkdir(exist_ok=True)
+            run_dir, begun = known.parent.parent, known.is_file()
+            run_id = known.read_text() if begun else uuid.uuid4().hex
+            settings = flags.load_yaml(run_dir / "config.yaml", "config.yaml")
+            log, end = OPEN[self.name](run_dir, settings, run_id, step if begun else None)
+            known.write_text(run_id)
+            while job := self.jobs.get():
+                log(*job)
+            end()
+        except BaseException as error:  # SystemExit too: whatever a tracker does, the run goes on
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def finish(self, seconds: float) -> None:
+        """Waits so long for what is still to be sent."""
+        self.jobs.put(None)
+        self.thread.join(seconds)
+        if self.thread.is_alive():
+            self._give_up(f"it was not done {MOST_WAIT:.0f} s after the end")
+
+    def _give_up(self, why: str) -> None:
+        self.tell(f"WARNING: {self.name} gets no more of this run: {why}")
 
 
-# ---- in the training process
-
-
-class Trackers:
-    """The processes that report a run while it goes on."""
-
-    def __init__(self, names: Iterable[str], run_dir: Path, tell: Callable[[str], None]):
-        self.dir, self.tell = run_dir, tell
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-        for name in dict.fromkeys(names):
-            try:
-                self.running[name] = self._start(name)
-            except OSError as error:
-                self._give_up(name, str(error))
-
-    def _start(self, name: str) -> subprocess.Popen[bytes]:
-        path = log_of(self.dir, name)
-        path.parent.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", __name__, str(self.dir), "--report-to", name, "--follow"]
-        paths = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with path.open("wb") as log:  # a session of its own: Ctrl-C is for the run
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def _give_up(self, name: str, why: str) -> None:
-        self.running.pop(name, None)
-        again = _command(name, f"-m {__name__} {self.dir}")
-        self.tell(f"WARNING: {name} gets no more of this run: {why}; `{again}` sends the rest later")
-
-    def look(self) -> None:
-        """Tells of those that have failed."""
-        for name, process in list(self.running.items()):
-            if process.poll() is not None:
-                self._give_up(name, _last_line(log_of(self.dir, name)))
-
-    def finish(self) -> None:
-        """Tells all of them that the run is over, and waits `MOST_WAIT` seconds at most for what they have to send."""
-        for process in self.running.values():
-            assert process.stdin is not None
-            process.stdin.close()
-        end = time.monotonic() + MOST_WAIT
-        for name, process in list(self.running.items()):
-            try:
-                if process.wait(max(end - time.monotonic(), 0)):
-                    self._give_up(name, _last_line(log_of(self.dir, name)))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started too
-                process.wait()
-                self._give_up(name, f"it was not done {MOST_WAIT:.0f} s after the end")
-        self.running = {}
-
-
-def log_of(run_dir: Path, name: str) -> Path:
-    """What a tracker printed."""
-    return run_dir / "trackers" / f"{name}.log"
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it ended without a word")
-
-
-def cut_after(run_dir: Path, step: int, evaluation: int) -> None:
-    """A run goes on after `step`, its last evaluation on record after `evaluation`: what came later is sent anew."""
-    for path in run_dir.glob("trackers/*.json"):
-        state = json.loads(path.read_text())
-        state |= {
-            name: min(state[name], most) for name, most in (("metrics", step), ("tables", step), ("eval", evaluation))
-        }
-        path.write_text(json.dumps(state))
-
-
-# ---- in the process of a tracker
-
-
-class Tail:
-    """The lines that a file got since the last look; one that is still being written waits."""
-
-    def __init__(self, path: Path):
-        self.path, self.offset = path, 0
-
-    def lines(self) -> Iterator[bytes]:
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self.offset += len(line)
-                yield line
-
-
-class Source:
-    """The files of a run, read on and on."""
-
-    def __init__(self, run_dir: Path):
-        names = ("metrics", "eval", "rollouts", "eval_answers")
-        self.metrics, self.evals, self.rollouts, self.answers = (Tail(run_dir / f"{name}.jsonl") for name in names)
-        self.group: list[dict[str, Any]] = []  # of completions that may not be whole yet
-        self.answers_at: dict[int, list[dict[str, Any]]] = {}  # by step, of evaluations that are not sent yet
-
-    def send(self, sender: Any, state: dict[str, Any], is_over: bool) -> None:
-        """Gives a tracker what is new, and counts it in the state."""
-        for line in self.metrics.lines():
-            record = json.loads(line)
-            if record["step"] > state["metrics"]:
-                sender.log(numbers(record), record["step"])
-                state["metrics"] = record["step"]
-        for group in self.groups(is_over):
-            if group[0]["step"] > state["tables"]:
-                sender.table("completions", [completion_row(row) for row in group[:MOST_ROWS]], group[0]["step"])
-                state["tables"] = group[0]["step"]
-        for line in self.evals.lines():
-            record = json.loads(line)
-            for answer in map(json.loads, self.answers.lines()):  # which are written before their evaluation
-                self.answers_at.setdefault(answer["step"], []).append(answer)
-            answers = spread(self.answers_at.pop(record["step"], []))
-            if record["step"] > state["eval"]:
-                sender.log(numbers(record), record["step"])
-                sender.table("eval/answers", [answer_row(answer) for answer in answers], record["step"])
-                state["eval"] = record["step"]
-
-    def groups(self, is_over: bool) -> Iterator[list[dict[str, Any]]]:
-        """The first group of every tenth step, once it is whole."""
-        for line in self.rollouts.lines():
-            place = re.match(rb'\{"step": (\d+), "group": 0,', line)
-            if place and (int(place[1]) == 1 or int(place[1]) % TABLE_EVERY == 0):
-                self.group.append(json.loads(line))
-            elif self.group:
-                yield self.group
-                self.group = []
-        if is_over and self.group:
-            yield self.group
-
-
-def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The figures of a record that were measured, by the record's own names."""
-    return {key: value for key, value in record.items() if value is not None and key != "step"}
-
-
-def spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [rows[index * len(rows) // MOST_ROWS] for index in range(MOST_ROWS)] if len(rows) > MOST_ROWS else rows
+def finish(trackers: Iterable[Tracker]) -> None:
+    """Ends all of them within `MOST_WAIT` seconds."""
+    end = time.monotonic() + MOST_WAIT
+    for tracker in trackers:
+        tracker.finish(max(end - time.monotonic(), 0.0))
 
 
 def completion_row(record: dict[str, Any]) -> dict[str, Any]:
-    texts = {"prompt": text(record["prompt"]), "completion": text(record["completion"])}
-    rewards = {f"reward/{name}": value for name, value in record["rewards"].items()}
-    return (
-        {"step": record["step"]} | texts | {"reward": record["reward"]} | rewards | {"advantage": record["advantage"]}
-    )
+    texts = {"prompt": prompt_text(record["prompt"]), "completion": fold(record["completion"])}
+    rewards = {"reward": record["reward"]} | {f"reward/{name}": value for name, value in record["rewards"].items()}
+    return {"step": record["step"]} | texts | rewards | {"advantage": record["advantage"]}
 
 
-def answer_row(record: dict[str, Any]) -> dict[str, Any]:
-    texts = {"prompt": text(record["prompt"]), "completion": text(record["completions"][0])}
-    return {"step": record["step"], "problem": record["problem"]} | texts | {"value": record["values"][0]}
+def answer_row(answer: dict[str, Any]) -> dict[str, Any]:
+    texts = {"prompt": prompt_text(answer["prompt"]), "completion": fold(answer["completions"][0])}
+    return {"problem": answer["problem"]} | texts | {"value": answer["values"][0]}
 
 
-def text(value: Any) -> str:
-    """Text, or messages as JSON, without the lone surrogates that no tracker can store."""
-    value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return value.encode("utf-8", "replace").decode()
+# ---- each tracker: a function that logs figures and tables of a step, and one that ends
+
+Opened = tuple[Callable[[int, dict[str, Any], Tables], None], Callable[[], None]]
 
 
-class Trackio:
-    def __init__(self, run_dir: Path, settings: dict[str, Any], state: dict[str, Any]):
-        import trackio
+def open_trackio(run_dir: Path, settings: dict[str, Any], run_id: str, step: int | None) -> Opened:
+    trackio: Any = importlib.import_module(MODULES["trackio"])
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "never" if step is None else "allow"
+    quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    run = trackio.init(project, name=run_dir.name, config=settings, resume=resume, **quiet)
 
-        self.trackio = trackio
-        self.run = trackio.init(
-            os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=run_dir.resolve().name,
-            config=settings,
-            resume="allow" if state["begun"] else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+    def log(step: int, figures: dict[str, Any], tables: Tables) -> None:
+        run.log(figures | {name: trackio.Table(data=rows) for name, rows in tables.items()}, step=step)
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        self.run.log(figures, step=step)
-
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        self.run.log({name: self.trackio.Table(data=rows)}, step=step)
-
-    def finish(self) -> None:
-        self.run.finish()
+    return log, run.finish
 
 
-class TensorBoard:
-    def __init__(self, run_dir: Path, settings: dict[str, Any], state: dict[str, Any]):
-        from tensorboardX import SummaryWriter
+def open_tensorboard(run_dir: Path, settings: dict[str, Any], run_id: str, step: int | None) -> Opened:
+    """It has no tables."""
+    tensorboard: Any = importlib.import_module(MODULES["tensorboard"])
+    folder, purge = str(run_dir / "trackers" / "tensorboard"), None if step is None else step + 1
+    suffix = f".{step or 0:06d}"  # files of the same second differ
+    writer = tensorboard.SummaryWriter(folder, purge_step=purge, filename_suffix=suffix)
+    if step is None:  # four spaces: Markdown's way to show it as it is
+        writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
-        folder = str(run_dir / "trackers" / "tensorboard")
-        self.writer = SummaryWriter(folder, purge_step=state["metrics"] + 1 if state["begun"] else None)
-        if not state["begun"]:  # four spaces: Markdown's way to show it as it is
-            self.writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
-
-    def log(self, figures: dict[str, float], step: int) -> None:
+    def log(step: int, figures: dict[str, Any], tables: Tables) -> None:
         for name, value in figures.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """TensorBoard has none."""
-
-    def finish(self) -> None:
-        self.writer.close()
+    return log, writer.close
 
 
-class Wandb:
-    def __init__(self, run_dir: Path, settings: dict[str, Any], state: dict[str, Any]):
-        import wandb
+def open_wandb(run_dir: Path, settings: dict[str, Any], run_id: str, step: int | None) -> Opened:
+    wandb: Any = importlib.import_module(MODULES["wandb"])
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=run_id,
+        name=run_dir.name,
+        dir=str(run_dir / "trackers"),
+        config=settings,
+        resume="allow",
+        settings=wandb.Settings(console="off", quiet=True),
+    )
+    run.define_metric("step")  # W&B's own steps may not go back, as those of a resumed run do
+    run.define_metric("*", step_metric="step")
 
-        self.wandb = wandb
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=state["id"],
-            name=run_dir.resolve().name,
-            dir=str(run_dir / "trackers"),
-            config=settings,
-            resume="allow",
-            settings=wandb.Settings(console="off"),
-        )
-        # its own steps may not go back, as those of a run do that goes on from a checkpoint
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
+    def log(step: int, figures: dict[str, Any], tables: Tables) -> None:
+        drawn = {
+            name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            for name, rows in tables.items()
+        }
+        run.log(figures | drawn | {"step": step})
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        self.run.log(figures | {"step": step})
-
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        data = [[row.get(column) for column in columns] for row in rows]
-        self.run.log({name: self.wandb.Table(columns=columns, data=data), "step": step})
-
-    def finish(self) -> None:
-        self.run.finish()
+    return log, run.finish
 
 
-SENDERS: dict[str, Any] = {"trackio": Trackio, "tensorboard": TensorBoard, "wandb": Wandb}
-
-
-def report(run_dir: Path, name: str, follow: bool) -> None:
-    """Sends a tracker what it has not got of a run; with `follow` until standard input ends."""
-    path = run_dir / "trackers" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    state = {"id": uuid.uuid4().hex, "begun": False, "metrics": -1, "eval": -1, "tables": -1}
-    if path.is_file():
-        state |= json.loads(path.read_text())
-    settings = flags.load_yaml(run_dir / "config.yaml", f"{run_dir}/config.yaml")
-    sender, source = SENDERS[name](run_dir, settings, state), Source(run_dir)
-    state["begun"] = True
-    try:
-        while True:
-            is_over = not follow or bool(select.select([sys.stdin], [], [], LOOK_EVERY)[0])
-            source.send(sender, state, is_over)
-            if is_over:
-                break
-        sender.finish()
-    finally:
-        path.write_text(json.dumps(state))
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = flags.Parser("reporting.trackers", "Send a run's figures to trackers, each what it has not got yet.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--report-to", nargs="+", choices=TRACKERS, required=True, help="trackers to send to")
-    parser.add_argument("--follow", action="store_true", help="go on until standard input ends, as train.py does")
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        if not (args.run / "config.yaml").is_file():
-            raise ValueError(f"{args.run}: no config.yaml there; give the directory of a run, as runs/NAME")
-        check(args.report_to)
-        for name in args.report_to:
-            report(args.run, name, args.follow)
-    except ValueError as error:
-        flags.fail(error)
-
-
-if __name__ == "__main__":
-    main()
+OPEN = {"trackio": open_trackio, "tensorboard": open_tensorboard, "wandb": open_wandb}

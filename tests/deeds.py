@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -35,13 +34,6 @@ DEEDS = {
     "lambda": lambda x: lambda: x,
     "name": lambda x: os.getpid(),
     "hash": lambda x: hash("words"),
-    "write": lambda path: Path(path).write_text("x"),
-    "read": lambda path: Path(path).read_text()[:3],
-    "system": os.system,
-    "connect": lambda x: __import__("socket").create_connection(("127.0.0.1", 9), 1),
-    "memory": lambda x: len(bytes(x)),
-    "import": lambda folder: sys.path.append(folder) or __import__("never_compiled").WORD,
-    "print": lambda x: print(x) or 7,
 }
 
 

@@ -49,11 +49,9 @@ def loss(
     importance_sampling_level="token",
     epsilon=0.2,
     epsilon_high=None,
-    delta=None,
     beta=0.0,
     kl_estimator="k3",
-    correction="off",
-    cap=3.0,
+    mismatch="off",
     fraction=1.0,
 ):
     """The loss of a step at the log-probabilities `new`; what is held constant is taken at `case.new`."""
@@ -74,12 +72,12 @@ def loss(
                 tau = 1.0 if advantage > 0 else 1.05
                 term = -advantage * (4 / tau) / (1 + math.exp(-tau * (ratio - 1)))
             else:
-                first = (ratio if delta is None else min(ratio, delta)) * advantage
+                first = ratio * advantage
                 second = min(max(ratio, 1 - epsilon), 1 + epsilon_high) * advantage
                 term = -min(first, second)
             if case.entropy[i, t] < threshold - 1e-5:  # what differs by a rounding stays together
                 term = 0.0
-            term *= trust(case, i, row, t, correction, cap)
+            term *= trust(case, i, t, mismatch)
             if beta:
                 term += beta * divergence(new[i, t], case.ref[i, t], ratio, kl_estimator)
             losses.append(term)
@@ -100,25 +98,15 @@ def importance(new, old, i, row, t, level):
     return math.prod(math.exp(new[i, s] - old[i, s]) for s in row) ** (1 / len(row))
 
 
-def trust(case, i, row, t, correction, cap):
+def trust(case, i, t, mismatch):
     """How much a token counts when the sampler's arithmetic was not the trainer's."""
-    if correction == "off":
-        return 1.0
-    places = [t] if correction.startswith("token") else row
-    ratio = math.prod(math.exp(case.old[i, s] - case.sampled[i, s]) for s in places)
-    if correction.endswith("truncate"):
-        return min(ratio, cap)
-    return ratio if ratio <= cap else 0.0
+    return 1.0 if mismatch == "off" else min(math.exp(case.old[i, t] - case.sampled[i, t]), 3.0)
 
 
 def divergence(new, ref, ratio, estimator):
-    """Two of Schulman's, with r = pi_ref / pi, and the second weighted by the importance ratio."""
+    """Schulman's third, with r = pi_ref / pi, plain or weighted by the importance ratio."""
     r = math.exp(ref - new)
-    return {
-        "k2": 0.5 * math.log(r) ** 2,
-        "k3": (r - 1) - math.log(r),
-        "k3_corrected": ratio * ((r - 1) - math.log(r)),
-    }[estimator]
+    return ((r - 1) - math.log(r)) * {"k3": 1.0, "k3_corrected": ratio}[estimator]
 
 
 def gradient(case, step=1e-6, **settings):

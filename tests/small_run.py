@@ -8,13 +8,27 @@ from mlx.utils import tree_flatten
 import config
 import grpo
 import gwen
-import micro_batch
 import sampler
 import train
 import update
 from config import given, parse
+from problems import chat_template
 from problems.examples import epoch_indices
+from step import micro_batch
 
+RENDERED = {}
+chat_ids = chat_template.chat_ids
+
+
+def chat_ids_once(tokenizer, prompt, *, system=None, thinking=False):
+    """`chat_template.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
+    key = tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), str(prompt), system, thinking
+    if key not in RENDERED:
+        RENDERED[key] = chat_ids(tokenizer, prompt, system=system, thinking=thinking)
+    return list(RENDERED[key])
+
+
+chat_template.chat_ids = chat_ids_once
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
 
 
@@ -29,7 +43,7 @@ def resolve(flags, recipe=None, resume=None):
 
 
 def make_run(tmp_path, *flags):
-    run = train.Run(make_config(*flags), tmp_path)
+    run = train.GrpoRun(make_config(*flags), tmp_path)
     run.open()
     return run
 
@@ -37,28 +51,34 @@ def make_run(tmp_path, *flags):
 def sample(run, key=1):
     """Examples, prompts of every row, and completions of them."""
     config = run.config
-    indices = epoch_indices(len(run.task.train), config.batch, 0, 0)
+    indices = epoch_indices(len(run.task.train), config.sampling.batch, 0, 0)
     prompts = [run.prompt_ids[index] for index in indices]
     rollout = sampler.rollout(
         run.model,
         prompts,
         run.sampling,
-        group_size=config.groups,
+        group_size=config.sampling.groups,
         key=key,
     )
-    rows = [prompt for prompt in prompts for _ in range(config.groups)]
+    rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
     return [run.task.train[index] for index in indices], rows, rollout
+
+
+def take_step(run, batches, rollout, advantages, lr, ref_logprobs=None, taught=None):
+    targets = update.targets_of(run.learner, batches, rollout, advantages, ref_logprobs, taught)
+    return update.update(run.learner, batches, targets, lr)
 
 
 def update_once(run, budget=100_000, advantages=None):
     _, rows, rollout = sample(run)
     if advantages is None:
-        rewards = np.array(mx.random.normal((run.config.batch, run.config.groups), key=mx.random.key(3)), np.float64)
+        rewards = np.array(
+            mx.random.normal((run.config.sampling.batch, run.config.sampling.groups), key=mx.random.key(3)), np.float64
+        )
         advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     batches = micro_batch.micro_batches(rows, rollout, budget)
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.beta else None
-    lr = update.learning_rate(run.config, run.step)
-    result = update.update(run.learner, batches, rollout, advantages, ref, lr)
+    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
+    result = take_step(run, batches, rollout, advantages, update.learning_rate(run.config, run.step), ref)
     run.end_step()
     return result
 
@@ -86,5 +106,5 @@ class Recorder:
 def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
     """The result of an update that changes nothing, and the gradient it would have taken."""
     run.learner.optimizer = Recorder()
-    result = update.update(run.learner, batches, rollout, advantages, ref_logprobs, 1e-3)
+    result = take_step(run, batches, rollout, advantages, 1e-3, ref_logprobs)
     return result, run.learner.optimizer.grads[-1]

@@ -5,14 +5,25 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import message_of
 from test_lora import TOKENS, adapted
 
-import adapters
-import checkpoint
 import gwen
 import lora
+from disk import adapters
 
 WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
+
+
+def change(directory, layout, parameters=(), tensors=None):
+    """Gives an adapter other parameters, and other tensors, as a program would that knows no checksum."""
+    path = directory / "adapter_config.json"
+    config = json.loads(path.read_text())
+    (config if layout == "peft" else config["lora_parameters"]).update(parameters)
+    path.write_text(json.dumps(config))
+    tensors = dict(mx.load(str(directory / WEIGHTS[layout]))) if tensors is None else tensors
+    mx.eval(tensors)  # before the file is written that they are read from
+    mx.save_safetensors(str(directory / WEIGHTS[layout]), tensors)
 
 
 @pytest.fixture
@@ -24,7 +35,7 @@ def tiny_qwen3(checkpoints):
 def exported(tiny_qwen3, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""
     model = adapted(tiny_qwen3)
-    checkpoint.save_adapter(model, tmp_path / "ours", str(tiny_qwen3))
+    lora.save_adapter(model, tmp_path / "ours", str(tiny_qwen3))
     lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
     return model, tmp_path
 
@@ -98,14 +109,56 @@ def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, change
 
 def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_rank(exported):
     _, root = exported
-    path = root / "peft" / "adapter_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"use_rslora": True}))
+    config = json.loads((root / "peft" / "adapter_config.json").read_text())
+    change(root / "peft", "peft", {"use_rslora": True})
     assert adapters.read(root / "peft").scale == pytest.approx(config["lora_alpha"] / config["r"] ** 0.5)
 
 
+ODD = [0, -1, 10**9, 10**400, float("nan"), float("inf"), True, "2", None, [2]]
+
+
+@pytest.mark.parametrize("layout", WEIGHTS)
+def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, layout):
+    _, root = exported
+    directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
+    before = (directory / "adapter_config.json").read_text()
+    for name in ("r", "lora_alpha") if layout == "peft" else ("rank", "scale"):
+        for value in [*ODD, 3 if name in ("r", "rank") else 1e-9]:  # a rank that the tensors do not have
+            (directory / "adapter_config.json").write_text(before)
+            change(directory, layout, {name: value})
+            said = message_of(adapters.read, directory)
+            assert "; they must be" in said or "; both must be" in said or "has rank 4, adapter_config" in said, value
+
+
+@pytest.mark.parametrize("layout", WEIGHTS)
+def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, layout):
+    _, root = exported
+    directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
+    infinite = {name: array / 0 for name, array in mx.load(str(directory / WEIGHTS[layout])).items()}
+    mx.eval(infinite)
+    for tensors, said in (({}, "holds no tensors"), (infinite, "has values that are not finite")):
+        change(directory, layout, tensors=tensors)
+        assert said in message_of(adapters.read, directory)
+
+
+@pytest.mark.parametrize("layout", WEIGHTS)
+def test_a_changed_bit_or_scale_is_found_by_the_checksum_and_a_moved_base_is_none(exported, layout):
+    _, root = exported
+    directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
+    config, weights = directory / "adapter_config.json", directory / WEIGHTS[layout]
+    held, content = json.loads(config.read_text()), weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "by its checksum it is not as it was written" in message_of(adapters.read, directory)
+    weights.write_bytes(content)
+    config.write_text(json.dumps(held | {"model" if layout == "mlx_lm" else "base_model_name_or_path": "elsewhere"}))
+    assert adapters.read(directory).base == "elsewhere"
+    changed = {"lora_alpha": 5} if layout == "peft" else {"lora_parameters": held["lora_parameters"] | {"scale": 5.0}}
+    config.write_text(json.dumps(held | changed))
+    assert "by its checksum it is not as it was written" in message_of(adapters.read, directory)
+
+
 def test_a_model_trained_whole_has_no_adapter_to_export(tiny_qwen3, tmp_path, capsys):
-    checkpoint.save_adapter(gwen.load_model(tiny_qwen3), tmp_path / "full", "tiny")
+    lora.save_adapter(gwen.load_model(tiny_qwen3), tmp_path / "full", "tiny")
     with pytest.raises(SystemExit) as ended:
         lora.main(["--export", "peft", "--adapter", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and not (tmp_path / "out").exists()
@@ -130,7 +183,7 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
 
     directory = checkpoints[family]
     model = adapted(directory, targets=targets)
-    checkpoint.save_adapter(model, tmp_path / "ours", str(directory))
+    lora.save_adapter(model, tmp_path / "ours", str(directory))
     lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     peer = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
 import gwen
 import lora
 import preflight
@@ -22,8 +21,10 @@ import sampler
 import train
 import update
 from bench import launches, ledger
-from config import Config, resolve
+from config import Config, Sizes, resolve
+from machine import gpu
 from reporting import journal
+from step import policy
 
 ROOT = Path(gwen.__file__).parent
 WATCHDOG = RuntimeError(
@@ -55,7 +56,6 @@ def mac(monkeypatch):
     """What a Mac of 16 GB would be told, by function."""
     told = {}
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "backend", lambda: "metal")
     monkeypatch.setattr(gpu, "memory_size", lambda: 10_700_000_000)
     for name in ("set_wired_limit", "set_cache_limit"):
         monkeypatch.setattr(mx, name, lambda size, name=name: told.update({name: size}))
@@ -72,18 +72,11 @@ def test_every_model_that_is_loaded_is_wired_and_leaves_a_cache_of_an_eighth(mac
         assert mac == {"set_wired_limit": 10_700_000_000, "set_cache_limit": 1_337_500_000}
 
 
-def test_nothing_is_wired_without_metal(mac, monkeypatch):
-    monkeypatch.setattr(gpu, "backend", lambda: "cuda")
-    gpu.hold_memory()
-    assert not mac
-
-
 def test_what_a_run_leaves_free_is_what_the_cache_may_take(mac):
     config = resolve({"model": "random:30m", "task": "demo"}, None, None, gwen.choose_model)[0]
-    shape = (gwen.random_config("random:30m"), mx.float16, config, [64] * 4)
-    preflight.settle(*shape)
-    preflight.limit_cache(*shape)
-    need = preflight.estimate(*shape, config.num_checkpointed(8)).total
+    demand = preflight.Demand(gwen.random_config("random:30m"), mx.float16, config, [64] * 4)
+    need = preflight.estimate(demand, preflight.settle(demand)).total
+    gpu.limit_cache(need)
     assert mac == {"set_cache_limit": 10_700_000_000 - need} and need > 10**8
     gpu.limit_cache(11_000_000_000)
     assert mac["set_cache_limit"] == gpu.LEAST_CACHE
@@ -153,8 +146,8 @@ def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_d
 def test_no_command_buffer_of_a_step_is_long():
     """Longer than a second at an M1's peaks would hold up its display: https://github.com/ml-explore/mlx/issues/3267."""
     flags = {"model": "random:0.6b", "task": "demo", "batch": 8, "groups": 8, "max_tokens": 256, "lora_rank": 16}
-    config, _ = resolve(flags | {"train_token_budget": 2048}, None, None, gwen.choose_model)
-    config.checkpoint_layers = "off"
+    flags |= {"train_token_budget": 2048, "checkpoint_layers": "off"}
+    config, _ = resolve(flags, None, None, gwen.choose_model)
     work = ledger.StepWork(gwen.load_config("random:0.6b"), mx.float16, config, 128)
     with launches.as_on_a_gpu():
         function, inputs = ledger.gradient(work, 2)
@@ -170,7 +163,7 @@ def test_no_command_buffer_of_a_step_is_long():
 def kernels(monkeypatch):
     """Kernels that compute their expressions, on a device that is said to be a GPU."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
-    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(gpu, "hold_memory", lambda: None)
     for op in gpu.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
@@ -188,7 +181,8 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     monkeypatch.setattr(gpu.Op, "check_on", noting)
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
-    update.Learner(model, Config(lora_rank=5))
+    settings = Config.of(lora_rank=5)
+    update.Learner(model, settings, policy.Reader(settings, Sizes(1, "off", 1024, 0)))
     assert set(checked) == set(gpu.OPS), "a kernel that no rehearsal calls is first run in a rollout"
     config = model.config
     assert checked["swiglu"][0][0].shape[-1] == 2 * config.intermediate_size
@@ -229,7 +223,7 @@ def test_a_rehearsal_leaves_the_model_as_it_was_and_a_cpu_has_none(kernels, monk
     before = list(model.layers)
     gwen.rehearse(model)
     assert all(one is other for one, other in zip(model.layers, before, strict=True)) and len(before) == 5
-    monkeypatch.setattr(gpu, "backend", lambda: "")
+    monkeypatch.setattr(gpu, "has_metal", lambda: False)
     monkeypatch.setattr(gwen, "rehearse", lambda _: pytest.fail("rehearsed on a CPU"))
     gwen.check_kernels(model)
 

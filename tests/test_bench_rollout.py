@@ -11,17 +11,30 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import bench_rollout
 import bench_rollout_vllm_mlx
 import gwen
-from bench import harness
-from bench_rollout import Timing, Work
+from bench import harness, rollout
+from bench.rollout import Timing, Work
 
 TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
 NUMBER = r"\d+\.\d"
 NUMBERS = {
-    *("mean_ms", "std_ms", "median_ms", "min_ms", "max_ms", "prefill_ms", "decode_ms", "tokens", "tok_s", "peak_mb")
+    *(
+        "mean_ms",
+        "std_ms",
+        "median_ms",
+        "min_ms",
+        "max_ms",
+        "prefill_ms",
+        "decode_ms",
+        "cpu_ms",
+        "tokens",
+        "tok_s",
+        "peak_mb",
+    )
 }
 
 
@@ -45,19 +58,16 @@ def peer(checkpoints, model):
 
 
 @pytest.fixture
-def engines(model, peer):
-    return {
-        "ours": functools.partial(harness.run_ours, model=model, share_prefix=None),
-        "mlx_lm": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=True),
-        "mlx_lm_default": functools.partial(bench_rollout.run_mlx_lm, peer=peer, whole_batches=False),
-    }
+def engines(model, peer, checkpoints):
+    ours = functools.partial(rollout.run_ours, model=model, share_prefix=None)
+    return {"ours": ours, **bench_rollout.rival(peer, checkpoints["qwen3"]).engines}
 
 
 WORK = Work([[5, 9, 2], [7, 1, 8], [40, 41, 42]], 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
 
 
 def settings(*flags):
-    return harness.parse(list(flags), "bench_rollout.py", "")
+    return rollout.parse(list(flags), "bench_rollout.py", "")
 
 
 # ---- the report
@@ -65,7 +75,7 @@ def settings(*flags):
 
 def test_the_report_has_the_lines_that_other_peoples_scripts_read(report):
     assert report[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
-    for name in ("ours     ", "mlx_lm   ", "mlx_lm_default "):
+    for name in ("ours     ", "mlx_lm   ", "mlx_lm_default ", "mlx_lm_shared "):
         form = f"mean {NUMBER} ms \\| std {NUMBER} ms \\| total_out_toks 24 \\| throughput {NUMBER} tok/s"
         assert any(re.fullmatch(rf"{name}\| {form}", line) for line in report), name
     result = r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\."
@@ -74,15 +84,17 @@ def test_the_report_has_the_lines_that_other_peoples_scripts_read(report):
 
 def test_the_last_line_of_the_report_is_json_with_every_number(report):
     record = json.loads(report[-1])
-    assert record.keys() == {"config", "engines", "ratio", "roofline_frac", "device", "versions"}
-    assert list(record["engines"]) == ["ours", "mlx_lm", "mlx_lm_default"]
-    for name, entry in record["engines"].items():
-        assert entry.keys() == NUMBERS | ({"cache_mb"} if name == "ours" else set())
+    assert record.keys() == {"config", "engines", "ratio", "best", "roofline_frac", "device", "versions"}
+    assert list(record["engines"])[:3] == ["ours", "mlx_lm", "mlx_lm_default"]
+    for entry in record["engines"].values():
+        assert entry.keys() == NUMBERS
         assert entry["mean_ms"] == pytest.approx(entry["prefill_ms"] + entry["decode_ms"], abs=0.01)
         assert entry["tok_s"] == pytest.approx(24 / (2 * entry["mean_ms"] / 1e3), rel=1e-3)
         assert 0 < entry["min_ms"] <= entry["median_ms"] <= entry["max_ms"] and entry["peak_mb"] > 0
-    ours, *theirs = (entry["mean_ms"] for entry in record["engines"].values())
-    assert record["ratio"] == pytest.approx(min(theirs) / ours, abs=1e-3)
+    took = {name: entry["mean_ms"] for name, entry in record["engines"].items()}
+    ours, theirs = took.pop("ours"), {name: took[name] for name in took if not name.endswith("unread")}
+    assert record["ratio"] == pytest.approx(min(theirs.values()) / ours, abs=1e-3)
+    assert record["best"] == min(theirs, key=theirs.get)  # of those that give log-probabilities, as training needs
     assert record["roofline_frac"] > 0
     assert record["config"]["model"] == "random:2m" and record["config"]["pairs"] == 4
     assert {"mlx", "mlx-lm"} <= record["versions"].keys()
@@ -96,7 +108,6 @@ def test_time_and_memory_are_reported_by_phase_for_every_engine(report):
         assert any(line.startswith(f"Phases: {name} {numbers}") for line in report)
     weights_mb = 8.2  # random:2m in float32
     assert all(weights_mb < entry["peak_mb"] < 10 * weights_mb for entry in engines.values())
-    assert engines["ours"]["cache_mb"] < engines["ours"]["peak_mb"] - weights_mb
 
 
 def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
@@ -107,22 +118,15 @@ def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
         mx.eval(mx.zeros((5_000_000,)))
         return Timing([[1] * limit for limit in work.limits], [], 1.0, 1.0)
 
-    samples = harness.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
-    weights = sum(array.nbytes for _, array in harness.tree_flatten(model.parameters()))
-    assert harness.summary(samples, model)["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
+    samples = rollout.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert rollout.summary(samples, model)["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
 
 
 def test_the_ratio_is_called_faster_from_one_on():
     assert harness.verdict(1.141) == "1.14x faster"
     assert harness.verdict(0.999) == "1.00x faster"
     assert harness.verdict(0.904) == "0.90x slower"
-
-
-def test_unequal_work_is_said_to_be_unequal(capsys):
-    harness.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 5}})
-    assert capsys.readouterr().out == ""
-    harness.print_unequal({"ours": {"tokens": 5}, "mlx_lm": {"tokens": 4}})
-    assert "--ignore-eos" in capsys.readouterr().out
 
 
 # ---- the work
@@ -132,7 +136,7 @@ def test_every_engine_makes_as_many_tokens_as_each_row_is_to_have(engines):
     for name, engine in engines.items():
         run = engine(WORK)
         assert [len(ids) for ids in run.completions] == WORK.limits, name
-        assert [len(row) for row in run.logprobs] == WORK.limits, name
+        assert [len(row) for row in run.logprobs] == ([] if name.endswith("unread") else WORK.limits), name
         assert run.prefill_s > 0 and run.decode_s > 0
 
 
@@ -144,7 +148,7 @@ def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engi
     assert len(runs["ours"].completions[0]) <= 6 and runs["ours"].completions[0][-1] == first_end
     for run in runs.values():
         assert run.completions == runs["ours"].completions
-        for row, expected in zip(run.logprobs, runs["ours"].logprobs, strict=True):
+        for row, expected in zip(run.logprobs or runs["ours"].logprobs, runs["ours"].logprobs, strict=True):
             np.testing.assert_allclose(row, expected, atol=1e-4)
 
 
@@ -159,36 +163,38 @@ def test_mlx_lm_gets_as_many_rows_at_once_as_ours_or_its_defaults(engines, monke
     assert not {"completion_batch_size", "prefill_batch_size"} & sizes[1].keys()
 
 
+def test_mlx_lm_prefills_a_shared_prompt_once(engines, monkeypatch):
+    seen = []
+    prefilled = bench_rollout.prefilled
+    monkeypatch.setattr(bench_rollout, "prefilled", lambda peer, *how: seen.append(how) or prefilled(peer, *how))
+    engines["mlx_lm_shared"](WORK)
+    assert seen == [(None, prompt[:-1]) for prompt in WORK.prompts]  # the last token is given to each row
+
+
 def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     args = settings("--batch", "40", "--prompt-tokens", "50")
-    work = harness.make_work(args, model.config)
-    assert work == harness.make_work(args, model.config)
+    work = rollout.make_work(args, model.config)
+    assert work == rollout.make_work(args, model.config)
     assert len(set(map(tuple, work.prompts))) == 40
     assert not set(np.ravel(work.prompts)) & set(model.config.eos_ids) and work.eos_ids == model.config.eos_ids
-    assert harness.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
+    assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
 def test_drawn_lengths_replace_the_limit_and_end_tokens(model):
     args = settings("--lengths", "geometric:3:8", "--batch", "8", "--groups", "16")
-    work = harness.make_work(args, model.config)
+    work = rollout.make_work(args, model.config)
     assert args.max_tokens == 8 and args.rollout_batch_size == 64
     assert len(work.limits) == 128 and work.eos_ids == ()
-    assert work.limits == harness.geometric_lengths(128, 3, 8, 0)
+    assert work.limits == rollout.geometric_lengths(128, 3, 8, 0)
 
 
 def test_geometric_lengths_have_the_mean_of_their_distribution_and_keep_to_the_cap():
-    lengths = np.array(harness.geometric_lengths(200_000, 64, 256, 1))
+    lengths = np.array(rollout.geometric_lengths(200_000, 64, 256, 1))
     assert lengths.min() == 1 and lengths.max() == 256
     cut_mean = 64 * (1 - (1 - 1 / 64) ** 256)  # the mean of min(length, cap)
     assert lengths.mean() == pytest.approx(cut_mean, rel=0.01)
     assert (lengths == 256).mean() == pytest.approx((1 - 1 / 64) ** 255, rel=0.05)
-    assert harness.geometric_lengths(5, 1, 1, 0) == [1] * 5
-
-
-def test_the_flags_for_comparing_ours_with_itself_reach_the_sampler(model):
-    assert harness.our_engine(settings(), model).keywords == {"model": model, "share_prefix": None}
-    plain = harness.our_engine(settings("--no-share"), model).keywords
-    assert plain == {"model": model, "share_prefix": False}
+    assert rollout.geometric_lengths(5, 1, 1, 0) == [1] * 5
 
 
 # ---- agreement and measurement
@@ -211,22 +217,24 @@ def test_nothing_is_reported_when_the_models_differ(monkeypatch, capsys):
 
 
 def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
-    harness.check_agreement(model, engines, WORK)
-    short = engines | {"short": lambda work: Timing([engines["ours"](work).completions[0][:7]], [], 0.0, 0.0)}
-    with pytest.raises(harness.Disagreement, match="short part at token 7"):
-        harness.check_agreement(model, short, WORK)
+    rollout.check_agreement(model, engines, WORK)
+    short = engines | {"short": lambda work: Timing([row[:7] for row in engines["ours"](work).completions], [], 0, 0)}
+    with pytest.raises(rollout.Disagreement, match="short part at token 7"):
+        rollout.check_agreement(model, short, WORK)
 
 
 def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
     model = gwen.load_model(checkpoints["qwen3"])
-    ours = functools.partial(harness.run_ours, model=model, share_prefix=None)
+    ours = functools.partial(rollout.run_ours, model=model, share_prefix=None)
     token = ours(WORK._replace(temperature=0.0)).completions[0][0]
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
     assert token < twin
     model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
-    check = functools.partial(harness.check_agreement, model, work=WORK)
+    check = functools.partial(
+        rollout.check_agreement, model, work=WORK._replace(prompts=WORK.prompts[:1], group_size=1)
+    )
     check(engines={"ours": ours, "other": lambda work: Timing([[twin] * 16], [], 0.0, 0.0)})
-    with pytest.raises(harness.Disagreement):
+    with pytest.raises(rollout.Disagreement):
         check(engines={"ours": ours, "other": lambda work: Timing([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
 
 
@@ -240,28 +248,28 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
 
         return engine
 
-    samples = harness.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
+    samples = rollout.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
-    entry = harness.summary(samples["a"], model)
+    entry = rollout.summary(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
     with pytest.raises(AssertionError, match="lazy made"):
-        harness.measure({"lazy": lambda work: Timing([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
+        rollout.measure({"lazy": lambda work: Timing([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
 
 
 def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
     config = model.config
-    floor = harness.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=True)
-    weights = sum(array.size for _, array in harness.tree_flatten(model.parameters()))
+    floor = rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=True)
+    weights = sum(array.size for _, array in tree_flatten(model.parameters()))
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     # forward passes of the rows: 2 0 1 1 0 0, in two steps; prompts of 3 tokens, read twice, once and never
     own = (1 + 2) + 1 + 1
     assert floor.steps == 2
     assert floor.num_bytes == pytest.approx(4 * weights + (3 * (2 + 1) + own) * token_bytes / 2)
     assert floor.flops == pytest.approx(2 * weights * 4 / 2)
-    copied = harness.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=False)
+    copied = rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=False)
     assert copied.num_bytes == pytest.approx(4 * weights + (3 * (2 + 1 + 1) + own) * token_bytes / 2)
-    narrow = harness.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1], share_prefix=True)
+    narrow = rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1], share_prefix=True)
     assert narrow.steps == 4
 
 

@@ -1,98 +1,82 @@
-"""The benchmark of a step: phases add up, both engines do the work that was asked for, mistakes are named."""
+"""The benchmark of a step: phases add up, all engines do the work that was asked for, mistakes are named."""
 
 import json
 from importlib.util import find_spec
 
 import pytest
 
-import bench_step
-from bench import harness
+from bench import harness, step
 
 TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3"]
 
 
 @pytest.mark.slow
 def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
-    bench_step.main([*TINY, "--runs", "2", "--warmup", "0", "--engines", "ours"])
+    step.main([*TINY, "--runs", "2", "--warmup", "0", "--engines", "ours", "--token-budget", "7"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Config: B=2 G=2 prompt=6 max_tokens=3 rank=16 model=random:2m")
-    record = json.loads(lines[-1])
-    entry = record["engines"]["ours"]
+    entry = json.loads(lines[-1])["engines"]["ours"]
     assert entry["min_s"] <= entry["step_s"] <= entry["max_s"]
     assert entry["rollout_s"] + entry["reward_s"] + entry["update_s"] == pytest.approx(entry["step_s"], rel=0.5)
     assert entry["tok_s"] == pytest.approx(12 / entry["step_s"], rel=0.02)
     assert entry["peak_mb"] > 8
 
 
-def test_every_step_of_ours_is_measured_and_trains(tmp_path):
-    with harness.model_directory("random:2m") as directory:
-        args = bench_step.parse([*TINY, "--token-budget", "7"])
-        steps = bench_step.run_ours(args, directory, 3)
-    assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 3
-    assert all(seconds >= 0 for step in steps for seconds in step.values())
+NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl": "trl", "unsloth_zoo": "unsloth_zoo"}
 
 
-@pytest.mark.skipif(
-    not find_spec("mlx_lm_lora"),
-    reason="a competitor, no dependency: uv run --with mlx-lm-lora pytest tests/test_bench_step.py",
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(engine, marks=pytest.mark.skipif(not find_spec(needs), reason="a competitor, no dependency"))
+        for engine, needs in {"ours": "mlx", **NEEDS}.items()
+    ],
 )
-@pytest.mark.parametrize("engine", bench_step.ENGINES[1:3])
-def test_the_other_trainer_does_the_same_work(engine):
+def test_every_engine_does_the_work_and_times_every_phase(engine):
     with harness.model_directory("random:2m") as directory:
-        args = bench_step.parse([*TINY, "--engine", engine])
-        steps = bench_step.run_mlx_lm_lora(args, directory, 2)
-    assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
+        steps = step.ENGINES[engine](step.parse([*TINY, "--engine", engine]), directory, 2)
+    assert [set(held) for held in steps] == [{*step.PHASES, "cpu"}] * 2
+    assert all(seconds > 0 for held in steps for seconds in held.values())
 
 
-def needs(engine, flags):
-    return pytest.mark.skipif(
-        not all(map(find_spec, bench_step.PACKAGES[engine])),
-        reason=f"a competitor, no dependency: uv run {flags} pytest tests/test_bench_step.py",
-    )
-
-
-RIVALS = [
-    pytest.param("trl", bench_step.run_trl, marks=needs("trl", "--group trl --with peft")),
-    pytest.param("unsloth_zoo", bench_step.run_unsloth_zoo, marks=needs("unsloth_zoo", "--with unsloth-zoo")),
-]
-
-
-@pytest.mark.parametrize(("engine", "run"), RIVALS)
-def test_another_trainer_of_groups_does_the_same_work(engine, run):
-    with harness.model_directory("random:2m") as directory:
-        steps = run(bench_step.parse([*TINY, "--engine", engine]), directory, 2)
-    assert [set(step) for step in steps] == [set(bench_step.PHASES)] * 2
-    assert all(seconds > 0 for step in steps for seconds in step.values())
-
-
-def test_where_an_engine_is_absent_one_line_says_so_and_the_others_run(monkeypatch, capsys):
+def test_a_rival_is_installed_once_with_pinned_packages(tmp_path, monkeypatch):
     ran = []
-
-    def child(args, directory, engine):
-        ran.append(engine)
-        return {"steps": [{"rollout": 1.0, "reward": 0.0, "update": 1.0}], "peak_bytes": 1e6}
-
-    monkeypatch.setattr(bench_step, "child", child)
-    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name in ("trl", "torch", "unsloth_zoo") else name)
-    bench_step.main([*TINY, "--engines", "ours", "trl", "unsloth_zoo"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("trl is left out, without trl, torch: uv run --group trl") and ran == ["ours"]
-    assert lines[1].startswith("unsloth_zoo is left out, without unsloth_zoo: uv run --with unsloth-zoo")
-    assert set(json.loads(lines[-1])["engines"]) == {"ours"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "gwen" / "rivals" / "trl==1.16.0").mkdir(parents=True)
+    monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command))
+    python = [step.interpreter("trl") for _ in range(2)]
+    assert python == [str(tmp_path / "gwen" / "rivals" / "trl==1.16.0" / "bin" / "python")] * 2
+    assert len(ran) == 2 and ran[1][-3:] == ["trl==1.16.0", "peft==0.21.2", "torch==2.15.0"]
 
 
 def test_the_reward_differs_within_every_group():
     for size in range(2, 20):
-        assert len({bench_step.reward_of(place) for place in range(size)}) > 1
+        args = step.parse(["--batch", "3", "--groups", str(size)])
+        assert len(harness.rewards(args)) == 3 * size and len(set(harness.rewards(args)[:size])) > 1
 
 
 def test_medians_are_taken_over_all_processes():
-    args = bench_step.parse(["--engines", "ours", "--batch", "1", "--groups", "2", "--max-tokens", "5"])
-    steps = [{"rollout": 1.0, "reward": 0.0, "update": seconds} for seconds in (1.0, 3.0, 8.0)]
+    steps = [{"cpu": 9.0, "rollout": 1.0, "reward": 0.0, "update": seconds} for seconds in (1.0, 3.0, 8.0)]
     records = [{"steps": steps[:2], "peak_bytes": 5e6}, {"steps": steps[2:], "peak_bytes": 9e6}]
-    entry = bench_step.summary(args, records)
+    entry = step.medians(records, 10)
     assert (entry["step_s"], entry["update_s"], entry["min_s"], entry["max_s"]) == (4.0, 3.0, 2.0, 9.0)
-    assert (entry["tok_s"], entry["peak_mb"]) == (2.5, 9.0)
+    assert (entry["tok_s"], entry["peak_mb"], entry["cpu_s"]) == (2.5, 9.0, 9.0)
+
+
+def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
+    args, ran = step.parse(["--rounds", "2", "--engines", "ours", "trl"]), []
+
+    class Done:
+        returncode, stdout, stderr = 0, '{"steps": []}', "warning\nlast line"
+
+    monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or Done)
+    monkeypatch.setattr(step, "interpreter", lambda engine: f"python-{engine}")
+    step.in_processes(args, "DIR")
+    assert [command[0] for command in ran] == [f"python-{name}" for name in ("ours", "trl", "trl", "ours")]
+    assert ran[0][1:9] == "-m bench.step --engine ours --model DIR --batch 4".split()
+    Done.returncode = 3
+    with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):
+        step.in_processes(args, "DIR")
 
 
 @pytest.mark.parametrize(
@@ -105,15 +89,6 @@ def test_medians_are_taken_over_all_processes():
 )
 def test_a_mistake_is_answered_in_one_line(flags, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        bench_step.main(flags)
+        step.main(flags)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_missing_competitor_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
-    monkeypatch.setattr(bench_step, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        bench_step.main([])
-    assert ended.value.code == 2
-    assert "uv run --with mlx-lm-lora bench_step.py" in capsys.readouterr().err

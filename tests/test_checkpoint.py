@@ -2,17 +2,19 @@
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from conftest import message_of
 from mlx.utils import tree_flatten
 
-import checkpoint
 import gwen
 import lora
+from disk import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def save(run, model, step, keep=3, **changes):
     """Saves the state of a step, of which the model holds the masters."""
     saved = state(model, step)._replace(**changes)
     model.load_weights(list(saved.trainable.items()), strict=False)
-    checkpoint.save(run, saved, model, base="tiny", keep=keep)
+    checkpoint.save(run, saved, lambda to: lora.save_adapter(model, to, "tiny"), keep=keep)
     return saved
 
 
@@ -61,8 +63,8 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     whole = gwen.load_model(checkpoints["qwen3"], mx.float16)
     masters = {name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())}
     whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
-    saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {})
-    checkpoint.save(tmp_path, saved, whole, base="tiny", keep=3)
+    saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None})
+    checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"), keep=3)
     assert same(checkpoint.load(tmp_path), saved)
     assert mx.array_equal(
         gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.path_of(tmp_path, 1)).norm.weight,
@@ -79,7 +81,7 @@ def test_the_newest_is_loaded_and_as_many_are_kept_as_asked(tmp_path, model, kee
 
 
 def test_saving_a_step_again_replaces_it(tmp_path, model):
-    save(tmp_path, model, 5, extra={"old": 1})
+    save(tmp_path, model, 5, extra={"loss_scale": {"value": 1.0}, "best_step": 5})
     save(tmp_path, model, 5)
     assert same(checkpoint.load(tmp_path), state(model, 5))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
@@ -106,6 +108,76 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, model, capsy
         tensors.unlink()
     assert same(checkpoint.load(tmp_path), state(model, 1))
     assert "step-000002 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_draws": -1},
+        {"num_draws": 2.0},
+        {"failures": True},
+        {"rate": 0.0},
+        {"rate": 1},
+        {"best_step": "2"},
+        {"loss_scale": {"value": 0.5}},
+        {"loss_scale": 1.0},
+        {"judge": {"chunk_size": 0}},
+        {"rollout_batch_size": 2**40},
+    ],
+)
+def test_a_small_value_of_another_type_or_range_is_damage_though_the_checksum_is_right(tmp_path, model, capsys, extra):
+    for step in (1, 2):
+        save(tmp_path, model, step, **({"extra": state(model, step).extra | extra} if step == 2 else {}))
+    assert same(checkpoint.load(tmp_path), state(model, 1))
+    assert "step-000002 is damaged" in capsys.readouterr().err
+
+
+def test_each_digit_of_a_record_counts(tmp_path, model, capsys):
+    save(tmp_path, model, 1)
+    save(tmp_path, model, 2)
+    path = tmp_path / "checkpoints" / "step-000002" / "state.json"
+    text = path.read_text()
+    for place in [place for place, letter in enumerate(text) if letter.isdecimal()]:
+        path.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
+        assert checkpoint.load(tmp_path).step == 1
+    path.write_text(text)
+    assert checkpoint.load(tmp_path).step == 2
+
+
+def test_a_checkpoint_in_another_one_s_place_is_damage(tmp_path, model, capsys):
+    for step in (1, 2, 3):
+        save(tmp_path, model, step)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000003")
+    shutil.copytree(tmp_path / "checkpoints" / "step-000001", tmp_path / "checkpoints" / "step-000003")
+    assert same(checkpoint.load(tmp_path), state(model, 2))
+    assert "checkpoint step-000003 is damaged (it is of step 1)" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_earlier_version_is_named_in_one_line(tmp_path, model, capsys):
+    for step in (1, 2):
+        save(tmp_path, model, step)
+    record = {"step": 2, "sha256": dict.fromkeys(checkpoint.TENSORS, "0" * 64), "extra": {}}
+    (tmp_path / "checkpoints" / "step-000002" / "state.json").write_text(json.dumps(record))
+    said = message_of(checkpoint.load, tmp_path)
+    assert "step-000002 was saved by an earlier version of Gwen; start over with: uv run train.py --config" in said
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_whose_weights_differ_by_one_bit_has_another_digest(checkpoints):
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        model = gwen.load_model(checkpoints["qwen3"], dtype)
+        before = checkpoint.digest_of_model(model)
+        assert before == checkpoint.digest_of_model(gwen.load_model(checkpoints["qwen3"], dtype))
+        weight = model.layers[1].mlp.down_proj.weight
+        words = mx.view(weight, mx.uint32 if dtype == mx.float32 else mx.uint16)
+        words[3, 5] = words[3, 5] ^ 1
+        model.layers[1].mlp.down_proj.weight = mx.view(words, dtype)
+        assert checkpoint.digest_of_model(model) != before
+
+
+def test_a_digest_of_what_has_an_address_is_the_same_wherever_it_lies():
+    assert checkpoint.digest({"picture": object()}) == checkpoint.digest({"picture": object()})
+    assert checkpoint.digest({"a": 1}, "b") != checkpoint.digest({"a": 1, "b": 1}) != checkpoint.digest({"a": 2}, "b")
 
 
 def test_nothing_to_load_is_said_in_one_line(tmp_path):

@@ -10,9 +10,9 @@ from extras import needs
 from small_run import SMALL, make_config
 
 import train
-from problems import curriculum, procedural
-from problems.curriculum import PRIOR, Epochs, Memory
 from problems.examples import epoch_indices
+from tasks import curriculum, rg
+from tasks.curriculum import PRIOR, Epochs, Memory
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
 IDS = [[n] for n in range(40)]
@@ -46,7 +46,7 @@ def test_without_memory_prompts_come_in_epochs():
     prompts = curriculum.make(config, SimpleNamespace(problems=None, train=PROMPTS), IDS, None)
     assert type(prompts) is Epochs and prompts.figures() == {} and prompts.state() == {}
     for number in (0, 7, 30):
-        indices = epoch_indices(40, 3, number, config.seed)
+        indices = epoch_indices(40, 3, number, config.sampling.seed)
         assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
 
 
@@ -121,8 +121,8 @@ def records(path):
 def resumed_equals_whole(tmp_path, flags):
     """Whether four steps leave the same completions and weights as two, an end, and two more."""
     flags = [*SMALL, *flags, "--eval-every", "0", "--save-every", "1"]
-    train.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--lr-schedule", "constant"])
-    train.main([*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--lr-schedule", "constant"])
+    train.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--warmup-steps", "99"])
+    train.main([*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--warmup-steps", "99"])
     train.main(["--resume", str(tmp_path / "broken"), "--steps", "4"])
     whole, broken = (tmp_path / name for name in ("whole", "broken"))
     assert records(whole / "rollouts.jsonl") == records(broken / "rollouts.jsonl")
@@ -147,7 +147,7 @@ def test_a_run_with_a_memory_is_repeated_exactly_by_one_that_stopped(tmp_path):
 @pytest.mark.slow
 def test_a_run_without_end_is_repeated_exactly_and_raises_the_level(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(curriculum, "WINDOW", 4)
-    monkeypatch.setattr(procedural.Problems, "score", lambda self, completions, **_: [1.0] * len(completions))
+    monkeypatch.setattr(rg.Problems, "score", lambda self, completions, **_: [1.0] * len(completions))
     (tmp_path / "sizes.yaml").write_text("held_out: 4\nraise_level_at: 0.9\nchain_sum:\n  level: 1\n")
     flags = ["--task", "rg:chain_sum,lcm", "--task-config", str(tmp_path / "sizes.yaml")]
     metrics, rollouts = resumed_equals_whole(tmp_path, flags)

@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 
 import gwen
-import tasks
 from demo import audit, make
 from judging import rubrics
+from problems.rewards import numbers_in
+from tasks import demo as sums
 
 ASKED = "What is twenty-seven plus fifteen?"
 READ = [  # answer, whether its last number is the sum, whether it is right
@@ -38,19 +39,19 @@ READ = [  # answer, whether its last number is the sum, whether it is right
 def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(answer, ends_right, right):
     reading = audit.read(ASKED, answer)
     assert (reading.ends_right, reading.right) == (ends_right, right)
-    assert tasks.demo_correct([ASKED], [answer], ["forty-two"]) == [right]
+    assert sums.correct([ASKED], [answer], ["forty-two"]) == [right]
 
 
 def test_the_audits_reader_forgives_a_stammer_and_the_verifier_does_not():
     answer = "Twenty-seven plus fifteen is is forty-two."
     assert audit.read(ASKED, answer).right
-    assert tasks.demo_correct([ASKED], [answer], ["forty-two"]) == [0]
+    assert sums.correct([ASKED], [answer], ["forty-two"]) == [0]
 
 
 def test_what_the_verifier_calls_right_the_audit_does_too_and_they_differ_on_one_answer_in_fifty_at_most():
     rng, scores, read = random.Random(0), [], []
     for _ in range(3000):
-        problem = tasks.demo_problem(*make.draw_pair(rng), rng.randrange(3))
+        problem = sums.problem(*make.draw_pair(rng), rng.randrange(3))
         answer, _ = make.honest_answer(rng, problem)
         scores.append(make.true_scores(problem, answer))
         read.append(audit.read(problem["prompt"], answer).scores)
@@ -63,11 +64,11 @@ def test_the_judge_learns_from_every_score_and_from_right_totals_of_wrong_sums()
     rng = random.Random(1)
     scores, hacks = [Counter(), Counter(), Counter()], 0
     for _ in range(2000):
-        problem = tasks.demo_problem(*make.draw_pair(rng), rng.randrange(3))
+        problem = sums.problem(*make.draw_pair(rng), rng.randrange(3))
         answer, true = make.honest_answer(rng, problem)
         for counter, score in zip(scores, true, strict=True):
             counter[score] += 1
-        hacks += true[0] == 1 and tasks.numbers_in(answer)[-1:] == tasks.numbers_in(problem["answer"])
+        hacks += true[0] == 1 and numbers_in(answer)[-1:] == numbers_in(problem["answer"])
     assert min(scores[0][1], scores[0][5], scores[2][1], scores[2][5]) > 600
     assert min(scores[1][score] for score in (1, 3, 5)) > 300 and hacks > 400
 
@@ -76,7 +77,7 @@ def test_the_judge_marks_each_number_where_it_ends():
     _, tokenizer = gwen.load("demo")
     rubric = rubrics.load_rubric(audit.RUBRIC)
     lessons = make.Lessons(tokenizer, rubric, 0, make.STAGES[1])
-    problem = tasks.demo_problem(27, 15, 0)
+    problem = sums.problem(27, 15, 0)
     marks = lessons.marks(problem, "Twenty-seven plus twenty is 42.")
     prompt = lessons.judge_prompts(problem["prompt"], "Twenty-seven plus twenty is 42.")[0]
     assert [tokenizer.decode(prompt[place]) for place in marks] == ["-seven", " twenty", "2"]

@@ -1,7 +1,6 @@
 """The second bundled model: its recipe's lessons, how it is found, its format, and what it knows at first."""
 
 import json
-import pickle
 import random
 import re
 
@@ -10,13 +9,13 @@ from conftest import message_of
 from extras import needs
 from small_run import resolve
 
-import hub
 import train
 from config import Config
-from problems import procedural
-from problems.procedural import parse_mix
+from disk import hub
 from reporting import page
 from run import Run
+from tasks import rg
+from tasks.rg import parse_mix
 
 gym = needs("reasoning_gym", "tasks")
 SIZES = "data/demo_rg.yaml"
@@ -75,31 +74,31 @@ def test_the_words_that_are_shown_are_those_with_the_letter_each_with_the_count_
 
 @gym
 def test_a_reply_ends_with_the_answer_that_the_scorer_takes_whether_it_shows_working_or_not(recipe):
-    ask = procedural.make_answerer(parse_mix(recipe.TASK, SIZES).settings, {})
+    score = rg.make_scorer(parse_mix(recipe.TASK, SIZES).settings, {})
     for name in NAMES:
         for entry in lessons(recipe, name, 5):
             for working in {False, name in recipe.SHOW}:
                 text = recipe.reply(entry, working)
-                assert ask(("score", name, pickle.dumps(entry), procedural.extract(text))) == 1
-                assert procedural.answered_once([text]) == [1] and text.startswith("<answer>") != working
+                assert score((name, rg.packed(entry), rg.extract(text))) == 1
+                assert rg.answered_once([text]) == [1] and text.startswith("<answer>") != working
 
 
 @gym
 def test_no_lesson_has_a_held_out_prompt_or_the_number_of_a_problem_of_a_run(recipe):
     mix = parse_mix(recipe.TASK, SIZES)
-    assert mix.num_held_out <= recipe.HELD_OUT and recipe.FIRST > procedural.FIRST * (procedural.SEEDS + 1)
+    assert mix.num_held_out <= recipe.HELD_OUT and recipe.FIRST > rg.FIRST * (rg.SEEDS + 1)
     for name in NAMES:
         asked = {entry["question"] for entry in lessons(recipe, name, 2000)}
-        ask = procedural.make_answerer({name: mix.settings[name]}, {})
-        assert not asked & {ask(("make", name, None, number))[0] for number in range(mix.num_held_out)}
+        make = rg.make_maker({name: mix.settings[name]}, {})
+        assert not asked & {make((name, None, number))[0] for number in range(mix.num_held_out)}
 
 
 # ---- how it is found
 
 
 def test_it_is_found_by_name_and_so_is_its_tokenizer_for_a_run_s_page():
-    assert hub.find("demo:rg") == page.local_model("demo:rg") == hub.BUNDLED["demo:rg"]
-    assert hub.find("demo") == page.local_model("demo") == page.local_model("random:2m") == hub.DEMO
+    assert hub.find("demo:rg") == page.tokenizer_file("demo:rg").parent == hub.BUNDLED["demo:rg"]
+    assert hub.find("demo") == page.tokenizer_file("demo").parent == page.tokenizer_file("random:2m").parent == hub.DEMO
     assert message_of(hub.find, "demo:gr").startswith("--model demo:gr: no such directory")
 
 
@@ -107,11 +106,11 @@ def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
     config, line = resolve({"model": "demo:rg"}, None, None)
     assert line == "model: demo:rg, as asked; task: rg:chain_sum,leg_counting"
     other, _ = resolve({"model": "demo:rg", "task": "rg:spell_backward", "steps": 3}, None, None)
-    assert (other.task, other.steps, other.learning_rate) == ("rg:spell_backward", 3, config.learning_rate)
-    assert other.task_config == config.task_config == SIZES
+    assert (other.task, other.steps, other.learning_rate) == ("rg:spell_backward", 3, config.optimizer.learning_rate)
+    assert other.task_config == config.data.task_config == SIZES
     larger, _ = resolve({"model": "random:2m", "task": "rg:spell_backward"}, None, None)
-    assert (larger.learning_rate, larger.task_config) == (Config().learning_rate, "")
-    assert resolve({"model": "demo"}, None, None)[0].task == "demo"
+    assert (larger.optimizer.learning_rate, larger.data.task_config) == (Config.of().optimizer.learning_rate, "")
+    assert resolve({"model": "demo"}, None, None)[0].data.task == "demo"
 
 
 def test_its_files_are_small_and_its_tokenizer_reads_every_text_letter_by_letter():
@@ -133,11 +132,11 @@ def test_its_files_are_small_and_its_tokenizer_reads_every_text_letter_by_letter
 def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
     mix = parse_mix("rg:chain_sum", SIZES)
     assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
-    procedural.make_answerer(mix.settings, mix.levels, mix.unused)
+    rg.make_maker(mix.settings, mix.levels, mix.unused)
     for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
         (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
         mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
-        message = message_of(procedural.make_answerer, mix.settings, mix.levels, mix.unused)
+        message = message_of(rg.make_maker, mix.settings, mix.levels, mix.unused)
         assert message == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
 
 
@@ -152,6 +151,6 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4
     assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1
     texts = [json.loads(line)["completion"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert sum(procedural.answered_once(texts)) > 0.95 * len(texts)
+    assert sum(rg.answered_once(texts)) > 0.95 * len(texts)
     shown = [not text.startswith("<answer>") for text in texts]
     assert sum(shown[:64]) < 0.7 * 64 and sum(shown[-64:]) > 0.8 * 64

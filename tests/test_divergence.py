@@ -4,8 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from layers import lm_head
-from losses import divergence
+from layers import divergence, lm_head
 
 RNG = np.random.default_rng(0)
 BETAS = (0, 0.3, 0.5, 1)

@@ -1,18 +1,29 @@
-"""The pages: the reference agrees with the code, links lead somewhere, the README stays short."""
+"""The pages: the reference agrees with the code, links, flags and files exist, the README stays short."""
 
-import dataclasses
+import ast
+import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
 from small_run import make_run
+from test_layout import FILES, parse
 
 import train
-from docs import picture, reference
+from config import SETTINGS
+from docs import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name == "pyproject.toml"]
+# What uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp and Chromium understand.
+FOREIGN_FLAGS = set(
+    "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
+    "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --outfile --dump-dom".split()
+)
+FOREIGN_FILES = {"FILE.py", "mine.py", "last_number.py", "convert_hf_to_gguf.py"}  # a user's, and llama.cpp's
 
 
 def records(path):
@@ -39,8 +50,7 @@ def test_the_reference_is_up_to_date():
 
 def test_the_reference_has_every_flag():
     page = reference.page()
-    names = [field.name.replace("_", "-") for field in dataclasses.fields(reference.Config)]
-    assert [name for name in names if f"| `--{name}` |" not in page] == []
+    assert [key for key in SETTINGS if f"| `--{key.replace('_', '-')}` |" not in page] == []
 
 
 def test_a_key_that_nobody_explained_is_found():
@@ -61,6 +71,52 @@ def test_every_metric_of_a_run_has_a_meaning(tmp_path):
     assert without_meaning(evaluations[-1], reference.EVALUATION_METRICS) == []
 
 
+@functools.cache
+def known_flags():
+    """Every flag of every command: the settings' stand in the reference, the rest in calls of `add_argument`."""
+    calls = (node for path in FILES if path.suffix == ".py" for node in ast.walk(parse(path)))
+    return set(re.findall(r"^\| `(--[a-z-]+)", reference.page(), re.M)) | {
+        flag.value
+        for call in calls
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+        for flag in call.args
+        if isinstance(flag, ast.Constant)
+    }
+
+
+def prose(path):
+    """A page, or what a module says in docstrings, helps and errors; of a test its docstrings alone."""
+    if path.suffix != ".py":
+        return path.read_text(encoding="utf-8")
+    nodes = list(ast.walk(parse(path)))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    if "tests" in path.parts:
+        return "\n".join(ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def missing(text):
+    """The flags and files that a text names and nobody has; `COMMIT:path` and `COMMIT:--flag` name what is gone."""
+    text = re.sub(r"\b(COMMIT|[0-9a-f]{7}):[\w./-]+|\.\./", "", text)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
+    known = known_flags() | FOREIGN_FLAGS
+    unknown = {flag for flag in flags if flag not in known and flag.replace("--no-", "--") not in known}
+    names = [path.relative_to(ROOT).as_posix() for path in FILES]
+    folders = "|".join(sorted({name.split("/")[0] for name in names if "/" in name} - {"docs"}))
+    files = set(re.findall(rf"[\w./-]*\w\.py\b|\b(?:{folders})/[\w./-]*\w\.\w+", text)) - FOREIGN_FILES
+    return sorted(unknown | {file for file in files if not any(f"/{name}".endswith(f"/{file}") for name in names)})
+
+
+def test_a_flag_or_file_that_does_not_exist_is_found():
+    said = "`--no-refill`, `tests/test_none.py` and `old.py`; not `--no-share`, `grpo.py`, `1234567:old.py`"
+    assert missing(said) == ["--no-refill", "old.py", "tests/test_none.py"]
+
+
+def test_every_flag_and_file_that_a_text_names_exists():
+    found = [f"{path.relative_to(ROOT)}: {word}" for path in TEXTS for word in missing(prose(path))]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_link_between_pages_leads_somewhere(path):
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):
@@ -74,14 +130,3 @@ def test_every_link_between_pages_leads_somewhere(path):
 
 def test_the_readme_fits_on_a_few_screens():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def test_the_picture_gives_an_evaluation_the_seconds_of_the_steps_before_it(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "step/s": {n}.0}}\n' for n in (1, 2, 3, 4)))
-    evaluations = [
-        {"step": 0, "eval/accuracy": 0.25},
-        {"step": 2, "eval/accuracy": 0.5},
-        {"step": 4, "eval/accuracy": 1},
-    ]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evaluations))
-    assert picture.curve(tmp_path) == ([0, 2, 4], [0.0, 3.0, 10.0], [25.0, 50.0, 100.0])

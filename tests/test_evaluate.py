@@ -11,17 +11,20 @@ import pytest
 from small_run import make_config
 
 import evaluate
-import gpu
 import gwen
 import judge
 import lora
-import run_files
 import sampler
 import tasks
 import train
+from disk import run_files
 from judging import rubrics
+from machine import gpu
+from problems import chat_template
 from problems.examples import spread
 from reporting import console
+from tasks import demo as sums
+from tasks import values
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,8 @@ def test_one_sample_a_problem_makes_accuracy_pass_at_1_and_mean_at_k_the_same(de
     assert record["eval/accuracy"] == np.mean([detail["values"][0] for detail in details])
     for detail in details:
         asked = {"prompts": [detail["prompt"]], "answer": [detail["answer"]]}
-        assert detail["values"] == tasks.demo_correct(completions=detail["completions"], **asked)
-        assert [detail["greedy_value"]] == tasks.demo_correct(completions=[detail["greedy"]], **asked)
+        assert detail["values"] == sums.correct(completions=detail["completions"], **asked)
+        assert [detail["greedy_value"]] == sums.correct(completions=[detail["greedy"]], **asked)
 
 
 def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):
@@ -71,7 +74,7 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
     problems = [held_out[place * len(held_out) // 24] for place in range(24)]  # spread over all of them
     assert [(d["prompt"], d["answer"]) for d in details] == [(p["prompt"], p["answer"]) for p in problems]
     params = sampler.SamplingParams(12, eos_ids=model.config.eos_ids)
-    prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems]
+    prompts = [chat_template.chat_ids(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
         rollout = sampler.rollout(
             model, prompts, params._replace(temperature=temperature), group_size=group_size, key=evaluate.KEY
@@ -162,7 +165,7 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     params = params._replace(samples=2, temperature=0.8)
     record, _ = evaluate.evaluate(model, tokenizer, task, params, reference=model)
     problems = spread(task.held_out, 12)
-    prompts = [tasks.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
+    prompts = [chat_template.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
     rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=evaluate.KEY)
     terms, entropies = [], []
@@ -240,7 +243,7 @@ def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
 
 
 def test_the_bundled_witness_has_the_same_range_as_the_rubric_and_a_reversed_criterion_for_each_virtue():
-    rubric, witness = (rubrics.load_rubric(path) for path in (tasks.VALUES.rubric, tasks.VALUES.witness))
+    rubric, witness = (rubrics.load_rubric(path) for path in (values.VALUES.rubric, values.VALUES.witness))
     assert sum(c.weight for c in rubric.criteria) == sum(c.weight for c in witness.criteria) == 3
     assert [c.reverse for c in witness.criteria] == [False, True] * 3
     assert not {c.name for c in rubric.criteria} & {c.name for c in witness.criteria}
@@ -267,8 +270,9 @@ def runs(tmp_path_factory):
     own += f" --eval-rubric {root}/witness.yaml"
     train.main([*SMALL, *own.split(), "--run-dir", str(root / "own")])
     # at 1 the demo says two words to everything that is no sum, and its scores of them are unreadable
-    hot = "--task values --temp 3 --judge-min-mass 0.001"
-    train.main([*SMALL, *hot.split(), "--run-dir", str(root / "values")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rubrics, "MIN_MASS", 0.001)
+        train.main([*SMALL, "--task", "values", "--temp", "3", "--run-dir", str(root / "values")])
     train.main([*SMALL, "--steps", "1", "--run-dir", str(root / "demo")])
     train.main(["--resume", str(root / "demo"), "--steps", "2"])
     return root
@@ -338,7 +342,7 @@ def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
 def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
     (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
-    run = train.Run.__new__(train.Run)
+    run = train.GrpoRun.__new__(train.GrpoRun)
     run.config, run.dir, run.step, run.task = make_config(), tmp_path, 3, tasks.load("demo")
     run.judge = run.witness = None
     run.open()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from problems import examples
-from tasks import prompt_text
+from problems.examples import prompt_text
 
 # ---- data files
 

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-import gpu
 import gwen
-import hub
+from disk import hub
 from kv_cache import KVCache, TreeCache
 from layers import attention, ops
+from machine import gpu
 
 RNG = np.random.default_rng(0)
 TOKENS = mx.array(RNG.integers(0, 320, (3, 12)).astype(np.int32))
@@ -683,10 +683,10 @@ def pair_of(name, low, high):
         ({}, {"fine_tune_type": "dora"}, "fine_tune_type 'dora' is not supported"),
         ({"model.norm": mx.zeros(48)}, {"fine_tune_type": "full"}, "model.norm .* is not a tensor of this model"),
         ({"model.norm.weight": mx.zeros(47)}, {"fine_tune_type": "full"}, "is not a tensor of this model"),
-        (lora_tensors(), {"fine_tune_type": "lora"}, "no lora_parameters with a scale"),
-        (lora_tensors(), {"lora_parameters": {"scale": "2"}}, "no lora_parameters with a scale"),
+        (lora_tensors(), {"fine_tune_type": "lora"}, "no lora_parameters with rank and scale"),
+        (lora_tensors(), {"lora_parameters": {"scale": 2}}, "has rank None and scale 2; they must be"),
         *[
-            (pair_of(*pair), {"lora_parameters": {"scale": 1}}, said)
+            (pair_of(*pair), {"lora_parameters": {"rank": 3, "scale": 1}}, said)
             for pair, said in [
                 (("model.layers.7.mlp.x", (48, 3), None), "has no two matrices of one rank"),
                 (("model.layers.7.mlp.x", (48, 3), (3, 128)), "is not a projection of this model"),

@@ -127,7 +127,7 @@ def lines(path):
 def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--lr-schedule", "constant"]
+    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--warmup-steps", "99"]
     train.main([*flags, "--steps", "8", "--run-dir", str(whole)])
     shown = capsys.readouterr()
     (warned,) = lines(whole / "warnings.jsonl")

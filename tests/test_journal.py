@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
-import run_files
 from config import Config
+from disk import run_files
 from flags import fail
+from machine import gpu
 from reporting import journal
 
 
@@ -70,7 +70,7 @@ def test_the_same_phase_twice_adds_up(clock):
 
 def test_an_evaluation_whose_record_a_crash_tore_is_due_again(tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4, "eval/accu')
-    config = Config(steps=4, eval_every=4)
+    config = Config.of(steps=4, eval_every=4)
     found = run_files.JsonLines(tmp_path / "eval.jsonl").read()
     assert found == [{"step": 0}]
     assert [journal.evaluation_is_due(config, step, found) for step in (0, 3, 4)] == [False, False, True]
@@ -111,5 +111,4 @@ def test_of_a_step_so_many_tokens_are_recorded_in_whole_completions():
 
 
 def test_what_is_recorded_for_shading_takes_at_most_2_mb_in_100_steps():
-    tokens = Config().record_tokens
-    assert 100 * 2 * len(journal.packed(np.zeros(tokens))) <= 2e6
+    assert 100 * 2 * len(journal.packed(np.zeros(journal.RECORDED_TOKENS))) <= 2e6

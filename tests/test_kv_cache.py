@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kv_cache import CHUNK, KVCache, LayerCache, SlotCache, TreeCache, round_up
+from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, TreeCache, round_up
 
 RNG = np.random.default_rng(0)
 
@@ -31,7 +31,7 @@ def test_what_was_written_is_read_back_in_order(steps):
     for length in steps:
         keys.append(entries(2, length))
         values.append(entries(2, length))
-        all_keys, all_values = layer.update(keys[-1], values[-1])
+        ((all_keys, all_values),) = layer.update(keys[-1], values[-1])
         assert mx.array_equal(all_keys, mx.concatenate(keys, axis=2))
         assert mx.array_equal(all_values, mx.concatenate(values, axis=2))
     assert layer.length == sum(steps)
@@ -48,7 +48,7 @@ def test_a_cache_with_room_never_grows():
 def test_a_view_that_is_held_keeps_its_values_when_the_buffer_is_written_in_place():
     layer = LayerCache()
     first = entries(2, 3)
-    view, _ = layer.update(first, entries(2, 3))
+    ((view, _),) = layer.update(first, entries(2, 3))
     for _ in range(3):
         layer.update(entries(2, 1), entries(2, 1))
     mx.eval(layer.keys)
@@ -60,8 +60,8 @@ def test_a_graph_of_many_steps_reads_the_same_as_steps_evaluated_one_by_one():
     sums_lazy, sums_eager = [], []
     for _ in range(CHUNK + 3):
         step = entries(2, 1)
-        sums_lazy.append(lazy.update(step, -step)[0].sum((1, 2, 3)))
-        total = eager.update(step, -step)[0].sum((1, 2, 3))
+        sums_lazy.append(lazy.update(step, -step)[0][0].sum((1, 2, 3)))
+        total = eager.update(step, -step)[0][0].sum((1, 2, 3))
         mx.eval(total)
         sums_eager.append(total)
     assert mx.array_equal(mx.stack(sums_lazy), mx.stack(sums_eager))
@@ -83,13 +83,13 @@ def test_a_decode_step_writes_in_place():
 
 def test_without_padding_one_token_needs_no_mask_and_more_are_causal():
     cache = filled()
-    assert cache.mask(1) is None and cache.mask(2) == "causal"
+    assert cache.layout(1) == Layout([Group()]) and cache.layout(2) == CAUSAL
     assert cache.offsets(3).tolist() == [5, 5, 5]
 
 
 def test_with_padding_a_token_sees_the_real_tokens_before_it_and_a_pad_sees_itself():
     cache = KVCache(1, pad=mx.array([0, 2, 3], dtype=mx.int32))
-    mask = np.array(cache.mask(4))
+    mask = np.array(cache.layout(4).groups[0].mask)
     assert mask.shape == (3, 1, 4, 4) and mask.dtype == bool
     for row, pad in enumerate([0, 2, 3]):
         for query in range(4):
@@ -97,7 +97,7 @@ def test_with_padding_a_token_sees_the_real_tokens_before_it_and_a_pad_sees_itse
             assert set(np.flatnonzero(mask[row, 0, query])) == seen
     assert cache.offsets(3).tolist() == [0, -2, -3]
     cache.layers[0].update(entries(3, 4), entries(3, 4))
-    step = np.array(cache.mask(1))
+    step = np.array(cache.layout(1).groups[0].mask)
     assert step.shape == (3, 1, 1, 5)
     assert step[:, 0, 0].tolist() == [[True] * 5, [False] * 2 + [True] * 3, [False] * 3 + [True] * 2]
     assert cache.offsets(3).tolist() == [4, 2, 1]
@@ -173,7 +173,7 @@ def test_a_cache_that_was_advanced_stands_where_so_many_steps_would_have_put_it(
     assert advanced.offsets(2).tolist() == stepped.offsets(2).tolist() == [35, 35]
     new = entries(2, 1)
     held = [cache.layers[0].update(new, -new) for cache in (stepped, advanced)]
-    own = [parts[1] if share else parts for parts in held]
+    own = [parts[-1] for parts in held]
     for left, right in zip(*own, strict=True):
         assert left.shape[2] == (31 if share else 36)
         assert mx.array_equal(left, right)

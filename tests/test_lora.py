@@ -10,11 +10,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
-import adapters
-import checkpoint
 import gwen
-import hub
 import lora
+from disk import adapters, hub
 
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
 
@@ -125,7 +123,7 @@ def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(t
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
 def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):
     model = adapted(checkpoints[family], targets=targets)
-    ours, out = dict(tree_flatten(model.trainable_parameters())), lora.masters(lora.adapter_weights(model))
+    ours, out = dict(tree_flatten(model.trainable_parameters())), adapters.masters(lora.adapter_weights(model))
     assert sorted(ours) == list(out)
     assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)
 
@@ -134,7 +132,7 @@ def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoint
 def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp_path, targets):
     for index, directory in enumerate((tiny_qwen3, tiny_qwen2)):
         model = adapted(directory, targets=targets)
-        checkpoint.save_adapter(model, tmp_path / str(index), "tiny")
+        lora.save_adapter(model, tmp_path / str(index), "tiny")
         peer, _ = mlx_lm_load_model(directory)
         load_adapters(peer, str(tmp_path / str(index)))
         np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
@@ -142,7 +140,7 @@ def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp
 
 def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tmp_path):
     model = adapted(tiny_qwen3)
-    checkpoint.save_adapter(model, tmp_path, "tiny")
+    lora.save_adapter(model, tmp_path, "tiny")
     merged = gwen.load_model(tiny_qwen3, adapter=tmp_path)
     np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
 
@@ -150,7 +148,7 @@ def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tm
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("down_proj",)])
 def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(tiny_qwen3, tmp_path, targets):
     model = adapted(tiny_qwen3, targets=targets)
-    checkpoint.save_adapter(model, tmp_path, "tiny")
+    lora.save_adapter(model, tmp_path, "tiny")
     again = gwen.load_model(tiny_qwen3)
     base = again(TOKENS)
     lora.attach(again, tmp_path)
@@ -160,7 +158,7 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(t
 
 
 def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(tiny_qwen3, tmp_path):
-    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
+    lora.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
     weights = dict(mx.load(str(tmp_path / "adapters.safetensors")))
     weights = {name: w for name, w in weights.items() if "k_proj" not in name and "up_proj" not in name}
     for index, name in enumerate(sorted(name for name in weights if name.endswith("lora_a"))):
@@ -175,7 +173,7 @@ def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_me
 def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
     model = gwen.load_model(tiny_qwen3)
     model.norm.weight = model.norm.weight * 1.5
-    checkpoint.save_adapter(model, tmp_path, "tiny")
+    lora.save_adapter(model, tmp_path, "tiny")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["fine_tune_type"] == "full"
     peer, _ = mlx_lm_load_model(tiny_qwen3)
     load_adapters(peer, str(tmp_path))
@@ -187,14 +185,14 @@ def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
 def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_qwen3, tmp_path):
     model = adapted(tiny_qwen3)
     for name in ("one", "two"):
-        checkpoint.save_adapter(model, tmp_path / name, "tiny")
+        lora.save_adapter(model, tmp_path / name, "tiny")
     for file in ("adapters.safetensors", "adapter_config.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
 
 
 def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_qwen3, tmp_path):
-    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path / "run" / "adapter", str(tiny_qwen3))
+    lora.save_adapter(adapted(tiny_qwen3), tmp_path / "run" / "adapter", str(tiny_qwen3))
     adapter = tmp_path / "run" / "adapter"
     assert adapters.find(tmp_path / "run") == adapters.find(str(adapter)) == adapter
     assert gwen.choose_model(None, tmp_path / "run") == (str(tiny_qwen3), "which the adapter was trained on")
@@ -212,7 +210,7 @@ def test_an_unknown_target_is_refused_by_name(tiny_qwen3):
 
 @pytest.mark.parametrize("damage", ["missing", "config", "tensors", "shape", "kind"])
 def test_a_damaged_adapter_is_refused_in_one_line(tiny_qwen3, tmp_path, damage):
-    checkpoint.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
+    lora.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     if damage == "missing":
         (tmp_path / "adapters.safetensors").unlink()
@@ -243,7 +241,7 @@ def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
 @pytest.mark.parametrize(("rank", "scale"), [(4, 3.0), (7, 3.0), (4, 1.5)])
 def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_training(tiny_qwen3, tmp_path, rank, scale):
     theirs = adapted(tiny_qwen3)
-    checkpoint.save_adapter(theirs, tmp_path, str(tiny_qwen3))
+    lora.save_adapter(theirs, tmp_path, str(tiny_qwen3))
     model = begun(tiny_qwen3, tmp_path, rank, scale)
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(theirs(TOKENS)), atol=1e-5)
     assert (rank, scale) != (4, 3.0) or mx.array_equal(model(TOKENS), theirs(TOKENS))

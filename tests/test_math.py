@@ -1,20 +1,19 @@
-"""Answers that are formulas: a table read by math-verify and by our reader; 300 answers meant to hang or fool them."""
+"""Answers that are formulas, answers that are none, and 300 that are meant to hang or fool their readers."""
 
 import json
 import random
 import time
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 from conftest import message_of
-from extras import needs
 from test_tasks import HOSTILE, SCORED
 
 import tasks
 from problems import rewards
 from problems.workers import Answer
-
-library = needs("math_verify", "tasks")
+from tasks import gsm8k
 
 FORMULAS = [  # what stands in the box, the right answer, whether it is right
     (r"\frac{1}{2}", "0.5", True),
@@ -135,26 +134,100 @@ FORMULAS = [  # what stands in the box, the right answer, whether it is right
 ]
 
 
-@library
+NO_ANSWERS = r"""
+The answer is 40, 41, or 42. | The answer is 42 or 43. | The answer is 42, 43, or 44.
+The answer is between 42 and 43. | 41, 42 | 42, 43 | 42 or 41 | It could be 41 or 42. | It could be 42 or 41.
+The possible answers are 41 and 42. | \boxed{41, 42} | \boxed{42 \text{ or } 43} | \boxed{not 42} | \boxed{\neq 42}
+\boxed{42?} | 1 2 3 4 5 6 7 8 9 10 40 41 42 | The answer is not 42. | The answer isn't 42.
+The answer is definitely not 42. | The answer can't be 42. | 42 is wrong. | 42 is not the answer.
+The answer 42 is wrong. | It is anything but 42. | I doubt that it is 42. | We can rule out 42.
+It is impossible that the answer is 42. | It is false that the answer is 42. | Nobody would say 42. | No, it's not 42!
+I'm sorry, but I can't help with that. 42 | I cannot answer this. The number is 42. | I am unable to say 42.
+What is 42? | Could the answer be 42? | What is 40 + 2? 42? | 40 + 2 | 6*7 | \boxed{6 \times 7} | 6 x 7
+\boxed{84/2 + 0} | The answer is 43. Not 42. | 42? No, 43. | The answer is 43, not 42.
+The answer is 43 rather than 42. | <think>42</think>43 | <think>42</think> | <think>The answer is 42.
+<answer>42</answer><answer>43</answer> | 142 | 421 | 4.2 | 42.5 | -42 | 0.42 | x42 | 42x | 4 2 | 42e1 | 42! | 42^2
+42/5 | 420 | 42 million | minus 42 | The answer is 42\pi | The answer is $\sqrt{42}$. | The answer is \sqrt{42} meters
+\boxed{} | #### | Answer: | The answer is | \geq 42 | \boxed{42\\43} | <answer>41, 42</answer>
+<answer>40 or 42</answer>
+"""
+ANSWERS = r"""
+42 | 42. | **42** | $42$ | $$42$$ | \(42\) | (42) | +42 | 42.0 | 042 | forty-two | The answer is forty-two. | x = 42
+The answer is 42! | **Answer:** 42 | The final answer is **42**. | Final Answer: \(\boxed{42}\) | So the total is $42.
+So she has 42 apples left. | Therefore, 6 * 7 = 42. | Thus $x=42$. | The answer is $6 \times 7 = 42$.
+The product is **42**. | <think>41?</think>42 | <think>hm</think> <answer>42</answer> | He has 42 apples and no pears.
+The answer is 42, not 43. | 42 dollars | \boxed{42} Let me know if you have 3 more questions!
+The answer is 42. Do you have another question? | \boxed{\text{42 apples}} | 84/2 | \frac{84}{2} | \boxed{\sqrt{1764}}
+4.2e1 | 4.2 \times 10^1 | That makes 42 in all. | Let's see. 6 and 7. The answer must be 42.
+The answer is 42 because 6*7 = 42. | The answer is 42 (forty-two). | The answer is approximately 42. | = 42
+Hence 42. | She did not sell any. So 42 remain. | The answer isn't 41. The answer is 42.
+"""
+WORDS = [  # the right answer, what is said, whether it is right
+    ("yes", "Yes.", True),
+    ("Yes", "no", False),
+    ("Paris", "The capital is paris.", True),
+    ("Paris", "It is not Paris.", False),
+    ("Paris", "Paris or Rome", False),
+    ("silent", "listen", False),
+    ("A", "The answer is (a).", True),
+    ("A", "The answer is A or B.", False),
+    ("false", "The answer is false.", True),
+    ("5 meters", "5", True),
+    ("5 meters", "5 feet", False),
+    ("-5", "- 5", True),
+    ("5", "negative 5", False),
+    ("1/3", "0.333333", True),
+    ("sixteen", "16", True),
+    ("sixteen", "It could be fifteen, sixteen or seventeen.", False),
+    ("3", "The answer is $\\frac{\\sqrt{3}}{2}$.", False),
+    ("1", "The answer is x+1.", False),
+    ("[1, 2)", "(1,2]", False),
+    ("\\boxed{42}", "42", True),
+    ("The answer is 42.", "42", True),
+    ("42", "<answer>42</answer>, since 6 * 7", True),
+    (None, "None", False),
+]
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """math-verify without its workers, which have tests of their own."""
+    check = rewards.make_math_checker()
+    monkeypatch.setattr(rewards, "_math_pool", lambda: Here(check))
+
+
+class Here(NamedTuple):
+    check: Callable
+
+    def ask(self, pairs):
+        return [Answer(self.check(pair)) for pair in pairs]
+
+
+def test_a_guess_a_denial_a_question_and_a_sum_left_undone_state_no_answer(in_process):
+    texts = [text for line in NO_ANSWERS.strip().splitlines() for text in line.split(" | ")]
+    told = rewards.math_correct(completions=texts, answer=["42"] * len(texts))
+    assert not [text for text, value in zip(texts, told, strict=True) if value]
+
+
+def test_an_answer_counts_in_the_words_that_people_use(in_process):
+    texts = [text for line in ANSWERS.strip().splitlines() for text in line.split(" | ")]
+    told = rewards.math_correct(completions=texts, answer=["42"] * len(texts))
+    assert not [text for text, value in zip(texts, told, strict=True) if not value]
+
+
+@pytest.mark.parametrize(("right", "said", "is_right"), WORDS)
+def test_words_and_units_are_compared_as_such(in_process, right, said, is_right):
+    assert rewards.math_correct(completions=[said], answer=[right]) == [is_right]
+
+
 @pytest.mark.slow
-def test_a_table_of_200_answers_is_read_right_and_the_readers_agree_on_most_of_it(capsys, monkeypatch):
-    check = rewards.make_math_checker()  # here: workers are tested below
-    here = SimpleNamespace(ask=lambda pairs: [Answer(check(pair)) for pair in pairs])
-    monkeypatch.setattr(rewards, "_math_pool", lambda: here)
+def test_a_table_of_200_answers_is_read_right(in_process):
     table = [(f"So it is \\boxed{{{said}}}.", gold, right) for said, gold, right in FORMULAS]
+    table += [(said, gold, right) for said, gold, right in FORMULAS]
     table += [(text, gold, right) for text, gold, right in SCORED if len(text) < 1000]
-    assert len(table) >= 200
-    completions, golds, rights = (list(column) for column in zip(*table, strict=True))
-    both = rewards.math_correct(completions=completions, answer=golds)
-    wrong = [(row[:2], found) for row, found, right in zip(table, both, rights, strict=True) if found != right]
-    ours = tasks.gsm8k_correct(completions=completions, answer=golds)
-    pairs = [(gold, rewards.extract_answer(text) or "") for text, gold, _ in table]
-    theirs = [answer.value is True for answer in rewards._math_pool().ask(pairs)]
-    agree = sum(bool(a) == b for a, b in zip(ours, theirs, strict=True))
-    alone = [sum(bool(a) == right for a, right in zip(found, rights, strict=True)) for found in (ours, theirs)]
-    with capsys.disabled():
-        print(f"\n{len(table)} answers, read by ours {alone[0]}, by math-verify {alone[1]}, by both alike {agree}")
-    assert not wrong and alone[0] > 150 and alone[1] > 190 and agree > 140
+    completions, golds, _ = (list(column) for column in zip(*table, strict=True))
+    told = rewards.math_correct(completions=completions, answer=golds)
+    assert not [row for row, found in zip(table, told, strict=True) if found != row[2]]
 
 
 def hostile_answers() -> list[str]:
@@ -200,7 +273,6 @@ def hostile_answers() -> list[str]:
     return found
 
 
-@library
 @pytest.mark.slow
 def test_300_hostile_answers_end_within_the_limit_and_none_is_right(monkeypatch):
     monkeypatch.setattr(rewards, "MATH_LIMIT", 1.0)
@@ -209,13 +281,12 @@ def test_300_hostile_answers_end_within_the_limit_and_none_is_right(monkeypatch)
     assert len(texts) > 300
     for text in texts:
         begin = time.process_time()
-        assert tasks.gsm8k_correct(completions=[text], answer=["42"]) == [0]
+        assert rewards._read_plainly("42", rewards.extract_answer(text)) is not True
         assert time.process_time() - begin < 2, "100,000 characters"
     assert rewards.math_correct(completions=texts, answer=["42"] * len(texts)) == [0] * len(texts)
     rewards._math_pool.cache_clear()
 
 
-@library
 def test_the_limit_holds_in_a_thread_too():
     from concurrent.futures import ThreadPoolExecutor
 
@@ -232,31 +303,14 @@ def write(path, rows):
     return str(path)
 
 
-@library
 def test_math_reads_problems_with_an_answer_or_with_a_boxed_solution(tmp_path):
     rows = [{"problem": f"{n}?", "answer": f"\\frac{{{n}}}{{3}}", "split": "train"} for n in range(3)]
     rows.append({"problem": "last?", "solution": "We get \\boxed{1}, no, \\boxed{\\frac{2}{4}}.", "split": "test"})
     task = tasks.load("math", data=write(tmp_path / "math.jsonl", rows))
     assert [example["answer"] for example in task.held_out] == [r"\frac{2}{4}"] and task.metric == "accuracy"
-    assert task.train[0]["system"] == tasks.GSM8K_SYSTEM
+    assert task.train[0]["system"] == gsm8k.SYSTEM
     asked = {"answer": [task.held_out[0]["answer"]] * 2}
     assert task.verifier(completions=["\\boxed{0.5}", "\\boxed{0.6}"], **asked) == [1, 0]
     path = write(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])
     assert "line 1: no answer" in message_of(tasks.load, "math", data=path)
     assert "--data FILE.jsonl" in message_of(tasks.load, "math")
-
-
-@library
-def test_gsm8k_is_verified_by_both_readers_where_the_library_is_installed(tmp_path):
-    rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(20)]
-    task = tasks.load("gsm8k", data=write(tmp_path / "gsm8k.jsonl", rows))
-    assert task.verifier is rewards.math_correct and task.rewards["correct"] is rewards.math_correct
-
-
-def test_without_the_library_mathematics_says_how_to_install_it_and_gsm8k_reads_numbers(monkeypatch, tmp_path):
-    monkeypatch.setattr(tasks, "has_math_verify", lambda: False)
-    monkeypatch.setattr(rewards, "has_math_verify", lambda: False)
-    assert "uv run --extra tasks" in message_of(tasks.load, "math")
-    assert "uv run --extra tasks" in message_of(rewards.load_reward, "math_verify")
-    rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(20)]
-    assert tasks.load("gsm8k", data=write(tmp_path / "gsm8k.jsonl", rows)).verifier is tasks.gsm8k_correct

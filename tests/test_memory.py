@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
+from machine import gpu
 
 
 def test_the_machines_memory_is_what_the_kernel_reports():
@@ -15,10 +15,11 @@ def test_the_machines_memory_is_what_the_kernel_reports():
     assert gpu.memory_size() == pytest.approx(kilobytes * 1024, rel=0.01)
 
 
-@pytest.mark.parametrize("key", ["max_recommended_working_set_size", "memory_size", "total_memory"])
-def test_the_memory_of_a_gpu_is_what_its_backend_calls_it(key, monkeypatch):
+def test_the_memory_of_a_gpu_is_what_macos_recommends(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(mx, "device_info", lambda: {key: 12 << 30, "device_name": "some"})
+    monkeypatch.setattr(
+        mx, "device_info", lambda: {"max_recommended_working_set_size": 12 << 30, "device_name": "some"}
+    )
     assert gpu.memory_size() == 12 << 30
     held = mx.zeros((1 << 20,))
     mx.eval(held)
@@ -39,7 +40,6 @@ def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
     [
         "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBuffer...)",
         "[metal::malloc] Attempting to allocate 34359738368 bytes which is greater than the maximum",
-        "cudaMallocAsync(&data, size, stream) failed: out of memory",
         "[malloc_or_wait] Unable to allocate 99999999999 bytes.",
         "std::bad_alloc",
     ],

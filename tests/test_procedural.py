@@ -2,18 +2,20 @@
 
 import contextlib
 import json
-import pickle
+import os
 
 import pytest
 from conftest import message_of
 from extras import needs
+from hostile import ANSWERS, PLANTED
 from test_tasks import Template
 
-import tasks
-from problems import procedural
+from problems import chat_template
 from problems.examples import prompt_key
-from problems.procedural import Mix, Problems, extract, parse_mix
+from problems.rewards import numbers_in
 from problems.workers import Answer, Pool
+from tasks import rg
+from tasks.rg import Mix, Problems, extract, parse_mix
 
 gym = needs("reasoning_gym", "tasks")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -32,13 +34,16 @@ def mix(*names, settings=None, levels=None, bound=None, num=8):
 
 @pytest.fixture(scope="module")
 def every():
-    """A worker that makes and scores all data sets, and their names."""
-    listed = Pool("problems.procedural:make_describer", (), num=1, limit=60.0, sealed=True)
+    """Workers that make and score all data sets, and their names."""
+    listed = Pool("tasks.rg:make_describer", (), num=1, limit=60.0, quiet=True)
     names = listed.ask([("names",)])[0].value
     listed.close()
-    pool = Pool("problems.procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
-    yield names, lambda *question: pool.ask([question], procedural.MAKING)[0]
-    pool.close()
+    settings = {name: {} for name in names}
+    makers = Pool("tasks.rg:make_maker", (settings, {}), num=1, limit=rg.MAKING, quiet=True)
+    scorers = Pool("tasks.rg:make_scorer", (settings, {}), num=1, limit=1.0, sealed=True)
+    yield names, lambda *question: makers.ask([question])[0].value, scorers.ask
+    makers.close()
+    scorers.close()
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def here(monkeypatch):
 
     class Here:
         def __init__(self, target, arguments, **_):
-            self.answer = getattr(procedural, target.partition(":")[2])(*arguments)
+            self.answer = getattr(rg, target.partition(":")[2])(*arguments)
 
         def ask(self, questions, limit=None):
             return [Answer(self.answer(question)) for question in questions]
@@ -55,7 +60,7 @@ def here(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(procedural, "Pool", Here)
+    monkeypatch.setattr(rg, "Pool", Here)
 
 
 # ---- every data set
@@ -64,36 +69,50 @@ def here(monkeypatch):
 @gym
 @pytest.mark.slow
 def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_less(every):
-    names, ask = every
+    names, make, score = every
     assert len(names) >= 105
     for name in names:
-        made = [ask("make", name, None, number).value for number in range(2 if name in SLOW else 4)]
+        made = [make(name, None, number) for number in range(2 if name in SLOW else 4)]
         prompt, answer, entry = made[0]
-        assert len(tasks.chat_ids(Template(), prompt, system=procedural.SYSTEM)) > len(prompt), name
-        held = pickle_of(entry) if name in IN_THE_ENTRY else None
-        gold = IN_THE_ENTRY[name](held) if held else answer
-        if name not in NO_GOLD:
-            reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
-            assert ask("score", name, entry, extract(reply)).value == 1, name
-        others = [other for _, other, _ in made if other not in (None, gold)]
-        for wrong in ("", "wrong", "-17", *others[:1]):
-            assert (ask("score", name, entry, wrong).value or 0) < 1, f"{name}: {wrong!r} is no answer to {prompt!r}"
-
-
-def pickle_of(entry):
-    return pickle.loads(entry)  # of reasoning-gym's own types, which `gym` has seen to be installed
+        assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
+        gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
+        reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
+        wrong = ["", "wrong", "-17", "nan", *[other for _, other, _ in made if other not in (None, gold)][:1]]
+        told = score([(name, entry, text) for text in (extract(reply), *wrong)])
+        assert name in NO_GOLD or told[0].value == 1, name
+        assert all((answer.value or 0) < 1 for answer in told[1:]), f"{name}: one of {wrong} is no answer to {prompt!r}"
+        assert not any(answer.broken for answer in told), f"{name} needs what the seal refuses"
 
 
 @gym
 @pytest.mark.slow
 def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
-    names, ask = every
-    before = {name: ask("make", name, None, 600).value for name in names}
-    again = Pool("problems.procedural:make_answerer", ({name: {} for name in names}, {}), num=1, limit=5.0, sealed=True)
-    questions = [("make", name, None, 600) for name in reversed(names)]
-    for question, answer in zip(questions, again.ask(questions, procedural.MAKING), strict=True):
-        assert before[question[1]][:2] == answer.value[:2], question
+    names, make, _ = every
+    before = {name: make(name, None, 600) for name in names}
+    again = Pool("tasks.rg:make_maker", ({name: {} for name in names}, {}), num=1, limit=60.0, quiet=True)
+    questions = [(name, None, 600) for name in reversed(names)]
+    for question, answer in zip(questions, again.ask(questions), strict=True):
+        assert before[question[0]] == answer.value, question
     again.close()
+
+
+@gym
+@pytest.mark.slow
+def test_no_scorer_runs_believes_or_waits_for_any_of_200_hostile_answers(every):
+    names, make, score = every
+    score([(names[0], make(names[0], None, 0)[2], "")])  # so that a worker is there
+    for name in names:
+        (_, gold, entry), *others = (make(name, None, number) for number in range(2 if name in SLOW else 4))
+        wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{gold}!"]
+        wrong += [str(other) for _, other, _ in others if other not in (None, gold)]
+        honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
+        honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
+        texts = [text for text in ANSWERS if text.lower() != str(gold).lower()]
+        told = score([(name, entry, text) for text in texts])
+        assert not any(answer.broken for answer in told), name
+        for text, answer in zip(texts, told, strict=True):
+            assert rg.earned(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
+    assert not os.path.exists(PLANTED), "an answer was run"
 
 
 @gym
@@ -103,76 +122,24 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
         ("coin_flip", "0.3125", ["0.3125", "0.31251"], ["0", "0.3", "0.31250000 heads", "31.25%"]),
         ("game_of_life_halting", "True", ["True", "true"], ["False", "wrong", "True or False", "T"]),
         ("puzzle24", "1*3*5 + 9", ["9 + 3*5*1", "1*(3*5) + 9"], ["10*(8 - 5) - 6", "1*3*5 + 10", "4*8 - 6 - 2", "24"]),
+        ("complex_arithmetic", "-15.0 + 3.0i", ["-15+3i", "-15.0 + 3.0i"], ["nan", "nan + nani", "-nan", "NaNj"]),
+        ("number_sorting", "['67.1', '61.8', '-81.7']", ["[67.1, 61.8, -81.7]"], ["[NaN, NaN, NaN]", "['nan']*3"]),
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
-    ask = procedural.make_answerer({name: {}}, {})
-    made = [ask(("make", name, None, number)) for number in range(1 if name == "puzzle24" else 12)]
+    make, score = rg.make_maker({name: {}}, {}), rg.make_scorer({name: {}}, {})
+    made = [make((name, None, number)) for number in range(1 if name == "puzzle24" else 12)]
     entry = next(entry for _, gold, entry in made if gold == answer)
-    assert [ask(("score", name, entry, text)) for text in right] == [1] * len(right)
+    assert [score((name, entry, text)) for text in right] == [1] * len(right)
     for text in wrong:
         with contextlib.suppress(ValueError):  # of which a worker makes 0
-            assert ask(("score", name, entry, text)) < 1
-
-
-def test_answers_that_are_run_are_told_from_programs():
-    for text in [
-        "(1 + 2)*3/4",
-        "x**3/3 - 2*sin(x)*exp(3*x) + C",
-        "[[0, 1], [1, 0]]",
-        "['A', 'B']",
-        "18*x**2 + 5*x**3",
-        "2^3",
-    ]:
-        assert not procedural.is_program(text), text
-    for text in [*HOSTILE[:9], "10**10000", "2^(10^8)", "'a'.join", "9" * 5000]:
-        assert procedural.is_program(text), text
-
-
-HOSTILE = [  # answers that some scorer would run, or never finish with
-    "__import__('os').system('touch {path}')",
-    "open('{path}', 'w').write('x')",
-    "exec(chr(111)*9)",
-    "[open('{path}', 'w')]",
-    "().__class__.__bases__[0].__subclasses__()",
-    "(lambda: 1)()",
-    "[print][0]('x')",
-    "9**9**9**9",
-    "10**(10**10)",
-    "'a'*10**11",
-    "[1]*10**11",
-    "[x for x in iter(int, 1)]",
-    "(" * 5000 + "1" + ")" * 5000,
-    "[" * 5000 + "]" * 5000,
-    "{{" * 5000,
-    "-" * 10_000 + "1",
-    "1+" * 20_000 + "1",
-    "9" * 100_000,
-    "x" * 100_000,
-    "R" * 20 + "9" * 12,  # a move of a cube, repeated
-    "\0\ud800\u202e",
-    "A+999999999999",
-    "nan",
-    "inf",
-    "True or True",
-    "<answer>",
-]
+            assert score((name, entry, text)) < 1
 
 
 @gym
-@pytest.mark.slow
-def test_no_scorer_takes_hostile_text_for_right_nor_does_what_it_says(every, tmp_path):
-    names, ask = every
-    chosen = [(name, ask("make", name, None, 0).value[2]) for name in {*procedural.RUNS_ANSWERS, *names[::13]}]
-    pool = Pool(
-        "problems.procedural:make_answerer", ({name: {} for name, _ in chosen}, {}), num=1, limit=1.0, sealed=True
-    )
-    path = tmp_path / "planted"
-    texts = [text.replace("{path}", str(path)) for text in HOSTILE]
-    answers = pool.ask([("score", name, entry, text) for name, entry in chosen for text in texts])
-    pool.close()
-    right = [(chosen[n // len(texts)][0], texts[n % len(texts)][:40]) for n, a in enumerate(answers) if a.value == 1]
-    assert not right and not path.exists()
+def test_what_a_scorer_gives_that_is_no_share_of_1_earns_nothing():
+    given = [0.5, 1, 0, 2, -1, float("nan"), float("inf"), "1", None, [1], 10**400]
+    assert [rg.earned(Answer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
 
 
 # ---- a mix of them
@@ -192,7 +159,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     assert abs(counts["chain_sum"] - 300) <= 3
     assert {example["level"] for example in examples} == {2, None}
     assert {example["level"] for example in made.held_out} == {1, None}
-    numbers = {n for e in examples if e["category"] == "lcm" for n in tasks.numbers_in(e["prompt"])}
+    numbers = {n for e in examples if e["category"] == "lcm" for n in numbers_in(e["prompt"])}
     assert numbers <= {7, 8, 9}
     assert made.make([5], 0, {}) == made.make([5], 0, {}) != made.make([5], 1, {})
     first = examples[0]
@@ -207,7 +174,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
 def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_seen(capsys):
     from small_run import make_config
 
-    from problems.curriculum import Endless
+    from tasks.curriculum import Endless
 
     problems = Problems(mix("tower_of_hanoi", settings={"tower_of_hanoi": {"max_disks": 4, "max_pegs": 3}}, num=3))
     config = make_config("--batch", "4")
@@ -231,7 +198,7 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 def test_what_a_step_drew_is_drawn_again_where_the_step_was_lost():
     from small_run import make_config
 
-    from problems.curriculum import Endless
+    from tasks.curriculum import Endless
 
     problems = Problems(mix("lcm", num=4))
 
@@ -261,7 +228,7 @@ def test_tags_are_read_and_counted():
         "</answer><answer>",
     ]
     assert [extract(text) for text in texts] == ["4", "5", None, None, None]
-    assert procedural.answered_once(completions=texts) == [1, 0, 0, 0, 0]
+    assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
     assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None
 
 
@@ -317,13 +284,13 @@ def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, set
 def test_without_the_library_the_command_that_installs_it_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "uv run --extra tasks" in message_of(Problems, mix("lcm"))
-    assert "uv run --extra tasks" in message_of(next, procedural.listing())
+    assert "uv run --extra tasks" in message_of(next, rg.listing())
 
 
 @gym
 @pytest.mark.usefixtures("here")
 def test_the_list_tells_name_example_and_what_is_taken():
-    told = list(procedural.listing(["lcm", "boxnet"]))
+    told = list(rg.listing(["lcm", "boxnet"]))
     assert "rg:lcm (4 levels)" in told[0] and "asks: Find the Least Common Multiple" in told[0]
     assert "answer: '" in told[0] and "this answer exactly" in told[0]
     assert "many answers are right" in told[1] and "what its rules allow" in told[1]

@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import gpu
 import gwen
 from judging import prompt_tree
+from machine import gpu
 
 
 @pytest.fixture(scope="module")

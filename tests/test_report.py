@@ -17,9 +17,9 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-import hub
 import report
 import train
+from disk import hub
 from reporting import charts, history, page
 
 HOSTILE = (
@@ -199,12 +199,18 @@ def test_a_character_of_several_tokens_is_one_piece(run):
 
 def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
     drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run)])}
-    shown = drawn["Reward"]["series"][0]["shown"]
-    assert shown == {"x": [1, 2, 3, 4], "s": [1.6, 3.2, 4.8, 6.4], "y": [0.1, 0.2, 0.3, 0.4]}
-    assert drawn["Held-out"]["series"][0]["shown"]["y"] == [0.25, 0.75]
+    shown = drawn["Reward"]["series"][0]
+    assert (shown["x"], shown["s"], shown["y"]) == ([1, 2, 3, 4], [1.6, 3.2, 4.8, 6.4], [0.1, 0.2, 0.3, 0.4])
+    assert drawn["Held-out"]["series"][0]["y"] == [0.25, 0.75]
     assert [series["label"] for series in drawn["Reward by component"]["series"]] == ["correct"]
     assert [series["label"] for series in drawn["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
     assert [mark["step"] for mark in drawn["Entropy"]["marks"]] == [3]
+
+
+def test_the_axis_of_an_accuracy_ends_at_one(run):
+    write_lines(run / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.97)])
+    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run)])}
+    assert drawn["Held-out"]["y_ticks"][-1][1] == "1"
 
 
 def test_several_runs_stand_over_each_other(run):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, normalizers
 
-import hub
+from disk import hub
 from judging import rubrics
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import run_files
 from config import Config, as_yaml
+from disk import run_files
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from config import Config, as_yaml
     ids=["grpo", "sft", "distill"],
 )
 def test_a_model_card_says_how_it_was_trained_and_from_where_to_where(tmp_path, settings, said):
-    (tmp_path / "config.yaml").write_text(as_yaml(Config(model="demo", task="demo", **settings)))
+    (tmp_path / "config.yaml").write_text(as_yaml(Config.of(model="demo", task="demo", **settings)))
     (tmp_path / "env.json").write_text(json.dumps({"versions": {"mlx": "1"}, "machine": "a laptop", "commit": None}))
     figures = [
         {"step": step, "eval/accuracy": step / 40, "eval/accuracy_ci95": 0.05, "eval/num": 9} for step in (0, 20)

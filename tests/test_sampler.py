@@ -10,11 +10,11 @@ from conftest import assert_drawn_from
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
-import dispatch
-import gpu
 import gwen
 import sampler
 from layers import attention, lm_head, softmax
+from machine import gpu
+from step import dispatch
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)
@@ -355,12 +355,13 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(model, monkeypatch):
 
 def test_one_token_decode_of_equal_lengths_uses_no_mask(model, monkeypatch):
     layouts = []
-    original = attention.tree_attention
+    original = attention.attend
     monkeypatch.setattr(
-        attention, "tree_attention", lambda q, parts, layout: layouts.append(layout) or original(q, parts, layout)
+        attention, "attend", lambda q, parts, layout: layouts.append(layout) or original(q, parts, layout)
     )
     roll(model, prompts=[[1, 2, 4], [5, 6, 7]], max_tokens=3, share_prefix=True)
-    assert layouts and all(field is None for layout in layouts for group in layout.groups for field in group)
+    steps = [layout for layout in layouts if len(layout.groups) == 2]
+    assert steps and all(field is None for layout in steps for group in layout.groups for field in group)
 
 
 def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import hub
+from disk import hub
 from judging import rubrics
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")

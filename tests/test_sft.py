@@ -16,24 +16,23 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
 from test_docs import always_there, without_meaning
 
-import checkpoint
 import evaluate
 import gwen
-import hub
 import report
-import run_files
-import tasks
 import train
 import update
-from bench import harness
-from bench import sft as bench_sft
-from config import Config, given, parse
+from config import Config, Sizes, given, parse
+from disk import checkpoint, hub, run_files
 from docs import reference
-from losses import sft
-from problems import chat_template, chats
-from problems.chats import Row
+from problems import chat_template
 from reporting import page
+from sft import chats
+from sft import tuning as sft
+from sft.chats import Row
+from step import policy
+from tasks import demo as sums
 
+SIZES = Sizes(1, "off", 1024, 0)
 TALK = [
     {"role": "user", "content": "What is one and two?"},
     {"role": "assistant", "content": "It is three."},
@@ -85,7 +84,7 @@ def trained(tokenizer, row):
 
 def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(tokenizer):
     (row,) = render(tokenizer, {"prompt": "What is one and two?", "completion": "It is three."})
-    prompt = tasks.chat_ids(tokenizer, "What is one and two?")
+    prompt = chat_template.chat_ids(tokenizer, "What is one and two?")
     assert row.ids[: row.places[0]] == prompt and row.places == list(range(len(prompt), len(row.ids)))
     assert trained(tokenizer, row) == ["It is three.<|im_end|>"]
 
@@ -113,7 +112,7 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
     rows = render(rewriting, {"messages": TALK})
     assert [trained(rewriting, row) for row in rows] == [["It is three.<|im_end|>"], ["Four.<|im_end|>"]]
     for row, messages in zip(rows, (TALK[:1], TALK[:3]), strict=True):
-        assert row.ids[: row.places[0]] == tasks.chat_ids(rewriting, messages)
+        assert row.ids[: row.places[0]] == chat_template.chat_ids(rewriting, messages)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +158,12 @@ def oracle(logits, rows):
 def test_the_gradient_of_the_loss_alone_is_that_of_its_formula_in_float64():
     rows, rng = random_rows(320), np.random.default_rng(0)
     states, head = rng.normal(size=(6, 20, 32)), rng.normal(0, 0.3, (320, 32))
-    config, batches = Config(loss_type="sft"), sft.make_batches(rows, 10_000)
+    reader, batches = policy.Reader(Config.of(loss_type="sft"), SIZES), sft.make_batches(rows, 10_000)
     order = np.array(batches[0].rows)
 
     def loss(hidden):
         stub = SimpleNamespace(layers=[], head_weight=mx.array(head, mx.float32), hidden=lambda *_, **__: hidden)
-        return sft.CrossEntropy(config, count(rows))(stub, batches[0]).loss
+        return reader.share(stub, batches[0], policy.Targets(6, count(rows))).loss
 
     width = batches[0].tokens.shape[1]
     value, ours = mx.value_and_grad(loss)(mx.array(states[order, :width], mx.float32))
@@ -196,12 +195,12 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 
     expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
     right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
-    model, config = gwen.load_model(checkpoints[name]), Config(loss_type="sft", lora_rank=0)
-    learner = update.Learner(model, config)
+    model, config = gwen.load_model(checkpoints[name]), Config.of(loss_type="sft", lora_rank=0)
+    learner = update.Learner(model, config, policy.Reader(config, SIZES))
     for budget in (1, 40, 10_000):
         batches = sft.make_batches(rows, budget)
         assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
-        grads, _, measured = update.gradient(learner, batches, sft.CrossEntropy(config, count(rows)))
+        grads, _, measured = update.gradient(learner, batches, policy.Targets(6, count(rows)))
         assert measured["loss"] == pytest.approx(right, rel=1e-5)
         ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
         assert set(ours) == set(expected)
@@ -213,7 +212,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = sft.evaluate(model, Config(loss_type="sft", train_token_budget=40), conversations)
+    record = sft.evaluate(model, policy.Reader(Config.of(loss_type="sft"), SIZES), conversations, 40)
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)
@@ -249,8 +248,8 @@ def test_what_only_sft_has_needs_it_and_it_needs_data(flags):
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
     config, _ = resolve(given(parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl"])))
-    assert (config.max_tokens, config.judge_chunk_size) == (Config.max_tokens, Config.judge_chunk_size)
-    assert config.learning_rate == 0.004  # the recipe's
+    assert (config.sampling.max_tokens, config.judge.chunk_size) == (256, 24)
+    assert config.optimizer.learning_rate == 0.004  # the recipe's
 
 
 # ---- runs
@@ -260,7 +259,7 @@ def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkey
 def data(tmp_path_factory):
     """Forty sums with their right answers."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    examples = tasks.demo_examples(held_out=False, num=40)
+    examples = sums.examples(held_out=False, num=40)
     lines = [json.dumps({"prompt": one["prompt"], "completion": one["answer"]}) for one in examples]
     path.write_text("\n".join(lines))
     return path
@@ -317,7 +316,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(finished, tmp_p
 @pytest.mark.slow
 def test_early_stopping_ends_a_run_whose_held_out_loss_stays_up_and_keeps_the_best(data, tmp_path, capsys):
     flags = ("--steps", 9, "--eval-every", 1, "--early-stopping", 2, "--learning-rate", 1, "--warmup-steps", 0)
-    directory = tune(data, tmp_path / "run", *flags, "--lr-schedule", "constant")
+    directory = tune(data, tmp_path / "run", *flags)
     evals = records(directory / "eval.jsonl")
     best = min(evals, key=lambda record: record["eval/loss"])["step"]
     assert evals[-1]["step"] == best + 2 == checkpoint.load(directory).step
@@ -354,12 +353,3 @@ def test_a_run_is_evaluated_on_the_problems_of_its_task(finished, capsys):
     evaluate.main(["--run", str(finished), "--limit", "4", "--max-tokens", "12"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 4 and "eval/accuracy" in record
-
-
-@pytest.mark.slow
-def test_both_engines_of_the_benchmark_take_every_step():
-    with harness.model_directory("random:2m") as directory:
-        args = SimpleNamespace(batch=2, tokens=9, lora_rank=4, warmup=1, runs=2)
-        for engine in (bench_sft.run_ours, bench_sft.run_mlx_lm):
-            marks = engine(args, directory)
-            assert len(marks) == 4 and (np.diff(np.array(marks), axis=0) >= 0).all()

@@ -8,13 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from test_sft import count, random_rows
+from test_sft import SIZES, count, random_rows
 
 import gwen
-import hub
 import update
 from config import Config
-from losses import sft
+from disk import hub
+from sft import tuning as sft
+from step import policy
 
 torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")
 
@@ -41,11 +42,11 @@ def test_the_loss_equals_that_of_transformers_in_float64_and_the_gradient_up_to_
         step_of(AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype=dtype, attn_implementation="eager"), rows)
         for dtype in (torch.float64, torch.float32)
     )
-    model, config = gwen.load_model(checkpoints[name], mx.float32), Config(loss_type="sft", lora_rank=0)
+    model, config = gwen.load_model(checkpoints[name], mx.float32), Config.of(loss_type="sft", lora_rank=0)
     batches = sft.make_batches(rows, 40)
     assert len(batches) > 1
-    learner, cross_entropy = update.Learner(model, config), sft.CrossEntropy(config, count(rows))
-    grads, _, measured = update.gradient(learner, batches, cross_entropy)
+    learner = update.Learner(model, config, policy.Reader(config, SIZES))
+    grads, _, measured = update.gradient(learner, batches, policy.Targets(len(rows), count(rows)))
     assert measured["loss"] == pytest.approx(loss, rel=1e-6)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
     assert set(ours) == set(exact)

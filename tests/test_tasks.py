@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasks
-from problems import rewards
-from problems.rewards import extract_answer, parse_number
+from problems import chat_template, rewards
+from problems.rewards import extract_answer, math_correct, numbers_in, read_number
+from tasks import demo as sums
+from tasks import gsm8k
 
 ROOT = Path(tasks.__file__).parent
 fuzz = settings(max_examples=500, deadline=None, derandomize=True)
@@ -48,7 +50,7 @@ def test_no_prompt_is_both_trained_on_and_held_out(name):
 def test_the_demo_holds_out_pairs_of_numbers_and_not_only_wordings():
     task = tasks.load("demo")
     train, held_out = (
-        {tuple(sorted(tasks.numbers_in(example["prompt"]))) for example in side} for side in (task.train, task.held_out)
+        {tuple(sorted(numbers_in(example["prompt"]))) for example in side} for side in (task.train, task.held_out)
     )
     assert (len(task.train), len(task.held_out)) == (2000, 512) and not train & held_out
 
@@ -106,7 +108,7 @@ def test_answers_that_the_demo_cannot_read_give_no_accuracy(tmp_path, answers, m
 
 def test_a_completion_without_a_number_is_never_right():
     completions, answers = ["", "White.", "five", "5"], ["White", "White", 5, "five"]
-    assert tasks.demo_correct(["?"] * 4, completions, answers) == [0, 0, 1, 1]
+    assert sums.correct(["?"] * 4, completions, answers) == [0, 0, 1, 1]
 
 
 ANSWERS = [  # to "What is twenty-seven plus fifteen?", right or not
@@ -150,21 +152,21 @@ ANSWERS = [  # to "What is twenty-seven plus fifteen?", right or not
 @pytest.mark.parametrize(("completion", "right"), ANSWERS, ids=lambda value: repr(value)[:60])
 def test_an_answer_is_right_only_if_everything_that_it_says_is(completion, right):
     asked = {"prompts": ["What is twenty-seven plus fifteen?"], "answer": ["forty-two"]}
-    assert tasks.demo_correct(completions=[completion], **asked) == [float(right)]
+    assert sums.correct(completions=[completion], **asked) == [float(right)]
 
 
 def test_the_problems_own_words_may_stand_in_its_answer():
     prompt = "Ann has twenty-seven apples and gets fifteen more. How many apples is that?"
     for text in ("Ann has forty-two apples.", "Ann has twenty-seven apples and gets fifteen more: 42 apples."):
-        assert tasks.demo_correct([prompt], [text], ["forty-two"]) == [1]
-        assert tasks.demo_correct([[{"role": "user", "content": prompt}]], [text], ["forty-two"]) == [1]
-        assert tasks.demo_correct([prompt], [text.replace("Ann has", "Ann ate")], ["forty-two"]) == [0]
+        assert sums.correct([prompt], [text], ["forty-two"]) == [1]
+        assert sums.correct([[{"role": "user", "content": prompt}]], [text], ["forty-two"]) == [1]
+        assert sums.correct([prompt], [text.replace("Ann has", "Ann ate")], ["forty-two"]) == [0]
 
 
 def test_equal_numbers_of_a_problem_are_both_repeated_or_neither_is():
     asked = {"prompts": ["Add twenty and twenty."], "answer": ["forty"]}
     texts = ["Twenty plus twenty is forty.", "Forty.", "Twenty is forty.", "Twenty plus twenty plus twenty is forty."]
-    assert [tasks.demo_correct(completions=[text], **asked) for text in texts] == [[1], [1], [0], [0]]
+    assert [sums.correct(completions=[text], **asked) for text in texts] == [[1], [1], [0], [0]]
 
 
 # ---- values
@@ -299,7 +301,7 @@ SCORED = [  # completion, reference, whether it is right
     ("\\boxed{\\sqrt{42}}", "42", False),
     ("\\boxed{42\\pi}", "42", False),
     ("\\boxed{2^{10}}", "2", False),
-    ("\\boxed{forty-two}", "42", False),
+    ("\\boxed{forty-two}", "42", True),
     ("\\boxed{042}", "42", True),
     ("\\boxed{NaN}", "42", False),
     ("\\boxed{inf}", "42", False),
@@ -308,13 +310,13 @@ SCORED = [  # completion, reference, whether it is right
     ("\\boxed{1e-999999999}", "0", False),
     ("\\boxed{" + "9" * 100_000 + "}", "9", False),
     ("\\boxed{" * 20_000 + "42" + "}" * 20_000, "42", False),
-    ("\\boxed{" * 20_000 + "42", "42", True),
+    ("\\boxed{" * 20_000 + "42", "42", False),
 ]
 
 
 @pytest.mark.parametrize(("completion", "reference", "right"), SCORED, ids=lambda value: repr(value)[:40])
 def test_the_scorer_reads_answers_in_all_their_clothes(completion, reference, right):
-    assert tasks.gsm8k_correct(completions=[completion], answer=[reference]) == [float(right)]
+    assert math_correct(completions=[completion], answer=[reference]) == [float(right)]
 
 
 REPEATED = ["9", "9,", "1,234", "1 ", "1 1/", "1/", "-", ".5", "e9", " ", "\t \n", "{", "}", "#", "#### ", "$", "\\"]
@@ -338,9 +340,9 @@ HOSTILE = [text * (100_000 // len(text)) for text in REPEATED] + ["\\boxed{\\box
 def test_a_hostile_completion_takes_bounded_time(text):
     """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
     begin = time.process_time()  # seconds of this process, whatever else the machine does
-    tasks.gsm8k_correct(completions=[text], answer=["42"])
+    assert rewards._read_plainly("42", extract_answer(text)) is not True
     rewards.boxed_once(completions=[text])
-    parse_number(text)
+    read_number(text)
     assert time.process_time() - begin < 4
 
 
@@ -350,21 +352,21 @@ def test_a_hostile_completion_takes_bounded_time(text):
 def test_any_text_can_be_scored(text):
     answer = extract_answer(text)
     assert answer is None or (isinstance(answer, str) and answer)
-    tasks.gsm8k_correct(completions=[text], answer=[text])
+    math_correct(completions=[text], answer=[text])
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 99))
 def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
     value = Fraction(f"{whole}.{cents:02}")
     for text in (f"{whole}.{cents:02}", f"{whole:,}.{cents:02}", f"{whole:,}.{cents:02}".replace(",", " ")):
-        assert parse_number(text) == value
-        assert parse_number(extract_answer(f"So we get \\boxed{{{text}}}.")) == value
-        assert parse_number(extract_answer(f"The answer is {text}.")) == value
+        assert read_number(text).value == value
+        assert read_number(extract_answer(f"So we get \\boxed{{{text}}}.")).value == value
+        assert read_number(extract_answer(f"The answer is {text}.")).value == value
 
 
 @pytest.mark.parametrize("text", ["1e101", "1e-101", "1e999999999", "9" * 101, "1/0", "x1.5", "2^10", "3 4", "", "e5"])
 def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
-    assert parse_number(text) is None
+    assert read_number(text) is None
 
 
 def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_path):
@@ -373,8 +375,8 @@ def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = tasks.load("gsm8k", data=str(path))
     example = task.train[0]
-    assert len(task.train) == 27 and len(task.held_out) == 3 and example["system"] == tasks.GSM8K_SYSTEM
-    number = tasks.numbers_in(example["prompt"])[0]
+    assert len(task.train) == 27 and len(task.held_out) == 3 and example["system"] == gsm8k.SYSTEM
+    number = numbers_in(example["prompt"])[0]
     assert example["answer"] == str(2 * number)
     assert task.rewards["correct"](completions=[f"\\boxed{{{2 * number}}}"], answer=[example["answer"]]) == [1.0]
     path.write_text('{"question": "How many?", "answer": "some"}\n')
@@ -424,7 +426,7 @@ class Template:
 
 def test_a_prompt_is_rendered_once_by_the_chat_template():
     def shown(prompt, **options):
-        ids = tasks.chat_ids(Template(), prompt, **options)
+        ids = chat_template.chat_ids(Template(), prompt, **options)
         assert all(type(index) is int for index in ids)
         return "".join(map(chr, ids))
 

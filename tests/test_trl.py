@@ -15,15 +15,13 @@ import numpy as np
 import oracle
 import pytest
 from mlx.utils import tree_flatten
-from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, WIDE, array, ours
+from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOSSES, TRUSTS, WIDE, array, ours
 
-import grpo
 import gwen
-import hub
-import micro_batch
 import sampler
-from config import Config
-from losses import policy
+from config import Config, Sizes
+from disk import hub
+from step import micro_batch, policy
 
 REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -38,7 +36,7 @@ def trainer(case, **settings):
     self = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
         args=SimpleNamespace(
-            delta=settings.get("delta"),
+            delta=None,
             use_bias_correction_kl=settings.get("kl_estimator") == "k3_corrected",
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
@@ -70,7 +68,7 @@ def inputs(case, **settings):
     weights = np.ones_like(case.mask)
     for i, row in enumerate(rows):
         for t in row:
-            weights[i, t] = oracle.trust(case, i, row, t, settings.get("correction", "off"), settings.get("cap", 3.0))
+            weights[i, t] = oracle.trust(case, i, t, settings.get("mismatch", "off"))
     empty = torch.zeros((len(rows), 0), dtype=torch.long)
     named = dict(
         advantages=case.advantages,
@@ -96,12 +94,8 @@ def theirs(case, **settings):
     return loss.item(), new.grad.numpy()
 
 
-KLS = [{}, *({"beta": 0.3, "kl_estimator": name} for name in ("k3", "k3_corrected"))]  # TRL has no others
-TRUSTS = [{}, *({"correction": name, "cap": 1.2} for name in grpo.CORRECTIONS[1:])]
-
-
-@pytest.mark.parametrize("loss", grpo.LOSS_TYPES)
-@pytest.mark.parametrize("level", grpo.LEVELS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("level", LEVELS)
 def test_loss_and_gradient_equal_trl_s(loss, level):
     for case, bounds, kl, trust, fraction in itertools.product(
         (CASE, WIDE, FROZEN_CASE), BOUNDS.get(loss, CLIPS), KLS, TRUSTS, (1.0, 0.4)
@@ -116,7 +110,7 @@ def test_loss_and_gradient_equal_trl_s(loss, level):
 @pytest.mark.parametrize(
     "bounds", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}], ids=str
 )
-@pytest.mark.parametrize("level", grpo.LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_the_gradient_at_a_border_of_the_range_is_twice_trl_s(level, bounds):
     """PyTorch divides a minimum's gradient between equal sides, and its clamp has none there."""
     case, settings = CASE._replace(old=CASE.new), {"loss_type": "dapo", "importance_sampling_level": level} | bounds
@@ -156,24 +150,12 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
         mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
     )
     batches = micro_batch.micro_batches(prompts, rollout, 20)
-    config, objective = Config(temp=0.8, lora_rank=0), grpo.Objective(**flags)
+    reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **flags), Sizes(4, "auto", 20, 0))
+    targets = policy.Targets(4, int(case.mask.sum()), advantages=array(case.advantages))
+    batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
     def loss_of(model):
-        total = 0.0
-        for b in batches:
-            logprobs, _ = policy.completion_logprobs(model, b, config)
-            width = logprobs.shape[1]
-            terms = grpo.token_terms(
-                logprobs,
-                array(case.old)[b.rows, :width],
-                array(case.advantages)[b.rows],
-                b.mask,
-                objective,
-            )
-            total += grpo.aggregate(
-                terms.losses(objective), b.mask, objective, num_rows=4, num_items=int(case.mask.sum())
-            )
-        return total
+        return sum(reader.share(model, batch, targets).loss for batch in batches)
 
     value, grads = nn.value_and_grad(model, loss_of)(model)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)

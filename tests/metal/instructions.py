@@ -14,7 +14,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-import gpu
+from machine import gpu
 from metal import emulator, toolchain
 from metal.program import Program, export
 
@@ -80,8 +80,9 @@ def of_call(kernel: gpu.Kernel, call: Callable[[], Any]) -> list[Loop]:
 
         return launch
 
-    def make(self: gpu.Kernel, _: str) -> Any:
-        return maker(f"gwen_{self.name}", self.inputs, self.outputs, self.source, self.header, self.contiguous)
+    def make(self: gpu.Kernel) -> Any:
+        header, body = self.text
+        return maker(f"gwen_{self.name}", self.inputs, self.outputs, body, header, self.contiguous)
 
     with mock.patch.object(gpu.Kernel, "make", make):
         call()

@@ -1,17 +1,19 @@
 """Loops counted by hand, and those of decode attention."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
-import gpu
 from bench import launches
 from kv_cache import Group, Layout, Parts, make_group
 from layers import attention
+from machine import gpu
 from metal import instructions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiler")]
 
-LOOPS = """
+LOOPS = """kernel void loops() {
     uint i = thread_position_in_grid.x;
     float sum = 0.0f;
     #pragma clang loop unroll(disable) vectorize(disable)
@@ -23,6 +25,7 @@ LOOPS = """
         }
     }
     out[i] = sum;
+}
 """
 
 
@@ -35,9 +38,10 @@ LOOPS = """
     ],
 )
 def test_the_innermost_loop_has_the_instructions_that_are_in_it(
-    step: str, num_blocks: int, found: dict[str, int]
+    step: str, num_blocks: int, found: dict[str, int], tmp_path: Path
 ) -> None:
-    kernel = gpu.Kernel("loops", ["x"], ["out"], LOOPS.replace("STEP", step))
+    (tmp_path / "loops.metal").write_text(LOOPS.replace("STEP", step))
+    kernel = gpu.Kernel(tmp_path / "loops.metal", "x", "out")
     call = {"outputs": [((64,), mx.float32)], "grid": (64, 1, 1), "threadgroup": (64, 1, 1)}
     outer, loop = instructions.of_call(kernel, lambda: kernel([mx.zeros((8, 64))], **call))
     assert loop.is_innermost and not outer.is_innermost
@@ -50,7 +54,7 @@ def decode_step(model: tuple[int, int, int], num_slots: int, masked: bool) -> tu
     (heads, kv_heads, size), rows = model, 2 * num_slots
     parts = [mx.zeros((n, kv_heads, width, size), mx.float16) for n, width in ((2, 50), (rows, 30))]
     masks = [mx.ones((n, 1, 1, width), mx.bool_) if masked else None for n, width in ((2, 50), (rows, 30))]
-    layout = Layout([make_group([n // num_slots for n in range(rows)], 2, masks[0]), Group(None, None, masks[1])])
+    layout = Layout([make_group([n // num_slots for n in range(rows)], 2, masks[0]), Group(mask=masks[1])])
     return mx.zeros((rows, heads, 1, size), mx.float16), [(part, part) for part in parts], layout
 
 

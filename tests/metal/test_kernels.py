@@ -16,14 +16,14 @@ import small_run
 from conftest import QWEN3, YARN, assert_drawn_from
 from mlx.utils import tree_flatten
 
-import gpu
 import grpo
 import gwen
-import hub
-import micro_batch
+from disk import hub
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from layers import attention, lm_head, ops, softmax
+from machine import gpu
 from metal import emulator
+from step import micro_batch
 
 pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -36,7 +36,7 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""
-    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(gpu, "check_calls", lambda _: None)
     for op in gpu.OPS.values():
         monkeypatch.setattr(op, "_runs", {})
@@ -235,7 +235,7 @@ def assert_slots(
     layout = Layout(
         [
             make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
-            Group(None, None, mx.array(own_mask)[:, None, None] if masked else None),
+            Group(mask=mx.array(own_mask)[:, None, None] if masked else None),
         ]
     )
     seen = {"prompt_of": prompt_of, "mask": mask, "own_mask": own_mask}
@@ -342,27 +342,20 @@ def test_the_gradient_of_row_logprobs_is_that_of_their_formula(kernels, size, dt
 
 
 def clipped_by_hand(
-    logprobs: np.ndarray, old: np.ndarray, advantages: np.ndarray, clip: tuple[float, float, float | None]
+    logprobs: np.ndarray, old: np.ndarray, advantages: np.ndarray, clip: tuple[float, float]
 ) -> np.ndarray:
-    ratio, (low, high, delta) = np.exp(logprobs - old), clip
-    bounded = ratio if delta is None else np.minimum(ratio, delta)
-    return -np.minimum(bounded * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
+    ratio, (low, high) = np.exp(logprobs - old), clip
+    return -np.minimum(ratio * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
 
 
-CLIPS: list[tuple[float, float, float | None]] = [
-    (0.2, 0.28, None),
-    (0.2, 0.28, 4.0),
-    (0.2, 0.5, 1.1),
-    (0.0, 0.0, None),
-]
+CLIPS = [(0.2, 0.28), (0.2, 0.5), (0.0, 0.0)]
 
 
-# what log-probabilities have changed by: within the range, below and above it, beyond delta, beyond any float
-def rule(clip: tuple[float, float, float | None]) -> grpo.Objective:
-    low, high, delta = clip
-    return grpo.Objective(epsilon=low, epsilon_high=high, delta=delta)
+def rule(clip: tuple[float, float]) -> grpo.Objective:
+    return grpo.Objective(epsilon=clip[0], epsilon_high=clip[1])
 
 
+# what log-probabilities have changed by: within the range, below and above it, beyond any float
 CHANGES = [0.05, -0.1, -0.6, 0.35, 1.0, 3.0, 0.0, 200.0]
 
 
@@ -582,7 +575,7 @@ def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(k
 
     at_first = logprobs_of(wide(hidden))
     old = at_first if policy == "on" else at_first - np.resize(CHANGES[:6], (2, 5))
-    clip = (0.2, 0.28, 4.0)
+    clip = (0.2, 0.28)
 
     def function(hidden: mx.array) -> list[mx.array]:
         surrogate = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip))
@@ -622,8 +615,8 @@ def test_the_head_has_the_same_results_whichever_kernels_it_takes(kernels, gradi
 UPDATES = [
     (),
     ("--beta", "0.1", "--temp", "0.8"),
-    ("--old-logprobs", "sampler", "--delta", "1.5", "--epsilon-high", "0.3"),
-    ("--num-iterations", "2", "--loss-type", "dr_grpo", "--mismatch", "token_truncate"),
+    ("--epsilon-high", "0.3"),
+    ("--num-iterations", "2", "--loss-type", "dr_grpo", "--mismatch", "truncate"),
     ("--top-entropy-quantile", "0.5", "--loss-type", "grpo"),
     ("--importance-sampling-level", "sequence"),
     ("--loss-type", "cispo", "--epsilon-high", "5"),
@@ -643,7 +636,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     rollout = rollout._replace(logprobs=rollout.logprobs + shift * rollout.mask)
     batches = micro_batch.micro_batches(rows, rollout, 250)
     advantages = mx.random.normal((12,), key=mx.random.key(3))
-    ref = rollout.logprobs - 0.1 if run.config.beta else None
+    ref = rollout.logprobs - 0.1 if run.config.objective.beta else None
     theirs, other = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
@@ -670,13 +663,13 @@ def test_the_token_loss_of_grpo_has_its_formulas_gradient_by_the_logits(kernels,
     def function(logits: mx.array) -> list[mx.array]:
         logprobs, entropy = softmax.row_logprobs(logits, mx.array(ids), 0.8)[:2]
         before = mx.array(old.astype(np.float32)) if policy == "off" else mx.stop_gradient(logprobs)
-        clip = grpo.Objective()
-        loss, _ = grpo.policy_loss(logprobs[None], before[None], advantages[:1], mx.ones((1, 6)), clip)
-        one = [slice(i, i + 1) for i in range(6)]
-        each = [
-            grpo.policy_loss(logprobs[i, None], before[i, None], advantages[i], mx.ones((1, 1)), clip)[0] for i in one
-        ]
-        return [loss, sum(each) - 0.01 * entropy.sum()]
+
+        def loss_of(rows: tuple[int, int], advantages: mx.array) -> mx.array:
+            tokens = grpo.Tokens(logprobs.reshape(rows), before.reshape(rows), advantages, mx.ones(rows))
+            return grpo.LOSSES["dapo"](tokens, grpo.Objective()).value
+
+        loss, each = loss_of((1, 6), advantages[:1]), loss_of((6, 1), advantages) * 6
+        return [loss, each - 0.01 * entropy.sum()]
 
     def formula(logits: np.ndarray) -> list[np.ndarray]:
         logprobs, entropy = row_logprobs_by_hand(logits, ids, 0.8)
@@ -739,7 +732,7 @@ SOURCES = {
 }
 BARRIER = "(?:thread|simd)group_barrier"
 BARRIERS = [
-    (name, index) for name, kernel in SOURCES.items() for index in range(len(re.findall(BARRIER, kernel.source)))
+    (name, index) for name, kernel in SOURCES.items() for index in range(len(re.findall(BARRIER, kernel.text[1])))
 ]
 
 
@@ -752,9 +745,9 @@ def test_without_any_one_of_its_barriers_a_kernel_is_caught(kernels, name, index
     if kernels == "gpu":
         pytest.skip("only the emulator sees a race; a GPU may compute the right numbers all the same")
     kernel, op = SOURCES[name], gpu.OPS[name]
-    begin = [match.start() for match in re.finditer(BARRIER, kernel.source)][index]
-    end = kernel.source.index(";", begin)
-    monkeypatch.setattr(kernel, "source", kernel.source[:begin] + kernel.source[end:])
+    header, body = kernel.text
+    begin = [match.start() for match in re.finditer(BARRIER, body)][index]
+    monkeypatch.setattr(kernel, "text", (header, body[:begin] + body[body.index(";", begin) :]))
     monkeypatch.setattr(kernel, "_made", {})
     with pytest.raises(emulator.MetalRuntimeError, match="race"):
         for call in op.example(mx.float32, False):

@@ -8,14 +8,14 @@ import mlx.core as mx
 import pytest
 
 import config
-import gpu
 import gwen
-import hub
 import kv_cache
 import lora
 import sampler
 from bench import launches, ledger
+from disk import hub
 from layers import lm_head, softmax
+from machine import gpu
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts

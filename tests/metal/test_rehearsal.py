@@ -3,17 +3,17 @@
 import mlx.core as mx
 import pytest
 
-import gpu
 import gwen
 import lora
 from layers import ops
+from machine import gpu
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(gpu, "hold_memory", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     for op in gpu.OPS.values():
@@ -32,9 +32,10 @@ def test_every_kernel_agrees_at_the_sizes_of_a_model_that_is_loaded(kernels, che
 
 @pytest.mark.parametrize("metal", ["fast"], indirect=True)
 def test_a_kernel_whose_body_is_wrong_at_a_models_size_alone_is_found(kernels, checkpoints, capsys, monkeypatch):
-    assert "gate / (1.0f + metal::exp(-gate)) * up" in ops.SWIGLU.source
-    wrong = ops.SWIGLU.source.replace("* up);", "* up * (F == 5 ? 1.0f : 1.01f));")  # 5: its example's
-    monkeypatch.setattr(ops.SWIGLU, "source", wrong)
+    header, body = ops.SWIGLU.text
+    assert "gate / (1.0f + metal::exp(-gate)) * up" in body
+    wrong = body.replace("* up);", "* up * (F == 5 ? 1.0f : 1.01f));")  # 5: its example's
+    monkeypatch.setattr(ops.SWIGLU, "text", (header, wrong))
     monkeypatch.setattr(ops.SWIGLU, "_made", {})
     gwen.load_model(checkpoints["qwen2"], mx.float32)
     assert "the kernel swiglu is off for mlx.core.float32, at this model's sizes: it differs" in capsys.readouterr().err

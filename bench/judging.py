@@ -1,0 +1,208 @@
+"""
+Judging of ours against another engine's on the same work: N answers to B questions by J criteria, all of random words,
+so that nothing is easier for anybody. Part of `bench_rollout.py --benchmark-judge`.
+
+With what the chat template and the tags add, the preamble has 120 tokens, a question `--prompt-tokens`, an answer
+`--max-tokens` and a criterion 24, or the fewest that the template allows. A rival gets every prompt as token ids, in
+the segments that prompts share, and writes greedy tokens, in which a digit is then looked for. Ours is timed from the
+text on, with no score cached; the preamble counts. Whether a judge is right is measured by `judge.py`.
+
+Axes: B questions, N answers, J criteria.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import gwen
+import judge
+from bench import harness
+from bench.harness import Sample
+from judging import rubrics
+
+PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3
+Segments = tuple[list[int], ...]  # of a prompt: preamble, question, answer, criterion
+
+
+class Replies(NamedTuple):
+    """A way to get replies from a rival: ids of each prompt's greedy reply of so many tokens at most."""
+
+    generate: Callable[[list[Segments], int], list[list[int]]]
+    num_tokens: int = rubrics.REPLY_TOKENS
+
+
+class Work(NamedTuple):
+    """What every engine judges."""
+
+    rubric: rubrics.Rubric
+    prompts: list[str]  # (N,)
+    completions: list[str]
+    segments: list[Segments]  # (N * J)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment) for row in self.segments for segment in row)
+
+
+class Timing(NamedTuple):
+    """What an engine made of it."""
+
+    scores: np.ndarray  # (N, J), nan where none was readable
+    said: np.ndarray  # (N, J) of str: the likeliest first token, or the reply
+    seconds: float
+
+
+def make_work(args: argparse.Namespace, tokenizer: Any) -> Work:
+    """The work that the settings describe."""
+    rng = np.random.default_rng(args.seed)
+    vocabulary = "one two three four five six seven eight nine plus is the answer number right sum and".split()
+
+    def text(measured: Callable[[str], int], wanted: int) -> str:
+        """Random words that make a segment `wanted` tokens long, or one word where the template alone is longer."""
+        words = rng.choice(vocabulary, wanted + 1).tolist()
+        texts = [" ".join(words[:number]) for number in range(1, wanted + 2)]
+        return next((made for made in texts if measured(made) >= wanted), texts[-1])
+
+    def with_rubric(preamble: str, criterion: str) -> rubrics.PromptBuilder:
+        # a second criterion that begins otherwise, since what all criteria begin with belongs to the answer
+        criteria = [rubrics.Criterion("one", 1.0, criterion), rubrics.Criterion("two", 1.0, ": " + criterion)]
+        return rubrics.PromptBuilder(tokenizer, rubrics.Rubric(preamble, criteria))
+
+    preamble = text(lambda made: len(with_rubric(made, "a").head), PREAMBLE_TOKENS)
+
+    def own_tokens(made: str) -> int:
+        builder = with_rubric(preamble, made)
+        return len(builder.tails[0]) - builder.num_common
+
+    criteria = [rubrics.Criterion(f"{j}", 1.0, text(own_tokens, CRITERION_TOKENS)) for j in range(NUM_CRITERIA)]
+    rubric = rubrics.Rubric(preamble, criteria)
+    builder = rubrics.PromptBuilder(tokenizer, rubric)
+    questions = [text(lambda made: len(builder.question(made)), args.prompt_tokens) for _ in range(args.batch)]
+    prompts = [question for question in questions for _ in range(args.groups)]
+    completions = [text(lambda made: len(builder.answer(made)), args.max_tokens) for _ in prompts]
+    segments: list[Segments] = [
+        (builder.head, builder.question(prompt), builder.answer(completion), tail[builder.num_common :])
+        for prompt, completion in zip(prompts, completions, strict=True)
+        for tail in builder.tails
+    ]
+    return Work(rubric, prompts, completions, segments)
+
+
+def num_distinct(prompts: Iterable[Segments]) -> int:
+    """Tokens of the tree that prompts form."""
+    tree: dict[int, Any] = {}
+    number = 0
+    for prompt in prompts:
+        node = tree
+        for token in (token for segment in prompt for token in segment):
+            number += token not in node
+            node = node.setdefault(token, {})
+    return number
+
+
+class Legible:
+    """A tokenizer that shows every id: those of a random model that it has no text for would all look alike."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def decode(self, ids: Any) -> str:
+        known = len(self.tokenizer)
+        return "".join(self.tokenizer.decode([int(i)]) if i < known else f"<{i}>" for i in ids)
+
+
+def run_ours(work: Work, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> Timing:
+    """A fresh judge, which knows no score yet."""
+    grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
+    found: dict[int, rubrics.Evaluation] = {}
+    begin = time.perf_counter()
+    grader.ask(grader.questions(zip(work.prompts, work.completions, strict=True)), found.__setitem__)
+    seconds = time.perf_counter() - begin
+    said = [found[place] for place in range(len(found))]
+    values, texts = np.array([one.score for one in said]), np.array([one.said for one in said], object)
+    return Timing(values.reshape(-1, NUM_CRITERIA), texts.reshape(-1, NUM_CRITERIA), seconds)
+
+
+def run_rival(work: Work, *, way: Replies, tokenizer: Any) -> Timing:
+    """An engine that generates a reply to every prompt."""
+    begin = time.perf_counter()
+    replies = way.generate(work.segments, way.num_tokens)
+    said = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, NUM_CRITERIA)
+    return Timing(np.vectorize(rubrics.read_score, otypes=[float])(said), said, time.perf_counter() - begin)
+
+
+def summary(samples: list[Sample], work: Work, model: gwen.Model) -> dict[str, float]:
+    """Rates, milliseconds and megabytes of one engine over all its timed runs."""
+    times = harness.times(samples)
+    rates = {"crit_eval_s": len(work.segments), "pairs_s": len(work.prompts)}
+    numbers = {name: number / times["mean_ms"] * 1e3 for name, number in rates.items()} | times
+    numbers |= {"peak_mb": harness.peak_mb(samples, model), "unread": np.isnan(samples[0].run.scores).mean()}
+    return harness.rounded(numbers)
+
+
+def agreement(one: Timing, other: Timing) -> dict[str, float]:
+    """Shares of the evaluations in which two engines gave the same score, or both none, and the same reply."""
+    same = (one.scores == other.scores) | (np.isnan(one.scores) & np.isnan(other.scores))
+    return {"scores": float(same.mean()), "replies": float((one.said == other.said).mean())}
+
+
+def benchmark(
+    args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival: str, ways: dict[str, Replies]
+) -> dict[str, Any]:
+    """
+    Measures and reports judging; returns what belongs into the last line.
+
+    Ours by logits is compared with the fastest way of the rival, ours by replies with the fastest that replies as it.
+    """
+    work, tokenizer = make_work(args, tokenizer), Legible(tokenizer)
+    mine = functools.partial(run_ours, model=model, tokenizer=tokenizer, chunk_size=args.judge_chunk_size)
+    engines: dict[str, Callable[[Work], Timing]] = {
+        "ours": functools.partial(mine, mode="logits"),
+        "ours_decode": functools.partial(mine, mode="decode"),
+        **{name: functools.partial(run_rival, way=way, tokenizer=tokenizer) for name, way in ways.items()},
+    }
+    samples = harness.in_turn(engines, work, args.warmup, args.judge_runs)
+    entries = {name: summary(samples[name], work, model) for name in engines}
+    distinct = num_distinct(work.segments)
+    print(
+        f"Judge benchmark: pairs/run={len(work.prompts)} criteria={NUM_CRITERIA} "
+        f"warmup={args.warmup} runs={args.judge_runs}"
+    )
+    print(
+        f"Judge prompts: {work.num_tokens} tokens, {distinct} in their tree; {rubrics.REPLY_TOKENS} tokens a reply; "
+        f"chunks of {args.judge_chunk_size}"
+    )
+    for name, entry in entries.items():
+        print(
+            f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
+            f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
+        )
+    results: dict[str, Any] = {
+        "engines": entries,
+        "ratios": {},
+        "agreement": {},
+        "best": {},
+        "distinct_tokens": distinct,
+    }
+    for name, least in (("ours", 1), ("ours_decode", rubrics.REPLY_TOKENS)):
+        comparable = [way for way in ways if ways[way].num_tokens >= least]
+        best = min(comparable, key=lambda way: entries[way]["mean_ms"])
+        ratio = entries[best]["mean_ms"] / entries[name]["mean_ms"]
+        print(
+            f"Judge result vs {rival}: {name} is {ratio:.2f}x as fast as {best} on this judging workload "
+            f"({harness.rounds(samples[name], samples[best])})."
+        )
+        results["ratios"][name], results["best"][name] = round(ratio, 3), best
+    for way in ways:
+        own = "ours_decode" if ways[way].num_tokens == rubrics.REPLY_TOKENS else "ours"
+        share = results["agreement"][way] = agreement(samples[own][0].run, samples[way][0].run)
+        scores, replies = share["scores"], share["replies"]
+        print(f"Agreement of {own} and {way}: {scores:.1%} of the scores, {replies:.1%} of the replies, to the letter")
+    return results

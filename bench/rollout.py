@@ -1,0 +1,347 @@
+"""
+Rollouts of ours against another engine's on the same work: what `bench_rollout.py` and `bench_rollout_vllm_mlx.py`
+share.
+
+All engines get the same token ids, temperature, completion lengths and, at their best, number of rows at once. Before
+anything is timed, greedy completions must show that they compute the same. Where end tokens end rows, as they do in a
+trained model, every engine draws its own completions and lengths; with `--ignore-eos`, `--lengths` or a random model
+the work is the same to the token, and every length is asserted.
+
+`prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` bill a prompt's last token to
+decoding. `decode_ms` is the rest of the run. Left out: text, prompts of unequal length, judging (`bench/judging.py`).
+
+Axes: B prompts, G completions of each, N = B * G rows, prompt-major, P prompt positions.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+import gwen
+import sampler
+from bench import harness, judging
+from bench.harness import Sample
+from disk import hub
+from flags import Parser, fail, size
+from machine import gpu
+from step import dispatch
+
+AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
+
+
+class Work(NamedTuple):
+    """What every engine is asked to do."""
+
+    prompts: list[list[int]]  # (B, P)
+    group_size: int
+    limits: list[int]  # (N,) most tokens of each row
+    eos_ids: tuple[int, ...]  # none: every row has exactly as many tokens as its limit
+    temperature: float
+    batch_size: int  # most rows that are decoded at once
+    seed: int
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The prompt of each row."""
+        return [prompt for prompt in self.prompts for _ in range(self.group_size)]
+
+
+class Timing(NamedTuple):
+    """What an engine made of the work, and how long it took."""
+
+    completions: list[list[int]]  # ids of each row, the end token included
+    logprobs: list[list[float]]  # of the same tokens; no rows from an engine that does not give them
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+Engine = Callable[[Work], Timing]
+
+
+class Rival(NamedTuple):
+    """Another engine, run in every way that it can be."""
+
+    name: str
+    result: str  # the line of the result, with {} for the verdict
+    engines: dict[str, Engine]
+    judges: dict[str, judging.Replies]  # for --benchmark-judge
+    packages: list[str]  # whose versions are recorded beside those of every run
+
+
+class Disagreement(Exception):
+    """Two engines do not compute the same, so their times must not be compared."""
+
+
+def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Timing:
+    """The work done by `sampler.rollout`."""
+    params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
+    how: Any = {"group_size": work.group_size, "key": work.seed, "batch_size": work.batch_size}
+    begin = time.perf_counter()
+    result = sampler.rollout(model, work.prompts, params, **how, share_prefix=share_prefix)
+    seconds, prefill_s = time.perf_counter() - begin, result.stats.prefill_s
+    logprobs = [row[:length] for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)]
+    return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
+
+
+# ---- agreement and measurement
+
+
+def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -> None:
+    """
+    Raises Disagreement unless every engine's greedy completions, of two rows of two prompts, are those of "ours".
+
+    Where two tokens' logits are closer than the rounding of the model's dtype the comparison ends: either is right.
+    """
+    prompts, group_size = work.prompts[:2], min(work.group_size, 2)
+    limits = [AGREEING_TOKENS] * (len(prompts) * group_size)
+    probe = work._replace(prompts=prompts, group_size=group_size, limits=limits, temperature=0.0)
+    greedy = {name: engine(probe).completions for name, engine in engines.items()}
+    for name, completions in greedy.items():
+        for prompt, ours, theirs in zip(probe.rows, greedy["ours"], completions, strict=True):
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            shorter = min(len(ours), len(theirs))
+            place = next((i for i, (own, other) in pairs if own != other), shorter)
+            if place == len(ours) == len(theirs):
+                continue
+            if place == shorter or not is_tie(model, prompt + ours[:place], ours[place], theirs[place]):
+                raise Disagreement(
+                    f"ours and {name} part at token {place} of a greedy completion; "
+                    "they do not compute the same, so there is nothing to compare"
+                )
+
+
+def is_tie(model: gwen.Model, tokens: list[int], first: int, second: int) -> bool:
+    """Whether the logits of two ids after `tokens` differ by no more than rounding may make of equal ones."""
+    logits = model(mx.array([tokens]))[0, -1]
+    rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max()
+    return bool((mx.abs(logits[first] - logits[second]) <= rounding).item())
+
+
+def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[Sample]]:
+    """Timed rollouts of each engine; where end tokens end no row, all have the lengths asked for."""
+    samples = harness.in_turn(engines, work, warmup, runs)
+    for name in engines if not work.eos_ids else []:
+        for sample in samples[name]:
+            lengths = [len(completion) for completion in sample.run.completions]
+            assert lengths == work.limits, f"{name} made {lengths} tokens, not {work.limits}"
+    return samples
+
+
+def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
+    """Milliseconds, tokens and megabytes of one engine over all its timed runs."""
+    tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
+    numbers = harness.times(samples) | {
+        "prefill_ms": 1e3 * statistics.fmean(sample.run.prefill_s for sample in samples),
+        "decode_ms": 1e3 * statistics.fmean(sample.run.decode_s for sample in samples),
+        "tok_s": tokens / sum(sample.run.seconds for sample in samples),
+        "peak_mb": harness.peak_mb(samples, model),
+    }
+    return {"tokens": tokens} | harness.rounded(numbers)
+
+
+# ---- the roofline
+
+
+class Floor(NamedTuple):
+    """The least that decoding must do, whoever does it."""
+
+    steps: int
+    num_bytes: float  # read, a step
+    flops: float  # of the weights' matmuls, a step
+
+
+def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: bool) -> Floor:
+    """
+    Steps, bytes and operations of decoding rows of these lengths (N,); a row's first token comes from the prefill.
+
+    A step reads all weights once, the head among them, the prompts' cache (a group's once when it is shared, else once
+    a row) and each row's own. Activations, logits and what is written count for nothing.
+    """
+    config = model.config
+    parameters = dict(tree_flatten(model.parameters()))
+    if not config.tie_word_embeddings:
+        parameters.pop("embed_tokens.weight")  # only looked up in
+    forwards = np.array(lengths) - 1  # of each row
+    steps = max(int(forwards.max()), math.ceil(forwards.sum() / work.batch_size), 1)
+    by_group = forwards.reshape(len(work.prompts), -1)
+    prompt_reads = len(work.prompts[0]) * (by_group.max(-1) if share_prefix else by_group).sum()
+    own_reads = (forwards * (forwards + 1) / 2).sum()
+    numbers_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # keys and values
+    cache_bytes = (prompt_reads + own_reads) * numbers_per_token * model.head_weight.itemsize
+    weight_bytes = sum(array.nbytes for array in parameters.values())
+    num_weights = sum(array.size for array in parameters.values())
+    return Floor(steps, weight_bytes + cache_bytes / steps, 2 * num_weights * forwards.sum() / steps)
+
+
+def print_roofline(model: gwen.Model, work: Work, samples: list[Sample], share_prefix: bool) -> float:
+    """Says what bounds a decode step of ours from below, and returns the fraction that memory alone would need."""
+    floor = least_work(model, work, [len(row) for row in samples[-1].run.completions], share_prefix)
+    step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / floor.steps
+    bandwidth, rate = harness.memory_bandwidth(), harness.matmul_rate(model.head_weight.dtype)
+    memory_ms, matmul_ms = floor.num_bytes / bandwidth * 1e3, floor.flops / rate * 1e3
+    print(
+        f"Roofline: {floor.num_bytes / 1e6:.1f} MB a decode step at {bandwidth / 1e9:.1f} GB/s take "
+        f"{memory_ms:.2f} ms, {memory_ms / step_ms:.3f} of the {step_ms:.2f} ms of ours"
+    )
+    print(f"Matmuls: {floor.flops / 1e9:.2f} GFLOP a decode step at {rate / 1e9:.1f} GFLOP/s take {matmul_ms:.2f} ms")
+    return memory_ms / step_ms
+
+
+# ---- settings and the report
+
+
+NUMBERS: harness.Numbers = {
+    "batch": (2, 1, "B, prompts"),
+    "groups": (2, 1, "G, completions of each"),
+    "max_tokens": (64, 1, "most tokens of a completion"),
+    "prompt_tokens": (64, 1, "P, tokens of a prompt, drawn at random"),
+    "warmup": (1, 0, "rounds that are not timed"),
+    "runs": (2, 1, "timed rounds"),
+    "seed": (0, 0, "of prompts, lengths and sampling"),
+    "judge_runs": (1, 1, "timed rounds of judging"),
+    "judge_chunk_size": (24, 1, "evaluations that ours makes at once"),
+}
+
+
+def parse(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
+    """The settings of a command line, checked and filled up. ValueError names the flag that is wrong."""
+    parser = Parser(program, description)
+    least = harness.add_numbers(parser, NUMBERS)
+    parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
+    parser.add_argument("--model", help="as train.py's (default: train.py's on a GPU, else random:30m)")
+    parser.add_argument(
+        "--rollout-batch-size",
+        type=size,
+        help="rows decoded at once; auto: what is fastest for ours, by measurement (default: all, at most 64)",
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
+    parser.add_argument("--lengths", metavar="geometric:MEAN:CAP", help="draws each row's length; ignores end tokens")
+    parser.add_argument(
+        "--no-share",
+        dest="share_prefix",
+        action="store_const",
+        const=False,
+        help="ours copies prompts to their rows (default: as the sampler chooses, or the measurement of auto)",
+    )
+    parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
+    args = harness.parse(parser, argv, least | {"rollout_batch_size": 1, "temp": 0})
+    args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, dispatch.USUAL_ROWS)
+    if args.lengths:
+        args.max_tokens = parse_lengths(args.lengths)[1]
+    args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
+    return args
+
+
+def parse_lengths(text: str) -> tuple[float, int]:
+    """Mean and cap of "geometric:64:256". ValueError for anything else."""
+    kind, _, numbers = text.partition(":")
+    with contextlib.suppress(ValueError):
+        mean, cap = (float(number) for number in numbers.split(":"))
+        if kind == "geometric" and cap.is_integer() and 1 <= mean <= cap < 2**31:
+            return mean, int(cap)
+    raise ValueError(f"--lengths {text}: it must be like geometric:64:256, with a mean from 1 to the cap")
+
+
+def geometric_lengths(num_rows: int, mean: float, cap: int, seed: int) -> list[int]:
+    """Completion lengths (num_rows,) of 1 to `cap`: geometric of this mean, and what is longer is cut to the cap."""
+    return np.minimum(np.random.default_rng(seed).geometric(1 / mean, num_rows), cap).tolist()
+
+
+def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
+    """The work that the settings describe, for a model of this configuration."""
+    limits = [args.max_tokens] * (args.batch * args.groups)
+    if args.lengths:
+        limits = geometric_lengths(len(limits), *parse_lengths(args.lengths), args.seed)
+    prompts = harness.random_prompts(config, args.batch, args.prompt_tokens, args.seed)
+    eos_ids = () if args.ignore_eos or args.lengths else config.eos_ids
+    return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
+
+
+def settle_size(args: argparse.Namespace, model: gwen.Model) -> str:
+    """Replaces `--rollout-batch-size auto` by what a measurement of ours finds, on a CPU too; says what and why."""
+    if args.rollout_batch_size != "auto":
+        return ""
+    pairs = args.batch * args.groups
+    work: Any = {"max_tokens": args.max_tokens, "group_size": args.groups, "most_rows": pairs}
+    chosen, why = dispatch.choose(model, [args.prompt_tokens], **work)
+    args.rollout_batch_size = chosen.rows
+    if args.share_prefix is None:
+        args.share_prefix = chosen.share_prefix
+    return why
+
+
+def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]) -> None:
+    """
+    Checks, measures and reports ours and a rival, given mlx_lm's model of the directory, on the model of a directory.
+
+    The result is against the fastest way to run the rival that gives what a rollout needs, log-probabilities, or the
+    fastest of all where none does.
+    """
+    model = gwen.load_model(directory)
+    why = settle_size(args, model)
+    rival = make_rival(harness.load_peer(directory, model.head_weight.dtype), directory)
+    work = make_work(args, model.config)
+    ours = functools.partial(run_ours, model=model, share_prefix=args.share_prefix)
+    engines: dict[str, Engine] = {"ours": ours, **rival.engines}
+    check_agreement(model, engines, work)
+    config = vars(args) | {"pairs": args.batch * args.groups}
+    dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
+    print(
+        "Config: B={batch} G={groups} pairs={pairs} max_tokens={max_tokens} temp={temp:g} warmup={warmup} "
+        "runs={runs}".format(**config)
+    )
+    print(
+        f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once, "
+        f"lengths {args.lengths or 'all alike'}" + (f"\n{why}" if why else "")
+    )
+    samples = measure(engines, work, args.warmup, args.runs)
+    entries = {name: summary(samples[name], model) for name in engines}
+    for name, entry in entries.items():  # in the form and width that other people's scripts know
+        print(
+            f"{name:<{len(rival.name) + 2}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
+            f"total_out_toks {entry['tokens']} | throughput {entry['tok_s']:.1f} tok/s"
+        )
+    for name, entry in entries.items():
+        times = f"prefill {entry['prefill_ms']:.1f} ms, decode {entry['decode_ms']:.1f} ms"
+        print(f"Phases: {name} {times}, peak {entry['peak_mb']:.1f} MB")
+    if len({entry["tokens"] for entry in entries.values()}) > 1:
+        print("Note: rows ended at different tokens, so times are not of equal work; --ignore-eos makes them so")
+    useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
+    best = min(useful, key=lambda name: entries[name]["mean_ms"])
+    print(f"Rounds: than ours {best} took {harness.rounds(samples['ours'], samples[best])}")
+    roofline_frac = print_roofline(model, work, samples["ours"], args.share_prefix is not False)
+    ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
+    print(rival.result.format(harness.verdict(ratio)))
+    record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best}
+    record["roofline_frac"] = round(roofline_frac, 4)
+    if args.benchmark_judge:
+        record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival.name, rival.judges)
+    print(json.dumps(record | harness.environment(*rival.packages)))
+
+
+def main(argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]) -> None:
+    """A command that compares rollouts of ours and a rival."""
+    try:
+        args = parse(argv, program, description)
+        with harness.model_directory(args.model) as directory:
+            compare(args, directory, make_rival)
+    except (ValueError, OSError) as error:
+        fail(error)
+    except Disagreement as error:
+        sys.exit(f"error: {error}")

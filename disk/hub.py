@@ -1,0 +1,363 @@
+"""
+Hugging Face directories: finds a Qwen checkpoint and reads its configuration, tensors and tokenizer.
+
+Checks everything it reads and rejects unsupported features by name: quantization, mixture of experts, sliding windows.
+Converts tensor names to those of the fused projections, and back. Left out: the model itself.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from flags import read_json
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checked Qwen `config.json`. `raw` is the file's content, kept for saving."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None  # YaRN's four numbers, or None
+    eos_ids: tuple[int, ...]
+    raw: dict[str, Any]
+
+    @property
+    def attention_bias(self) -> bool:
+        """Qwen2 and Qwen2.5 have a bias on query, key and value; Qwen3 has none."""
+        return self.model_type == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalizes each head's query and key before the rotation."""
+        return self.model_type == "qwen3"
+
+
+# The largest value of each size. Larger ones are typos: building such a model would take minutes, or overflow, before
+# its weights could contradict it.
+SIZES = {
+    "hidden_size": 2**17,
+    "num_hidden_layers": 2**10,
+    "intermediate_size": 2**18,
+    "num_attention_heads": 2**10,
+    "vocab_size": 2**21,
+}
+
+
+def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """
+    The checked configuration of a `config.json` read into `raw`.
+
+    generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
+    Raises ValueError naming the missing key or the unsupported feature.
+    """
+    if (model_type := raw.get("model_type")) not in ("qwen2", "qwen3"):
+        raise ValueError(
+            f"config.json has model_type {model_type!r:.60}; only qwen2 (Qwen2, Qwen2.5) and qwen3 are supported"
+        )
+    if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}; is this a Qwen checkpoint?")
+    refuse_unsupported(raw)
+    sizes = {key: checked(raw, key, 1, largest) for key, largest in SIZES.items()}
+    num_heads = sizes["num_attention_heads"]
+    num_kv_heads = checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"config.json has {num_heads} attention heads, which {num_kv_heads} kv heads do not divide")
+    head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"config.json has head_dim={head_dim}; rotary positions need an even one")
+    tied = raw.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
+    max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
+    theta, scaling = rope_settings(raw, max_positions)
+    eos = end_ids("config.json", raw, sizes["vocab_size"])
+    eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
+    return ModelConfig(
+        model_type=model_type,
+        **sizes,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        eos_ids=tuple(eos),
+        raw=raw,
+    )
+
+
+def end_ids(name: str, held: dict[str, Any], vocab_size: int) -> list[int]:
+    """The end tokens in a file. Raises ValueError naming an id in it, of any kind, that the vocabulary has not."""
+    ids: list[int] = []
+    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        given = held.get(key)
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
+            raise ValueError(f"{name} has {key}={given!r:.60}; ids go from 0 to {vocab_size - 1}")
+    return ids
+
+
+def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
+    """
+    The number under `key`, or `default`; a float if `low` is a float, else an int.
+
+    Raises ValueError if it is anything else or outside `low` to `high`.
+    """
+    value = default if raw.get(key) is None else raw[key]
+    kinds = (int, float) if isinstance(low, float) else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        whole = "" if float in kinds else "whole "
+        raise ValueError(f"config.json has {key}={value!r:.60}; it must be a {whole}number from {low} to {high}")
+    return float(value) if float in kinds else value
+
+
+def refuse_unsupported(raw: dict[str, Any]) -> None:
+    """Raises ValueError naming a feature that this model does not support."""
+    for key in ("quantization", "quantization_config"):
+        if raw.get(key):
+            raise ValueError(f"config.json has {key}: quantized weights are not supported; take the 16-bit checkpoint")
+    if raw.get("use_sliding_window"):
+        raise ValueError("config.json has use_sliding_window=true, which is not supported")
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(f"config.json has layer_types={layer_types!r:.60}; only full_attention is supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported")
+    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
+        raise ValueError("config.json has attention_bias=true; no Qwen3 checkpoint that is supported has it")
+
+
+def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
+    """
+    Theta and, with YaRN, its four numbers, with defaults filled in.
+
+    Reads two layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
+    Raises ValueError for another rope type or an unsupported YaRN setting.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ValueError(f"config.json has {key}={raw[key]!r:.60}; it must be an object")
+    together = raw.get("rope_parameters") or {}
+    scaling = {key: value for key, value in (raw.get("rope_scaling") or together).items() if value is not None}
+    if raw.get("rope_theta", together.get("rope_theta")) is None:
+        raise ValueError("config.json lacks rope_theta; is this a Qwen checkpoint?")
+    theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
+    if any(part.get("partial_rotary_factor") not in (None, 1) for part in (raw, scaling)):
+        raise ValueError("config.json has a partial_rotary_factor, which is not supported")
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "yarn":
+        raise ValueError(f"config.json has rope type {rope_type!r:.60}; only default and yarn are supported")
+    known = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+    if other := sorted(scaling.keys() - known - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+        raise ValueError(f"config.json has rope type yarn with {other[0]}, which is not supported")
+    if "factor" not in scaling:
+        raise ValueError("config.json has rope type yarn without a factor")
+    trained = checked(scaling, "original_max_position_embeddings", 1, 2**31, default=max_positions)
+    return theta, {
+        "factor": checked(scaling, "factor", 1.0, 1e4),
+        "original_max_position_embeddings": trained,
+        "beta_fast": checked(scaling, "beta_fast", 1e-3, 1e6, default=32.0),
+        "beta_slow": checked(scaling, "beta_slow", 1e-3, 1e6, default=1.0),
+    }
+
+
+# ---- fused names
+
+FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
+    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+}
+
+
+def part_rows(config: ModelConfig, fused: str) -> list[int]:
+    """The number of output rows of each part of a fused projection, in the order of `FUSED`."""
+    if fused == "mlp.gate_up_proj":
+        return [config.intermediate_size] * 2
+    kv_rows = config.num_key_value_heads * config.head_dim
+    return [config.num_attention_heads * config.head_dim, kv_rows, kv_rows]
+
+
+def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Hugging Face names and parts (complete) -> this model's names."""
+    weights = {name.removeprefix("model."): array for name, array in weights.items()}
+    for fused, parts in FUSED.items():
+        for name in [n for n in weights if parts[0] in n]:  # "layers.0.self_attn.q_proj.weight"
+            sources = [name.replace(parts[0], part) for part in parts]
+            weights[name.replace(parts[0], fused)] = mx.concatenate([weights.pop(source) for source in sources])
+    return weights
+
+
+def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, mx.array]:
+    """This model's names -> Hugging Face names and parts."""
+    out: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        fused = next((f for f in FUSED if f in name), None)
+        prefix = "" if name.startswith("lm_head") else "model."
+        if fused is None:
+            out[prefix + name] = array
+            continue
+        ends = [sum(part_rows(config, fused)[: i + 1]) for i in range(len(FUSED[fused]))]
+        for part, rows in zip(FUSED[fused], mx.split(array, ends[:-1]), strict=True):
+            out[prefix + name.replace(fused, part)] = rows
+    return out
+
+
+# ---- files
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def load_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError if the file is unreadable or has other content."""
+    try:
+        held = read_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds a {type(held).__name__}, not an object; is this a Qwen checkpoint?")
+    return held
+
+
+def load_tensors(path: Path) -> dict[str, mx.array]:
+    """The tensors of a safetensors file, by name. Raises ValueError if it is missing, truncated or invalid."""
+    try:
+        tensors = mx.load(str(path), format="safetensors")
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {first_line(error)}") from error
+    assert isinstance(tensors, dict)
+    return tensors
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """The configuration of a model directory. Raises ValueError if a file is missing or not JSON."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")
+    generation = directory / "generation_config.json"
+    return make_config(load_object(directory / "config.json"), load_object(generation) if generation.is_file() else {})
+
+
+def load_weights(directory: Path) -> dict[str, mx.array]:
+    """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken shard."""
+    index = directory / "model.safetensors.index.json"
+    shards = present = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
+    if index.is_file():
+        weight_map = load_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files")
+        shards = sorted(set(weight_map.values()))
+    if not shards:
+        raise ValueError(f"{directory} has no model*.safetensors")
+    if absent := sorted(set(shards) - set(present)):
+        raise ValueError(f"{directory} lacks the shard {absent[0]!r:.200} that {index.name} names")
+    weights: dict[str, mx.array] = {}
+    for shard in shards:
+        weights |= load_tensors(directory / shard)
+    return {name: array for name, array in weights.items() if "rotary_emb" not in name}  # computed, not learned
+
+
+def load_tokenizer(directory: str | Path) -> Any:
+    """The directory's tokenizer, loaded by transformers without remote code."""
+    if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        # transformers would make an empty tokenizer that encodes every text to no tokens
+        raise ValueError(f"{directory} has no tokenizer.json")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import advises to install PyTorch
+    from transformers import AutoTokenizer  # here: importing it takes seconds
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a b"))  # odd settings load and fail here
+        return tokenizer
+    except Exception as error:  # transformers raises many types for broken tokenizers
+        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+BUNDLED = {
+    name: Path(__file__).parent.parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))
+}
+DEMO = BUNDLED["demo"]
+
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+
+
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
+
+
+def hub_directory(hub_id: str) -> Path:
+    """
+    The local copy of a hub model, downloaded if necessary; `id@revision` names a branch, tag or commit.
+
+    Raises ValueError, in one line, if it is neither cached nor available.
+    """
+    import huggingface_hub  # here: importing it takes a while
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repo, _, revision = hub_id.partition("@")
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
+    except HFValidationError as error:
+        raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
+    except Exception as error:  # from the hub's client or the libraries below it
+        raise ValueError(f"--model {hub_id}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        logger.setLevel(level)
+
+
+def describe_cache() -> list[str]:
+    """The location of the hub cache, whether it holds the default model, and whether the hub answers."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    found = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
+    state = "in it" if isinstance(found, str) else "not in it"
+    try:
+        huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
+        answer = "answers"
+    except Exception as error:  # from the hub's client or the libraries below it
+        answer = f"is out of reach ({type(error).__name__})"
+    return [f"hub: {answer}; its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"]
+
+
+def find(path_or_id: str | Path) -> Path:
+    """The directory of a bundled model, a local path or a hub id. Raises ValueError if there is none."""
+    if path_or_id in BUNDLED:
+        return BUNDLED[str(path_or_id)]
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):
+        raise ValueError(f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name")
+    return hub_directory(path_or_id)

@@ -1,0 +1,308 @@
+"""
+A run's directory: creates it with its settings, and finds it for commands with `--run runs/NAME [--step N]`.
+
+Only one process at a time trains in it, which holds the lock on its file `lock`; whoever only reads needs none.
+Left out: what its logs hold (reporting/journal.py) and the state to resume from (checkpoint.py).
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # before mlx
+import numpy as np
+
+from flags import Parser, load_yaml
+from machine import gpu
+
+LOCK = "lock"
+START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
+
+
+def add_flags(parser: Parser) -> None:
+    """Adds the flags that `settle` reads."""
+    parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="its checkpoint after step N, 0 is before training (default: newest)",
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
+
+
+def settle(args: Namespace, **defaults: Any) -> str | None:
+    """
+    The path of the adapter that the flags name, or None.
+
+    Flags in `defaults` that were left out become the run's settings; without a run, or where it has none, the defaults.
+    Raises ValueError for contradictory flags, and what `settings_of` and `adapter_of` raise.
+    """
+    if args.step is not None and args.run is None:
+        raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
+    if args.run is not None and args.adapter is not None:
+        raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
+    held = settings_of(args.run) if args.run else {}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, held.get(name, default))
+    return adapter_of(args.run, args.step) if args.run else args.adapter
+
+
+def config_file(run: str) -> Path:
+    """The path of a run's settings. Raises ValueError if there is no run."""
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"--run {run}: no config.yaml there; give the directory of a run")
+    return path
+
+
+def settings_of(run: str) -> dict[str, Any]:
+    """A run's settings by name, as in its file, for commands that need a few. Raises ValueError without a model."""
+    held = load_yaml(config_file(run), f"--run {run}: config.yaml")
+    if not isinstance(held, dict) or not held.get("model"):
+        raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
+    return held
+
+
+def adapter_of(run: str, step: int | None) -> str | None:
+    """
+    The path of a run's newest adapter, or of the checkpoint after `step`; for 0, before training, that of
+    --init-adapter, or None.
+
+    Raises ValueError if nothing was saved yet, or naming the saved steps.
+    """
+    if step == 0:
+        start = Path(run) / START
+        return str(start) if (start / "adapter_config.json").is_file() else None
+    folder = Path(run) / "checkpoints"
+    path = Path(run) / "adapter" if step is None else folder / f"step-{step:06d}" / "adapter"
+    if (path / "adapter_config.json").is_file():
+        return str(path)
+    numbers = [name.parent.name.removeprefix("step-") for name in sorted(folder.glob("step-*/adapter"))]
+    saved = [int(number) for number in numbers if number.isdecimal()]
+    if step is None:
+        raise ValueError(f"--run {run} has saved no adapter yet; --step 0 is the model before training")
+    raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved})))}")
+
+
+def model_card(run: str, step: int | None) -> str:
+    """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
+    settings, environment = settings_of(run), json.loads((Path(run) / "env.json").read_text())
+    evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
+    rows = []
+    for one in evaluations[:1] + evaluations[1:][-1:]:
+        for name in ("accuracy", "score", "witness", "greedy", "loss", "perplexity"):
+            if (value := one.get(f"eval/{name}")) is not None:
+                half = one.get(f"eval/{name}_ci95")
+                reach = "" if half is None else f" \u00b1 {half:.3f}"
+                rows.append(f"| {name} | {one['step']} | {value:.3f}{reach} | {one['eval/num']} |")
+    method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
+    teacher = f", by the teacher {settings['teacher']}" if settings.get("teacher") else ""
+    head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
+    lines = [
+        *("---", f"base_model: {settings['model']}", "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
+        *(f"# {Path(run).name}", ""),
+        f"{settings['model']}, trained with {method} by Gwen on "
+        f"{settings.get('data') or 'the task ' + settings['task']}{teacher}.",
+        *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
+        *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
+        *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),
+        f"Made with MLX {environment['versions']['mlx']} on {environment['machine']}, "
+        f"at commit {environment['commit'] or 'unknown'}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# ---- one process a run
+
+_locks: list[int] = []  # open files whose locks this process holds
+
+
+def _forget_locks() -> None:
+    """In the child of a fork: a reward's process that lives on must not keep the lock of a run that is dead."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+@contextlib.contextmanager
+def owner() -> Iterator[None]:
+    """Lets go at its end of the directories that this process owns by then."""
+    before = len(_locks)
+    try:
+        yield
+    finally:
+        while len(_locks) > before:
+            os.ftruncate(_locks[-1], 0)
+            os.close(_locks.pop())
+
+
+def own(run_dir: Path) -> None:
+    """
+    Makes this process the only one that trains in a directory, until `owner` ends; nothing may be written there before.
+
+    The system lets go of a dead process's lock. Raises ValueError naming the process that has it, or why none can.
+    """
+    try:
+        file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise ValueError(_unwritable(run_dir, error)) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.write(file, str(os.getpid()).encode())
+    except BlockingIOError as error:
+        pid = os.pread(file, 20, 0).decode(errors="replace")
+        holder = f"process {pid}" if pid.isdecimal() else "another process"
+        os.close(file)
+        raise ValueError(f"{run_dir} is being trained by {holder}; wait for it, or stop it") from error
+    except OSError as error:
+        os.close(file)
+        raise ValueError(f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can") from error
+    _locks.append(file)
+
+
+# ---- creating a run
+
+
+def choose_run_dir(task: str, asked: str | None) -> Path:
+    """The directory for a new run. Raises ValueError if `asked` is taken."""
+    path = Path(asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if asked and path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK}):
+        raise ValueError(_exists(path))
+    return path
+
+
+def _exists(path: Path) -> str:
+    return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
+
+
+def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
+    """
+    Makes the directory of a new run, with its settings as YAML, and owns it.
+
+    A default name taken by a run of the same second gets -2, -3 and so on.
+    Raises ValueError if `asked` is taken or the directory cannot be written.
+    """
+    for number in itertools.count(1):
+        path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
+        try:
+            path.mkdir(parents=True, exist_ok=bool(asked))
+            own(path)
+            (path / "config.yaml").touch(exist_ok=False)
+            break
+        except FileExistsError as error:
+            if asked:
+                raise ValueError(_exists(path)) from error
+        except OSError as error:
+            raise ValueError(_unwritable(path, error)) from error
+    try:
+        write(settings, path)
+    except (ValueError, KeyboardInterrupt):
+        (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
+        raise
+    return path
+
+
+def write(settings: str, run_dir: Path) -> None:
+    """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
+    environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
+    try:
+        replace_text(run_dir / "config.yaml", settings)
+        replace_text(run_dir / "env.json", environment + "\n")
+    except OSError as error:
+        raise ValueError(_unwritable(run_dir, error)) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> str:
+    return f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
+
+
+# ---- files of a run
+
+
+class JsonLines:
+    """An append-only file with one JSON object per line, flushed after each."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.touch()
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every record, but for a last one that a crash left unfinished. Raises ValueError naming a damaged line."""
+        return [record for _, record in self._lines()]
+
+    def cut_after(self, step: int) -> None:
+        """Drops the records of later steps, and a last line that a crash left unfinished."""
+        kept = [line + b"\n" for line, record in self._lines() if record["step"] <= step]
+        replace_text(self.path, b"".join(kept).decode())
+
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                record = json.loads(line)
+                if type(record["step"]) is not int:
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ValueError(f"{self.path}, line {number} is damaged; remove it to go on without it") from error
+            yield line, record
+
+
+class Unwritten(JsonLines):
+    """The log of a machine that is not the first of several: nothing is kept."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def read(self) -> list[dict[str, Any]]:
+        return []
+
+    def cut_after(self, step: int) -> None: ...
+
+
+def mean(values: np.ndarray) -> float | None:
+    """The mean of the readable values; None if there are none."""
+    readable = values[~np.isnan(values)]
+    return float(readable.mean()) if readable.size else None
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """A record in which numbers that JSON does not have, inf and nan, are null."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """
+    Writes a file under another name and renames it, so that a full disk leaves the old file intact.
+
+    Raises ValueError for what is no file: renaming would put one in place of a device.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; name another")
+    scratch = path.with_name(path.name + ".partial")
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    except OSError as error:  # a failed write does not name its file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Distillation: a teacher that scores the student's completions."""

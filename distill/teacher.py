@@ -1,0 +1,185 @@
+"""
+On-policy distillation: a teacher scores each token of the student's own completions.
+
+With `--loss-type distill` the loss is the divergence of the two distributions at each token (divergence.py). With
+`--distill-coef` the other losses stay what they are, and each token's advantage grows by that times log teacher - log
+student. The teacher is another model of the same tokenizer, or with `self` the model before training; a prompt that
+only the teacher sees may stand in front of what the student sees. Left out: sampling, rewards, the optimizer.
+
+Axes: N rows of the step, M rows of a micro-batch, T completion positions, V vocabulary, C hidden of the student,
+D hidden of the teacher.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+
+import gwen
+import lora
+import sampler
+from config import Config
+from disk import hub
+from distill import from_disk
+from flags import read_text
+from layers import divergence, lm_head
+from problems import chat_template
+from problems.examples import Example, short
+from step.groups import Draw
+from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
+from step.policy import completion_hidden
+
+
+class Teacher:
+    """The model that teaches, and the prompt that it alone sees."""
+
+    model: gwen.Model | None = None  # None: it stays on disk
+
+    def __init__(
+        self,
+        config: Config,
+        student: gwen.Model,
+        tokenizer: Any,
+        base: gwen.Model | None,
+        token_budget: int,
+        on_disk: bool = False,
+    ):
+        """
+        base: the model before training, where `student` without its adapters is not that. token_budget: positions of a
+        micro-batch. on_disk: see from_disk.py.
+
+        Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
+        ids, and where the file of its prompt cannot be read.
+        """
+        self.config, self.tokenizer, self.token_budget = config, tokenizer, token_budget
+        self.num_ids = len(student.head_weight)  # a larger model may have more, of no token
+        self.text = _text_of(config.objective.teacher_prompt) if config.objective.teacher_prompt else None
+        name = config.objective.teacher
+        if name == "self":
+            self.model, self.shape = base or student, student.config
+            return
+        with gwen.named_by("--teacher"):
+            self.shape = gwen.load_config(name)
+            if on_disk:
+                self.directory = hub.find(name)
+                gwen.check_kernels(gwen.open_model(self.directory))
+                its_own = hub.load_tokenizer(self.directory)
+            else:
+                self.model, its_own = gwen.load(name)
+        refuse_other_tokenizer(name, tokenizer, its_own)
+        if self.shape.vocab_size < self.num_ids:
+            raise ValueError(
+                f"--teacher {name} scores {self.shape.vocab_size} ids, {config.model.name} has {self.num_ids}; "
+                "take a teacher that scores all of them"
+            )
+
+    def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
+        """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
+        seen = examples if self.text is None else (in_front(self.text, example) for example in examples)
+        return chat_template.encode_prompts(
+            self.tokenizer,
+            seen,
+            max_tokens=self.config.sampling.max_tokens,
+            context=self.shape.max_position_embeddings,
+            thinking=self.config.sampling.thinking,
+            kind="the teacher's prompt",
+        )
+
+    def check(self, examples: list[Example], student_ids: list[list[int]]) -> None:
+        """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
+        room, longest = self.shape.max_position_embeddings, max(map(len, student_ids)) + self.config.sampling.max_tokens
+        if longest > room:
+            raise ValueError(
+                f"--teacher {self.config.objective.teacher} reads {room} tokens, a prompt and its completion have "
+                f"{longest}; shorten the prompt or lower --max-tokens"
+            )
+        if self.text is not None and self.prompts(examples) == student_ids:
+            raise ValueError(
+                f"--teacher-prompt {self.config.objective.teacher_prompt}: the chat template of "
+                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; take "
+                "another model"
+            )
+
+    def teach(
+        self, draws: list[Draw], chosen: list[int], batches: list[MicroBatch], rollout: sampler.Rollout
+    ) -> dict[str, Any]:
+        """What it adds to the step's `Targets`, once it has read the chosen groups; computed when it returns."""
+        if self.text is not None:
+            examples = [example for draw in draws for example in draw.examples]
+            seen = self.prompts(examples[group] for group in chosen)
+            rows = [ids for ids in seen for _ in range(self.config.sampling.groups)]
+            batches = micro_batches(rows, rollout, self.token_budget, "auto")
+        if self.config.objective.loss_type == "distill":
+            return {"lesson": self.lesson(batches, rollout)}
+        return {"gains": self.gains(batches, rollout)}
+
+    def lesson(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> divergence.Lesson:
+        """The teacher's hidden states of every completion token, (N, T, D), and its head for the student's ids."""
+        model = self._opened()
+        head_weight = model.head_weight[: self.num_ids]
+        empty = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
+        found = ((batch, [hidden]) for batch, hidden in self._read(model, my_part(batches)))
+        return divergence.Lesson(in_rows(found, [empty])[0], head_weight)
+
+    def gains(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
+        """log teacher - log student of every counted token, (N, T), as the student sampled it; 0 elsewhere."""
+        model = self._opened()
+        head_weight = model.head_weight[: self.num_ids]
+
+        def logprobs_of(batch: MicroBatch, hidden: mx.array) -> mx.array:
+            ids, temperature = batch.completion_ids, self.config.sampling.temp
+            return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
+
+        read = self._read(model, my_part(batches))
+        found = ((batch, [logprobs_of(batch, hidden)]) for batch, hidden in read)
+        return mx.where(rollout.mask > 0, in_rows(found, [mx.zeros(rollout.mask.shape)])[0] - rollout.logprobs, 0.0)
+
+    def _opened(self) -> gwen.Model:
+        return self.model or gwen.open_model(self.directory)
+
+    def _read(self, model: gwen.Model, batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, mx.array]]:
+        """Each micro-batch and the model's hidden states of its completion tokens, (M, T, D)."""
+        if self.model is None:
+            yield from zip(batches, from_disk.hidden_states(model, batches), strict=True)
+            return
+        with lora.before_training(model):
+            for batch in batches:
+                yield batch, completion_hidden(model, batch)
+
+
+def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:
+    """Raises ValueError naming the first id that means something else to the teacher called `name`."""
+    tables = [{id_: token for token, id_ in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)]
+    for id_ in sorted(tables[0].keys() | tables[1].keys()):
+        our_token, their_token = (table.get(id_) for table in tables)
+        if our_token != their_token:
+            said = f"id {id_} is {short(their_token)} there and {short(our_token)} in the student's tokenizer"
+            raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
+    special = [sorted(set(tokenizer.all_special_ids)) for tokenizer in (ours, theirs)]
+    if special[0] != special[1]:
+        said = f"its special tokens are {special[1]}, the student's {special[0]}"
+        raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
+
+
+def in_front(text: str, example: Example) -> Example:
+    """
+    The example with a text before all that its prompt says, in its system message.
+
+    `{answer}` and the names of other columns in the text become the example's own values.
+    """
+    prompt = example["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if example.get("system") is not None:
+        messages = [{"role": "system", "content": example["system"]}, *messages]
+    said = re.sub(r"\{(\w+)\}", lambda found: str(example.get(found[1], found[0])), text)
+    if messages[0]["role"] == "system":
+        said, messages = f"{said}\n\n{messages[0]['content']}", messages[1:]
+    return example | {"prompt": [{"role": "system", "content": said}, *messages], "system": None}
+
+
+def _text_of(path: str) -> str:
+    text = read_text(path, f"--teacher-prompt {path}", 1).strip()
+    if not text:
+        raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
+    return text

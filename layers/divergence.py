@@ -1,0 +1,223 @@
+"""
+How far a student's next-token distributions lie from a teacher's, over a vocabulary whose logits never exist at once.
+
+With p the teacher's distribution, q the student's and m = beta p + (1 - beta) q, the generalized Jensen-Shannon
+divergence is beta KL(p, m) + (1 - beta) KL(q, m). Its ends are 0 by that formula, so there, as in TRL, beta 0 means the
+forward KL(p, q) and beta 1 the reverse KL(q, p). Left out: where hidden states come from, and what a loss makes of it.
+Source: GKD, arXiv:2306.13649, 2 and 3; TRL's `generalized_jsd_loss`.
+
+Axes: N rows, T positions, M = N * T of them or a part, V vocabulary, C hidden of the student, D hidden of the teacher.
+"""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from layers import lm_head, softmax
+from machine import gpu
+
+TILE = lm_head.LOGPROB_TILE // 2  # logits of each of the two models that exist at once
+LARGEST_DIFFERENCE = 80.0  # e^80 is finite in float32
+
+
+class Lesson(NamedTuple):
+    """The distributions to learn, as a teacher gives them; without gradient."""
+
+    hidden: mx.array  # (N, T, D)
+    head_weight: mx.array  # (V, D)
+
+
+class Divergences(NamedTuple):
+    """(N, T) float32 each, nats; only the first has a gradient."""
+
+    divergences: mx.array
+    logprobs: mx.array  # of the chosen ids, by the student
+    entropies: mx.array  # of the student
+
+
+def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, mx.array]:
+    """
+    What each id adds to the divergence, and q times the divergence's slope by q up to a constant; (M, V) each.
+
+    log_p, log_q: the teacher's and the student's log-probabilities. With s the second result, the gradient by the
+    student's logits is s - q sum(s); s of the forward KL, q - p, already sums to 0.
+    Terms are written so that none is negative: near agreement the plain sums would cancel to rounding, and so would
+    what is wrong with a logsumexp.
+    """
+    p, q = gpu.exp(log_p), gpu.exp(log_q)
+    apart = log_p - log_q
+    if beta in (0, 1):
+        first, other, ahead = (p, q, apart) if beta == 0 else (q, p, -apart)
+        near = mx.clip(ahead, -1, 1)
+        change = mx.where(mx.abs(ahead) < 1, first * mx.expm1(-near), other - first)  # other - first
+        return first * ahead + change, change if beta == 0 else first * ahead
+    apart = mx.clip(apart, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
+    above = mx.log1p(beta * mx.expm1(apart))  # log m - log q
+    slopes = (beta - 1) * q * above
+    return beta * p * (apart - above) + slopes, slopes
+
+
+def divergences_ref(
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, lesson: Lesson, *, beta: float, temperature: float = 1.0
+) -> Divergences:
+    """The definition of `token_divergences`, as one writes it: all (N, T, V) logits at once, and autodiff."""
+
+    def logprobs_of(hidden: mx.array, head_weight: mx.array) -> mx.array:
+        logits = hidden.astype(mx.float32) / temperature @ head_weight.astype(mx.float32).T
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    log_p, log_q = mx.stop_gradient(logprobs_of(*lesson)), logprobs_of(hidden, head_weight)
+    p, q = mx.exp(log_p), mx.exp(log_q)
+    if beta in (0, 1):
+        first, log_m = (p, log_q) if beta == 0 else (q, log_p)
+        found = (first * ((log_p if beta == 0 else log_q) - log_m)).sum(-1)
+    else:
+        log_m = mx.logaddexp(log_p + mx.log(mx.array(beta)), log_q + mx.log(mx.array(1 - beta)))
+        found = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
+    chosen = mx.take_along_axis(log_q, ids[..., None], axis=-1).squeeze(-1)
+    return Divergences(found, mx.stop_gradient(chosen), mx.stop_gradient(-(q * log_q).sum(-1)))
+
+
+def token_divergences(
+    hidden: mx.array,
+    head_weight: mx.array,
+    ids: mx.array,
+    lesson: Lesson,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    head: str = "frozen",
+) -> Divergences:
+    """
+    The divergence of student and teacher at each position, both at `temperature`, and what a step reports of `ids`.
+
+    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) each.
+    head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
+
+    The vocabulary goes by twice, in tiles of some rows: for the logsumexps of both models, then for the divergence and
+    its gradient. The gradient of a row's logits is s - q sum(s), see `terms_of`, so sum(s W) and sum(q W) over the
+    student's head W are all that `hidden` needs, and the backward pass of a frozen head has no matmul. That is 6
+    matmuls with a head where a log-probability has 2.
+    """
+    assert head in lm_head.HEADS, head
+    assert 0 <= beta <= 1, beta
+    assert temperature > 0, temperature
+    assert len(head_weight) == len(lesson.head_weight), (head_weight.shape, lesson.head_weight.shape)
+    flat_ids, vocab = ids.reshape(-1), len(head_weight)
+    taught = lesson.hidden.reshape(-1, lesson.hidden.shape[-1])
+    chunks = lm_head.slices(flat_ids.size, lm_head.LOGPROB_CHUNK)
+    tiles = lm_head.slices(vocab, max(1, TILE // min(lm_head.LOGPROB_CHUNK, flat_ids.size)))
+
+    def logits_of(hidden: mx.array, head_weight: mx.array, tile: slice, done: list[mx.array]) -> mx.array:
+        """Logits of some rows for a tile of the vocabulary, but not before `done`."""
+        x = lm_head.wait(hidden.astype(mx.float32) / temperature, done)
+        return x @ head_weight[tile].astype(mx.float32).T
+
+    @mx.custom_function
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
+        parts = []
+        done: list[mx.array] = []
+        for rows in chunks:
+            sums = [_Sum.start(rows.stop - rows.start) for _ in range(2)]
+            for tile in tiles:
+                sums[0] = sums[0].after(logits_of(taught[rows], lesson.head_weight, tile, done))
+                sums[1] = sums[1].after(logits_of(hidden[rows], head_weight, tile, done))
+                done = [*sums[0], *sums[1]]
+            taught_sum, own_sum = sums
+            state = _State.start(rows.stop - rows.start, hidden.shape[1], beta)
+            for tile in tiles:
+                log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
+                log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
+                state = state.after(log_p, log_q, head_weight[tile], lm_head.place_of(flat_ids[rows], tile), beta)
+                done = [array for array in state if array is not None]
+            parts.append((*state.results(temperature), *taught_sum, *own_sum))
+        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+
+    @forward.vjp
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+        hidden, head_weight = primals
+        _, _, _, kept, slope, *sums = outputs
+        d_out = cotangents[0][:, None]
+        d_hidden = (d_out * kept).astype(hidden.dtype)
+        if head == "frozen":
+            return d_hidden, mx.zeros_like(head_weight)
+        d_tiles: list[mx.array] = []
+        done: list[mx.array] = []
+        for tile in tiles:
+            d_tile = mx.zeros((tile.stop - tile.start, hidden.shape[1]))
+            for rows in chunks:
+                taught_sum, own_sum = _Sum(*(a[rows] for a in sums[:2])), _Sum(*(a[rows] for a in sums[2:]))
+                log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
+                log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
+                d_logits = d_out[rows] * (terms_of(log_p, log_q, beta)[1] - gpu.exp(log_q) * slope[rows])
+                d_tile = d_tile + d_logits.T @ (hidden[rows].astype(mx.float32) / temperature)
+                done = [d_tile]
+            d_tiles.append(d_tile.astype(head_weight.dtype))
+        return d_hidden, mx.concatenate(d_tiles)
+
+    outputs: Any = forward(hidden.reshape(-1, hidden.shape[-1]), head_weight)
+    found, logprobs, entropies = (array.reshape(ids.shape) for array in outputs[:3])
+    return Divergences(found, mx.stop_gradient(logprobs), mx.stop_gradient(entropies))
+
+
+class _Sum(NamedTuple):
+    """The sum of exp(logit) of M rows after some of the vocabulary; (M, 1) each. Peaks begin finite, as in lm_head."""
+
+    peak: mx.array  # the largest logit
+    total: mx.array  # sum of exp(logit - peak)
+
+    @staticmethod
+    def start(num_rows: int) -> "_Sum":
+        return _Sum(mx.full((num_rows, 1), -1e30), mx.zeros((num_rows, 1)))
+
+    def after(self, logits: mx.array) -> "_Sum":
+        """The sum with one more tile taken in, (M, tile)."""
+        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        shrunk = self.total * gpu.exp(self.peak - peak)
+        return _Sum(peak, shrunk + softmax.tiled_sum(gpu.exp(logits - peak))[:, None])
+
+    def logprobs(self, logits: mx.array) -> mx.array:
+        """Log-probabilities of a tile once all were taken in; the peak goes first, so likely tokens lose no digit."""
+        return (logits - self.peak) - mx.log(self.total)
+
+
+class _State(NamedTuple):
+    """What is known of M rows after some of the vocabulary, the logsumexps being known."""
+
+    divergence: mx.array  # (M, 1)
+    chosen: mx.array  # (M, 1) the student's log-probability of the id
+    entropy: mx.array  # (M, 1)
+    slope: mx.array  # (M, 1) sum of s, see `terms_of`
+    slopes: mx.array  # (M, C) sum of s * row of the student's head
+    mean: mx.array | None  # (M, C) sum of q * row of the student's head; None where sum(s) is 0
+
+    @staticmethod
+    def start(num_rows: int, width: int, beta: float) -> "_State":
+        nothing, nowhere = mx.zeros((num_rows, 1)), mx.zeros((num_rows, width))
+        return _State(nothing, nothing, nothing, nothing, nowhere, None if beta == 0 else nowhere)
+
+    def after(
+        self, log_p: mx.array, log_q: mx.array, head_weight: mx.array, places: tuple[mx.array, mx.array], beta: float
+    ) -> "_State":
+        """
+        The state with one more tile taken in: log-probabilities (M, tile) of both, and the student's head for it.
+
+        places: of the ids in the tile, see `lm_head.place_of`.
+        """
+        weight, q = head_weight.astype(mx.float32), gpu.exp(log_q)
+        terms, slopes = terms_of(log_p, log_q, beta)
+        place, inside = places
+        return _State(
+            self.divergence + softmax.tiled_sum(terms)[:, None],
+            mx.where(inside, mx.take_along_axis(log_q, place, axis=-1), self.chosen),
+            self.entropy - softmax.tiled_sum(q * log_q)[:, None],
+            self.slope if beta == 0 else self.slope + softmax.tiled_sum(slopes)[:, None],
+            self.slopes + slopes @ weight,
+            None if self.mean is None else self.mean + q @ weight,
+        )
+
+    def results(self, temperature: float) -> tuple[mx.array, ...]:
+        """Divergences, log-probabilities and entropies (M,), the first's gradient by `hidden` (M, C), sum(s) (M, 1)."""
+        kept = self.slopes if self.mean is None else self.slopes - self.slope * self.mean
+        rows = (array.squeeze(-1) for array in (self.divergence, self.chosen, self.entropy))
+        return *rows, kept / temperature, self.slope

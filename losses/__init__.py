@@ -1,1 +1,0 @@
-"""What a step minimizes, token by token, and how far a step may go."""

@@ -1,0 +1,1 @@
+"""The machine: its GPU and memory, and the other machines of a run."""

@@ -1,0 +1,31 @@
+"""A Mac that trains through the night: it stays awake, and says what slows it down. Elsewhere nothing is done."""
+
+import os
+import platform
+import re
+import subprocess
+
+PRESSURE = {  # what a warning names, and where sysctl and pmset say it
+    "memory pressure (1 normal, 2 high, 4 critical)": r"vm_pressure_level: (\d+)",
+    "swap used": r"used = (\S+)",
+    "processor speed in %": r"CPU_Speed_Limit\s*= (\d+)",
+    "low power mode": r"lowpowermode\s+(\d)",
+}
+
+
+def keep_awake() -> None:
+    """Keeps macOS from sleeping while this process lives. The display may sleep, and then no watchdog guards it."""
+    if platform.system() == "Darwin":
+        # a session of its own: Ctrl-C, after which a run still saves, must not end it
+        subprocess.Popen(["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True)
+
+
+def pressure() -> str:
+    """What macOS says of memory, heat and power."""
+    if platform.system() != "Darwin":
+        return ""
+    sysctl = "/usr/sbin/sysctl kern.memorystatus_vm_pressure_level vm.swapusage"
+    asked = [command.split() for command in (sysctl, "/usr/bin/pmset -g", "/usr/bin/pmset -g therm")]
+    said = "".join(subprocess.run(one, capture_output=True, text=True, check=False).stdout for one in asked)
+    found = {name: re.search(pattern, said) for name, pattern in PRESSURE.items()}
+    return ", ".join(f"{name} {match[1]}" for name, match in found.items() if match)

@@ -1,0 +1,428 @@
+"""
+Several machines that train one model: which of them this is, what it does, and what all of them bring together.
+
+`mlx.launch` starts the same command on each machine and tells it its rank; MLX carries the bytes. A meeting is a call
+here that every machine makes, in the same order: `share`, `first`, `all_sum`. Each begins with a short message of every
+machine, which says what it is about to do, or why it ends: so all of them end together, with a reason. For one process
+everything is a no-op: nothing is opened, copied or waited for.
+
+MLX's collectives have traps. On a GPU's stream, Metal's watchdog kills one that waits, so they run on the CPU's, on
+copies in plain memory that no stream is still writing. They hold up their thread for ever when a machine hangs, so they
+have a thread of their own, and the main one listens to signals and to the clock. What is left out: any transport.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+T = TypeVar("T")
+Answers = queue.SimpleQueue[Any]  # of a job, for the main thread; errors among them
+
+JOIN = 30.0  # seconds that rank 0 waits for the others to come; MLX gives up after 31 elsewhere
+PATIENCE, LEAST_PATIENCE = 10.0, 600.0  # a machine may be late by this many times our longest work, or these seconds
+RATE, SLACK = 1e6, 60.0  # a transfer on which all have agreed has this many bytes a second, and these seconds more
+TELL = 20.0  # seconds in which the others should hear why this machine ends
+BLOCK = 2**24  # numbers in one collective; bounds the copies
+HEAD, META = 1024, struct.Struct("<IIQ")  # bytes of a message, and what it begins with: its number, kind and size
+FAILED = 0  # the kind of a message that says why its machine ends
+
+
+class Lost(ValueError):
+    """Another machine failed, is gone or does something else; what it said, in one line."""
+
+
+# ---- who this is
+
+_link: "_Link | None" = None
+
+
+def rank() -> int:
+    """Which of the machines this is, from 0."""
+    return _link.rank if _link else 0
+
+
+def size() -> int:
+    """How many machines there are; 1 without a launcher."""
+    return _link.size if _link else 1
+
+
+def is_first() -> bool:
+    """Whether this machine writes, prints and decides: rank 0 does, and one that is alone."""
+    return rank() == 0
+
+
+def part(costs: Sequence[float]) -> list[int]:
+    """The numbers of the items that this machine does, ascending: the most costly first, each to the least busy."""
+    loads, mine = [0.0] * size(), []
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        owner = loads.index(min(loads))
+        loads[owner] += costs[number]
+        if owner == rank():
+            mine.append(number)
+    return sorted(mine)
+
+
+def part_together(keys: Iterable[Hashable]) -> list[int]:
+    """The places that this machine does, ascending; those of equal keys go to one machine, and each costs 1."""
+    places_of: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        places_of.setdefault(key, []).append(place)
+    groups = list(places_of.values())
+    return sorted(place for number in part([len(places) for places in groups]) for place in groups[number])
+
+
+# ---- meetings
+
+
+def share(value: Any, about: str = "share") -> list[Any]:
+    """
+    What each machine has brought, by rank. Raises Lost unless all of them bring it about the same.
+
+    value: JSON's values and arrays of numpy or MLX; tuples come back as lists. One process gets its own, as it is.
+    """
+    if _link is None:
+        return [value]
+    return [_decode(data) for data in _link.meet(about, _encode(value), _link.gather)]
+
+
+def first(make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, which alone calls it; see `share` for its values."""
+    if _link is None:
+        return make()
+    data = _encode(make()) if is_first() else b""
+    return _decode(_link.meet("first", data, _link.spread))
+
+
+def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """The sum of each array over all machines, in float32 and equal on all of them. One process gets its own."""
+    if _link is None:
+        return list(arrays)
+    summed: list[mx.array] = []
+    for some in _blocks(arrays):
+        flat = np.concatenate([np.array(array.astype(mx.float32)).reshape(-1) for array in some])  # wait; a copy
+        shapes = [array.shape for array in some]
+        flat = _link.meet(f"sum of {shapes}", b"", functools.partial(_link.add, flat), flat.nbytes)
+        parts = np.split(flat, np.cumsum([array.size for array in some])[:-1])
+        summed += [mx.array(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    return summed
+
+
+def _blocks(arrays: Sequence[mx.array]) -> Iterator[list[mx.array]]:
+    """The arrays in lists of about BLOCK numbers, or of one array."""
+    some: list[mx.array] = []
+    for array in arrays:
+        some.append(array)
+        if sum(one.size for one in some) >= BLOCK:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def compare(facts: dict[str, Any]) -> None:
+    """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
+    if _link is None:
+        return
+    ours, *others = share(facts)
+    for number, theirs in enumerate(others, 1):
+        for name in ours:
+            if ours[name] != theirs[name]:
+                said = f"{_link.names[number]} has another {name} than {_link.names[0]}"
+                _link.end(f"{said}: {theirs[name]}, not {ours[name]}; make them the same")
+
+
+def code_checksum() -> int:
+    """A number that tells Gwen from another version of it: of the modules that it has imported."""
+    root = Path(__file__).parent.parent
+    files = {Path(getattr(module, "__file__", None) or "/") for module in list(sys.modules.values())}
+    ours = sorted(file for file in files if root in (file.parent, file.parent.parent))
+    return zlib.crc32(b"".join(file.read_bytes() for file in ours))
+
+
+def checksum(arrays: Sequence[mx.array]) -> int:
+    """A number that tells arrays from others, of any type."""
+    crc = 0
+    for array in arrays:
+        crc = zlib.crc32(np.array(mx.view(array.reshape(-1), mx.uint8)).data, crc)
+    return crc
+
+
+def lap() -> dict[str, float]:
+    """{"wait": seconds in meetings since the last call}; empty for one process."""
+    if _link is None:
+        return {}
+    waited, _link.waited = _link.waited, 0.0
+    return {"wait": waited}
+
+
+# ---- joining and leaving
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """
+    Makes this process one of several, if a launcher says so; whatever ends it early is told to the others.
+
+    All but rank 0 print nothing until they end, with one line. SIGTERM and SIGHUP, as a launcher or a lost connection
+    sends them, do what Ctrl-C does. Raises ValueError if the machines do not find each other.
+    """
+    global _link
+    if "MLX_RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
+        yield
+        return
+    streams = sys.stdout, sys.stderr
+    group = _init()
+    if group.size() == 1:
+        yield
+        return
+    _link = _Link(group)
+    for number in endings()[1:]:
+        signal.signal(number, interrupt)
+    try:
+        _link.names = share(socket.gethostname())
+        _link.names = [f"rank {number} ({name})" for number, name in enumerate(_link.names)]
+        if is_first():
+            print(f"machines: {', '.join(_link.names)}", flush=True)
+        else:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+        yield
+        share("done")  # none closes its connection while another is still at work
+    except BaseException as error:
+        sys.stdout, sys.stderr = streams
+        _link.tell(error)
+        if isinstance(error, KeyboardInterrupt):
+            print(f"\n{signed(error)}", file=sys.stderr)
+            sys.exit(130)
+        raise
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def endings() -> list[signal.Signals]:
+    """The signals that end a run and let it save: Ctrl-C, and those of a launcher, a scheduler or a closed terminal."""
+    others = (signal.SIGTERM, signal.SIGHUP)
+    return [signal.SIGINT] + [one for one in others if signal.getsignal(one) != signal.SIG_IGN]
+
+
+def interrupt(number: int, *_: Any) -> NoReturn:
+    """A signal handler: Ctrl-C, which names any other signal."""
+    raise KeyboardInterrupt(*[] if number == signal.SIGINT else [signal.Signals(number).name])
+
+
+def signed(error: BaseException) -> str:
+    """What ended this machine, with its name where there are several."""
+    return _reason(error) if _link is None else f"{_link.names[_link.rank]}: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    """An error in words."""
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__  # what made the process end itself
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped by {error if error.args else 'Ctrl-C'}"
+    return str(error) or type(error).__name__
+
+
+def _init() -> Any:
+    """MLX's group. Raises ValueError if it cannot be had; ends the process, at rank 0, if the others do not come."""
+    if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
+        raise ValueError("MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs under it, so unset it")
+    if os.environ.get("MLX_RANK", "0") == "0":
+        print(
+            f"waiting up to {JOIN:.0f} s for the other machines; see docs/several-macs.md", file=sys.stderr, flush=True
+        )
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
+    with open(os.devnull, "w") as nowhere:
+        # elsewhere MLX is given the time for an error of its own
+        limit = JOIN if os.environ.get("MLX_RANK", "0") == "0" else JOIN + 5
+        faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
+        try:
+            return mx.distributed.init(strict=True)
+        except RuntimeError as error:
+            raise ValueError(f"the machines did not find each other: {error}; see docs/several-macs.md") from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGINT, before)
+
+
+class _Link:
+    """The connection: a thread that makes the collectives, one after the other, and who waits for it."""
+
+    def __init__(self, group: Any):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.names = [f"rank {number}" for number in range(self.size)]
+        self.waited, self.longest, self.left_at = 0.0, 0.0, time.monotonic()
+        self.number, self.is_over, self.is_stuck = 0, False, False
+        self.data = b""  # of this machine, for the meeting under way
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], Answers]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+        atexit.register(self._leave)  # first, so that it runs last
+
+    # ---- in the main thread
+
+    def meet(self, kind: str, data: bytes, then: Callable[[list[bytes]], T], num_bytes: int = 0) -> T:
+        """
+        Exchanges messages, then does `then` with what the machines sent, or with its beginnings if that is long.
+
+        data: of this machine. num_bytes: that `then` will move besides. Raises Lost if any machine ends or is gone.
+        Both are one job of the thread: a Ctrl-C here leaves no other machine in the middle.
+        """
+        if self.is_over:
+            raise Lost("the machines have parted")
+        self.number += 1
+        self.data = data
+        message = META.pack(self.number, zlib.crc32(kind.encode()) or 1, len(data)) + data[: HEAD - META.size]
+        begin = time.monotonic()
+        self.longest = max(self.longest, begin - self.left_at)
+        answers = Answers()
+        self.jobs.put((lambda: self._meet(kind, message, then, answers), answers))
+        messages = self._take(answers, max(LEAST_PATIENCE, PATIENCE * self.longest))
+        num_bytes += sum(META.unpack(one[: META.size])[2] for one in messages)
+        result = self._take(answers, SLACK + num_bytes / RATE)
+        self.left_at = time.monotonic()
+        self.waited += self.left_at - begin
+        return result
+
+    def _take(self, answers: Answers, limit: float) -> Any:
+        """The next answer of the thread. Raises Lost if that is an error, or does not come within `limit` seconds."""
+        try:
+            answer = answers.get(timeout=limit)
+        except queue.Empty:
+            self.is_stuck = True
+            self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
+        if isinstance(answer, Lost):
+            self.end(str(answer))
+        if isinstance(answer, BaseException):
+            self.end(f"another machine is gone, or the network to it ({answer})")
+        return answer
+
+    def end(self, said: str) -> NoReturn:
+        self.is_over = True
+        raise Lost(said)
+
+    def tell(self, error: BaseException) -> None:
+        """Says to the others, at their next meeting, why this machine ends; waits for a short time only."""
+        if self.is_over or (isinstance(error, SystemExit) and not error.code):
+            return
+        text = " ".join(_reason(error).split()).encode()[: HEAD - META.size]
+        message, answers = META.pack(self.number + 1, FAILED, len(text)) + text, Answers()
+        self.jobs.put((lambda: answers.put(self._all_gather(message, HEAD)), answers))
+        with contextlib.suppress(Lost, KeyboardInterrupt):
+            self._take(answers, TELL)
+        self.is_over = True
+
+    def _leave(self) -> None:
+        """Ends the process where MLX would wait for a collective that never ends."""
+        if self.is_stuck:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    # ---- in the thread
+
+    def _work(self) -> None:
+        while True:
+            job, answers = self.jobs.get()
+            try:
+                job()
+            except BaseException as error:  # the main thread raises it
+                answers.put(error)
+
+    def _meet(self, kind: str, message: bytes, then: Callable[[list[bytes]], Any], answers: Answers) -> None:
+        messages = self._all_gather(message, HEAD)
+        self._check(kind, messages)
+        answers.put(messages)
+        answers.put(then(messages))
+
+    def _check(self, kind: str, messages: list[bytes]) -> None:
+        """Raises Lost if a machine ends, or if they are not about to do the same."""
+        metas = [META.unpack(message[: META.size]) for message in messages]
+        for number, (meta, message) in enumerate(zip(metas, messages, strict=True)):
+            if meta[1] == FAILED:
+                said = message[META.size : META.size + meta[2]].decode(errors="replace")
+                raise Lost(f"{self.names[number]}: {said}")
+        if len({meta[:2] for meta in metas}) > 1:
+            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
+
+    def _all_gather(self, data: bytes, width: int) -> list[bytes]:
+        padded = np.zeros(width, np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        found = mx.distributed.all_gather(mx.array(padded), group=self.group, stream=mx.cpu)
+        mx.eval(found)  # wait, for the slowest machine
+        return [one.tobytes() for one in np.split(np.array(found), self.size)]
+
+    def add(self, flat: np.ndarray, _: object = None) -> np.ndarray:
+        """The sum of all machines' flat arrays, in place."""
+        for begin in range(0, len(flat), BLOCK):
+            piece = mx.distributed.all_sum(mx.array(flat[begin : begin + BLOCK]), group=self.group, stream=mx.cpu)
+            mx.eval(piece)  # wait, for the network
+            flat[begin : begin + BLOCK] = np.array(piece)
+        return flat
+
+    def gather(self, messages: list[bytes]) -> list[bytes]:
+        """The data of all machines, in a second collective if any of it exceeds its message."""
+        sizes = [META.unpack(message[: META.size])[2] for message in messages]
+        if max(sizes) <= HEAD - META.size:
+            whole = [message[META.size :] for message in messages]
+        else:
+            whole = self._all_gather(self.data, max(sizes))
+        return [data[:length] for data, length in zip(whole, sizes, strict=True)]
+
+    def spread(self, messages: list[bytes]) -> bytes:
+        """The data of rank 0; long ones are added to the zeros of the others, byte by byte."""
+        length = META.unpack(messages[0][: META.size])[2]
+        if length <= HEAD - META.size:
+            return messages[0][META.size : META.size + length]
+        data = np.frombuffer(self.data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
+        return self.add(data.copy()).tobytes()
+
+
+# ---- values as bytes
+
+
+def _encode(value: Any) -> bytes:
+    """JSON, and behind it the bytes of the arrays in it, in their order. What is read runs no code, as a pickle may."""
+    arrays: list[np.ndarray] = []
+
+    def stand_in(x: Any) -> dict[str, Any]:
+        if not isinstance(x, (np.ndarray, mx.array)):
+            raise TypeError(f"{type(x).__name__} cannot be shared")
+        arrays.append(np.array(x))
+        return {"array": [arrays[-1].dtype.str, arrays[-1].shape, isinstance(x, mx.array)]}
+
+    text = json.dumps(value, default=stand_in).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in arrays)
+
+
+def _decode(data: bytes) -> Any:
+    """What `_encode` was given; no dictionary of it may have the one key "array"."""
+    (length,) = struct.unpack_from("<Q", data)
+    place = 8 + length
+
+    def array_of(held: dict[str, Any]) -> Any:
+        nonlocal place
+        if held.keys() != {"array"}:
+            return held
+        dtype, shape, is_mlx = held["array"]
+        array = np.frombuffer(data, dtype, int(np.prod(shape)), place).reshape(shape).copy()
+        place += array.nbytes
+        return mx.array(array) if is_mlx else array
+
+    return json.loads(data[8 : 8 + length], object_hook=array_of)

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: conversations, and the steps and evaluations made of them."""

@@ -1,0 +1,122 @@
+"""
+Conversations to learn from: read, checked, and rendered to rows of exactly the ids that the model will see.
+
+A reply is trained after the ids that `chat_template.chat_ids` makes of the messages before it, from which a rollout
+samples it, and up to its end token. A conversation is one row where the template only ever appends; where it rewrites
+what came before (Qwen3 drops the thoughts of earlier replies), each reply is a row of its own. Left out: the loss.
+"""
+
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from problems import chat_template
+from problems.examples import Example, check_messages, check_prompt, check_text, make_examples, read_records, short
+
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
+
+
+class Row(NamedTuple):
+    """Token ids, and the places in them of the tokens that are trained."""
+
+    ids: list[int]
+    places: list[int]
+
+
+# ---- reading
+
+
+def load(spec: str, columns: str | None = None) -> list[Example]:
+    """
+    The conversations of --data: `prompt`, messages up to the user's, and `completion`, from the first reply to train.
+
+    Columns are `messages`, or `prompt` and `completion`, each a string or messages; `system` and `split` as in
+    `examples.load_data`. Of `messages`, the completion begins at the first reply; what follows the last one is dropped.
+    Raises ValueError naming file, line or record, value and fix.
+    """
+    return make_examples(spec, read_records(spec), columns, read_chat)
+
+
+def read_chat(example: Example) -> Example:
+    """One conversation of a record. Raises ValueError naming the mistake."""
+    if example.get("tools"):
+        raise ValueError("column tools: calls of tools cannot be trained; remove it")
+    if example.get("completion") is not None and example.get("prompt") is not None:
+        prompt, completion = (
+            [{"role": role, "content": held}] if isinstance(held := example[name], str) else held
+            for name, role in (("prompt", "user"), ("completion", "assistant"))
+        )
+    elif isinstance(messages := example.get("messages"), list):
+        first = next((place for place, one in enumerate(messages) if _is_reply(one)), len(messages))
+        prompt, completion = messages[:first], messages[first:]
+    else:
+        fix = "add messages, or prompt and completion, or name the column: --columns completion=COLUMN"
+        raise ValueError(f"no conversation, only {short(list(example))}; {fix}")
+    for name, part in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(part, list):
+            raise ValueError(f"{name} {short(part)} is a {type(part).__name__}; it must be a string or chat messages")
+    if example.get("system") is not None:
+        check_text("system", example["system"])
+        if prompt and isinstance(prompt[0], dict) and prompt[0].get("role") == "system":
+            raise ValueError("both a system column and a system message; keep one of them")
+        prompt = [{"role": "system", "content": example["system"]}, *prompt]
+    while completion and not _is_reply(completion[-1]):
+        completion = completion[:-1]
+    if not completion:
+        raise ValueError("no message of the assistant, so there is nothing to learn; add one")
+    prompt, whole = check_prompt(prompt), check_messages("the conversation", prompt + completion)
+    return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split")}
+
+
+def _is_reply(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+# ---- rendering
+
+
+def render(
+    tokenizer: Any, example: Example, *, turns: str, thinking: bool, end_ids: Collection[int], context: int
+) -> list[Row]:
+    """
+    The rows of a conversation. turns: train "all" replies of the completion, or the "last".
+
+    Raises ValueError where the template leaves open which ids a reply has, and for a row longer than the context.
+    """
+    prompt = example["prompt"]
+    messages = prompt + example["completion"]
+    replies = [place for place in range(len(prompt), len(messages)) if _is_reply(messages[place])]
+    rows = []
+    for place in replies if turns == "all" else replies[-1:]:
+        before, ids = _reply(tokenizer, messages[: place + 1], thinking, end_ids)
+        if len(ids) > context:
+            raise ValueError(f"it has {len(ids)} tokens, the model's context {context}; shorten it")
+        rows.append(Row(ids, list(range(before, len(ids)))))
+    whole = rows[-1].ids
+    if all(row.ids == whole[: len(row.ids)] for row in rows):
+        return [Row(whole, [place for row in rows for place in row.places])]
+    return rows
+
+
+def _reply(
+    tokenizer: Any, messages: list[dict[str, str]], thinking: bool, end_ids: Collection[int]
+) -> tuple[int, list[int]]:
+    """How many ids stand before the last message, a reply, and all ids up to its end token."""
+    content, marked = messages[-1]["content"], chat_template.as_text(tokenizer, messages)
+    prompt = chat_template.render(tokenizer, marked[:-1], thinking)
+    whole = chat_template.render(tokenizer, marked, thinking, opened=False)
+    opened = prompt if whole.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
+    rest = whole.removeprefix(opened)
+    if len(rest) == len(whole):
+        raise ValueError(f"the chat template renders the messages before {short(content)} in two ways; drop that reply")
+    if opened != prompt and rest.startswith("<think>"):
+        raise ValueError(f"{short(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
+    if any(part.strip() not in rest for part in re.split("</?think>", marked[-1]["content"])):
+        raise ValueError(f"the chat template drops a part of {short(content)}; remove that part")
+    before, ids = chat_template.encode(tokenizer, prompt), chat_template.encode(tokenizer, prompt + rest)
+    if ids[: len(before)] != before:
+        raise ValueError(f"the beginning of {short(content)} melts into one token with its prompt; strip white space")
+    ends = [place for place in range(len(before), len(ids)) if ids[place] in end_ids]
+    if len(ends) != 1 or tokenizer.decode(ids[ends[0] + 1 :]).strip():
+        raise ValueError(f"{short(content)} has {len(ends)} end tokens in the chat template, not one at its end")
+    return len(before), ids[: ends[0] + 1]

@@ -1,0 +1,148 @@
+"""
+The groups of a step: the rewards of their completions, and which groups are trained.
+
+What is left out: sampling and judging (train.py), and the arithmetic of advantages (grpo.py).
+
+Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, K rewards.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import grpo
+import sampler
+from config import Config
+from judging import rubrics
+from problems.examples import Example
+
+
+class Rewards(NamedTuple):
+    """Rewards of one rollout, numpy float64."""
+
+    total: np.ndarray  # (B, G), weighted sum of the parts; nan where every component is unreadable
+    filled: np.ndarray  # (B, G), the same without nan: the sum of the filled parts everywhere
+    parts: np.ndarray  # (K, B, G), each reward before weighting; `fill` replaced unreadable values
+    weights: list[float]  # K
+    components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where unreadable
+    judgement: rubrics.Judgement | None
+    completions: list[str]
+
+
+class Draw(NamedTuple):
+    """One batch of prompts with its completions and their rewards."""
+
+    examples: list[Example]  # B
+    prompts: list[list[int]]  # B
+    rollout: sampler.Rollout
+    rewards: Rewards
+
+
+def weigh(
+    config: Config,
+    weights: list[float],
+    components: dict[str, np.ndarray],
+    judgement: rubrics.Judgement | None,
+    completions: list[str],
+) -> Rewards:
+    """
+    The weighted sum of the components, (N,) each.
+
+    An unreadable score becomes the mean that it would be compared with. So the judge neither rewards nor punishes that
+    completion, and its verifiers count in full. A reward function that gave None for a completion is left out of that
+    completion's sum.
+    """
+    for (name, values), weight in zip(components.items(), weights, strict=True):
+        if (np.abs(weight * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
+            raise ValueError(
+                f"reward {name} times its weight {weight:g} passes 1e15; start again with lower --reward-weights"
+            )
+    shape = len(weights), config.sampling.batch, config.sampling.groups
+    given = np.array(list(components.values()), np.float64).reshape(shape)
+    axis = None if config.objective.advantage == "reinforce" else 1
+    filled_parts = [
+        fill(part, axis) if name == "rubric" else np.nan_to_num(part)
+        for name, part in zip(components, given, strict=True)
+    ]
+    parts = np.array(filled_parts).reshape(shape)
+    # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
+    filled = sum((weight * part for weight, part in zip(weights, parts, strict=True)), np.zeros(shape[1:]))
+    total = np.where(np.isnan(given).all(axis=0), np.nan, filled)
+    return Rewards(total, filled, parts, weights, components, judgement, completions)
+
+
+def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """(B, G) with each nan replaced by the mean of the readable values along `axis` (None: of all), 0 without any."""
+    readable = ~np.isnan(values)
+    total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
+    return np.where(readable, values, total / np.maximum(number, 1))
+
+
+def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
+    """
+    Advantages of the chosen groups, (B, G) float32. Groups are numbered through all draws.
+
+    They are 0 in groups of one, which only a teacher trains.
+    """
+    if config.sampling.groups == 1:
+        return np.zeros((len(chosen), 1), np.float32)
+    if config.objective.combine_rewards == "normalize":
+        parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
+        return grpo.decoupled_advantages(parts, draws[0].rewards.weights, grpo.SIGNAL_FLOOR)
+    rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
+    return grpo.group_advantages(rewards, config.objective.scale_rewards, config.objective.advantage, grpo.SIGNAL_FLOOR)
+
+
+def has_signal(advantages: np.ndarray) -> np.ndarray:
+    """Which groups change the policy, (B, G) -> (B,) bool: those with rewards that differ by more than noise."""
+    return (advantages != 0).any(axis=1)
+
+
+class Choice(NamedTuple):
+    """The B groups of a step that are trained, numbered through all draws."""
+
+    groups: list[int]  # ascending
+    advantages: np.ndarray  # (B, G)
+    num_signal: int  # groups of all draws that have a signal
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each of them has a signal."""
+        return bool(has_signal(self.advantages).all())
+
+
+def choose_groups(config: Config, draws: list[Draw]) -> Choice:
+    """Takes the first groups with a signal; if there are too few, the first without one fill up the batch."""
+    everything = list(range(len(draws) * config.sampling.batch))
+    advantages = advantages_of(config, draws, everything)
+    signal = has_signal(advantages)
+    if len(draws) == 1:
+        return Choice(everything, advantages, int(signal.sum()))
+    chosen = sorted(np.argsort(~signal, kind="stable")[: config.sampling.batch].tolist())
+    return Choice(chosen, advantages_of(config, draws, chosen), int(signal.sum()))
+
+
+def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:
+    """
+    The prompt of every row, and one rollout of the chosen groups; a row that is not trained has an empty mask.
+
+    --truncated mask drops the rows that hit --max-tokens.
+    """
+    rows = [group * config.sampling.groups + member for group in chosen for member in range(config.sampling.groups)]
+    prompts = [prompt for draw in draws for prompt in draw.prompts for _ in range(config.sampling.groups)]
+    reasons = [reason for draw in draws for reason in draw.rollout.finish_reasons]
+    width = max(draw.rollout.mask.shape[1] for draw in draws)
+
+    def merged(arrays: list[mx.array]) -> mx.array:  # the padding lies outside the mask
+        return mx.concatenate([mx.pad(a, [(0, 0), (0, width - a.shape[1])]) for a in arrays])[mx.array(rows)]
+
+    fields = ("completion_ids", "logprobs", "mask")
+    ids, logprobs, mask = (merged([getattr(draw.rollout, name) for draw in draws]) for name in fields)
+    reasons = [reasons[row] for row in rows]
+    if config.objective.truncated == "mask":
+        mask = mask * mx.array([[reason != "length"] for reason in reasons])
+    rollout = draws[-1].rollout._replace(
+        completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons, entropy=None
+    )
+    return [prompts[row] for row in rows], rollout

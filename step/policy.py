@@ -1,0 +1,166 @@
+"""
+From a micro-batch to the tokens of a loss: what the policy makes of them, and their share of the step's loss.
+
+Left out: the arithmetic of the losses (grpo.py), the gradient and the optimizer (update.py).
+
+Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, T completion positions, C hidden.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+import grpo
+import gwen
+from config import Config, Sizes
+from kv_cache import TreeCache
+from layers import divergence, lm_head, softmax
+from step.micro_batch import MicroBatch
+from step.result import MISMATCH
+
+
+class Targets(NamedTuple):
+    """The inputs of a step's loss besides the policy, and its divisors."""
+
+    num_rows: int
+    num_items: int  # counted tokens of all rows
+    chosen: mx.array | None = None  # (N, T), 1 for the tokens whose policy term counts; None: all counted ones
+    num_chosen: int = 0  # these
+    advantages: mx.array | None = None  # (N,), or (N, T) where those of a row's tokens differ
+    ref_logprobs: mx.array | None = None  # (N, T)
+    lesson: divergence.Lesson | None = None  # a teacher's hidden states of the tokens
+    gains: mx.array | None = None  # (N, T) log teacher - log student
+
+
+class Share(NamedTuple):
+    """A micro-batch's part of a step's loss."""
+
+    loss: mx.array  # the shares of all micro-batches sum to the step's loss
+    logprobs: mx.array  # (M, T), of the completion tokens
+    sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
+
+
+class Reader:
+    """Reads a policy's micro-batches under the settings of a run, and makes them the tokens of its loss."""
+
+    def __init__(self, config: Config, sizes: Sizes, loss: grpo.LossFunction | None = None):
+        """loss: in place of that of `--loss-type`."""
+        self.config, self.checkpoint_layers = config, sizes.checkpoint_layers
+        named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}
+        self.objective = grpo.Objective(**named, max_tokens=config.sampling.max_tokens)
+        self.loss = loss or grpo.LOSSES[config.objective.loss_type]
+        self.temperature, self.head = config.sampling.temp, "frozen" if config.model.lora_rank else "trained"
+        sampling = config.sampling
+        # the tokens that the sampler may draw; None: all
+        self.support = softmax.Support.of(sampling.top_p, sampling.top_k, sampling.min_p)
+        by_token = config.objective.loss_type in grpo.CLIPPED and self.objective.importance_sampling_level == "token"
+        self.may_fuse = by_token and loss is None and self.head == "frozen" and not config.objective.entropy_coef
+
+    def hidden(self, model: gwen.Model, batch: MicroBatch) -> mx.array:
+        """The hidden states that predict the completion tokens, (M, T, C)."""
+        return completion_hidden(model, batch, self.checkpoint_layers)
+
+    def logprobs(self, model: gwen.Model, batch: MicroBatch, gradient: str = "none") -> tuple[mx.array, mx.array]:
+        """
+        Log-probabilities of the completion tokens given all tokens before, and entropies, (M, T) each.
+
+        gradient: which of them have one, "none", "logprobs" or "both".
+        """
+        return lm_head.token_logprobs(
+            self.hidden(model, batch),
+            model.head_weight,
+            batch.completion_ids,
+            temperature=self.temperature,
+            support=self.support,
+            head=self.head,
+            gradient=gradient,
+        )
+
+    def share(self, model: gwen.Model, batch: MicroBatch, targets: Targets) -> Share:
+        """A micro-batch's part of the step's loss."""
+        settings, mask, rows = self.config.objective, batch.mask, batch.rows
+        clipped = divergences = advantages = None
+        if targets.advantages is not None:
+            advantages = advantages_of(batch, targets.advantages)
+        if targets.lesson is not None:
+            found = divergence.token_divergences(
+                self.hidden(model, batch),
+                model.head_weight,
+                batch.completion_ids,
+                targets.lesson._replace(hidden=targets.lesson.hidden[rows, : mask.shape[1]]),
+                beta=settings.distill_beta,
+                temperature=self.temperature,
+                head=self.head,
+            )
+            divergences, logprobs, entropy = found
+        elif advantages is not None and self.may_fuse and lm_head.has_token_losses(model.head_weight, self.support):
+            each = mx.broadcast_to(advantages, mask.shape)
+            surrogate = grpo.Surrogate(each, batch.old_logprobs, self.objective)
+            hidden, head_weight = self.hidden(model, batch), model.head_weight
+            clipped, logprobs, entropy = lm_head.token_losses(
+                hidden, head_weight, batch.completion_ids, surrogate, self.temperature
+            )
+        else:
+            logprobs, entropy = self.logprobs(model, batch, "both" if settings.entropy_coef else "logprobs")
+        # None in the first iteration: the current policy is the old one
+        old = mx.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
+        chosen = mask if targets.chosen is None else targets.chosen[rows, : mask.shape[1]]
+        weights = chosen
+        if settings.mismatch == "truncate":
+            weights = chosen * grpo.mismatch_weights(old, batch.sampled_logprobs, mask)
+        tokens = grpo.Tokens(
+            logprobs,
+            old,
+            mx.zeros(mask.shape) if advantages is None else advantages,
+            mask,
+            ref_logprobs=None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]],
+            weights=weights,
+            num_items=targets.num_items,
+            num_rows=targets.num_rows,
+            clipped=clipped,
+            divergences=divergences,
+        )
+        loss, sums = self.loss(tokens, self.objective)
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
+        measured = {"loss": loss, "entropy": (entropy * mask).sum()}
+        if settings.loss_type != "sft":
+            measured |= gaps(logprobs, batch)
+        if targets.gains is not None:  # an estimate of KL(student, teacher), as the tokens are the student's
+            measured["distill"] = -targets.gains[rows].sum()
+        return Share(loss, logprobs, measured | sums)
+
+
+def advantages_of(batch: MicroBatch, advantages: mx.array) -> mx.array:
+    """Those of a micro-batch, (M, 1), or (M, T) where each token has its own."""
+    its_own = advantages[batch.rows]
+    return its_own[:, None] if its_own.ndim == 1 else its_own[:, : batch.mask.shape[1]]
+
+
+def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: int = 0) -> mx.array:
+    """
+    The hidden states that predict the completion tokens, (M, T, C).
+
+    checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
+    """
+    if batch.prefix is None:
+        hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
+        return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
+    prefix = batch.prefix
+    cache = TreeCache(len(model.layers)).child(prefix.lengths)
+    hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
+    last = mx.array([length - 1 for length in prefix.lengths])
+    first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
+    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
+        return first[:, None]
+    children = cache.child(batch.lengths, prefix.parents)
+    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+
+
+def gaps(logprobs: mx.array, batch: MicroBatch) -> dict[str, mx.array]:
+    """How far log-probabilities (M, T) are from the sampler's: the sums called MISMATCH."""
+    mask, sampled = batch.mask, batch.sampled_logprobs
+    trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
+    gap = mx.abs(logprobs - sampled) * mask
+    sums = gap.sum(), gap.max(), trust.sum(), trust.max(), (trust > grpo.MISMATCH_CAP).sum()
+    return dict(zip(MISMATCH, sums, strict=True))

@@ -1,0 +1,65 @@
+"""
+What an update did, and its figures in `metrics.jsonl`, which every kind of run has.
+
+Left out: the update itself (update.py), the figures of rollouts and rewards (reporting/journal.py).
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# the policy before the update against the sampler's
+MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
+# measured at each step: means over the counted tokens; `_max` is the largest
+MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
+
+
+class UpdateResult(NamedTuple):
+    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
+
+    lr: float  # as scheduled
+    rate: float  # factor of it in the last step
+    num_skipped: int  # skipped steps since the run began
+    loss_scale: float  # after the last step
+    # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
+    means: dict[str, float | None]
+    pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
+    num_items: int = 0  # trained tokens
+    loss: float | None = None
+    grad_norm: float | None = None  # before clipping
+    moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
+    repeats: int = 0  # tries that went too far and were undone
+    skipped: int = 0  # steps skipped because their gradient was not finite
+    num_forwards: int = 0  # rows computed, including the reference's
+    pad_frac: float | None = None  # padding's share of the computed positions
+
+    def metrics(self, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
+        """seconds: of the step, by phase. num_rows: rows that were trained. recent: seconds of the last steps."""
+        train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
+        return {
+            "loss": self.loss,
+            "update/s": seconds["update"],
+            "update/tok_s": self.num_items / seconds["update"] if self.num_items else None,
+            "train/s": train_s,
+            "train/tok_s": self.num_items / train_s,
+            "other/s": seconds["other"],
+            "step/s": seconds["step"],
+            "step_avg_last10/s": sum(recent) / len(recent),
+            **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
+            "kl": self.means["kl"],
+            "distill/kl": self.means["distill"],
+            "entropy": self.means["entropy"],
+            "clip_frac": self.means["clip_frac"],
+            **{f"mismatch/{name}": self.means[name] for name in MISMATCH},
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
+            "lr": self.lr,
+            "update/kl": self.moved,
+            "update/rate": self.rate,
+            "update/repeats": self.repeats,
+            "skipped": self.skipped,
+            "skipped_total": self.num_skipped,
+            "pad_frac": self.pad_frac,
+            "forwards_per_completion": self.num_forwards / num_rows,
+        }

@@ -1,0 +1,107 @@
+"""
+How far an update moved the policy, and steps cut short that go too far.
+
+After an optimizer step the policy is run again on a part of the rollout, the probe. If the KL between the policy
+before and after passes the target, the step is shortened. AdamW's moments do not depend on the learning rate, and its
+step is proportional to it, so scaling the step equals a lower rate and needs no new gradient.
+Sources: PPO's target KL (Schulman et al. 2017), the line search of TRPO (Schulman et al. 2015). Left out: the model.
+
+Axes: M rows of a micro-batch, T completion positions.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import grpo
+from machine import world
+from step.micro_batch import MicroBatch, take_rows
+
+PROBE_TOKENS, MOST_STRIDE = 128, 8  # every 8th micro-batch or row is probed; more, if that had fewer tokens
+SLACK = 1.5  # a step may move this many times the target
+RECOVERY = 1.25  # the rate grows by this factor after a step below half the target
+MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, and the smallest factor of one try
+
+Weights = dict[str, mx.array]  # float32 masters by name
+
+
+def make_probe(batches: list[MicroBatch], num_items: int, turn: int) -> list[MicroBatch]:
+    """
+    Every k-th micro-batch, or every k-th row if there are too few, with an offset that changes every turn.
+
+    Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
+    """
+    stride = max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
+    if len(batches) >= stride:
+        return batches[turn % stride :: stride]
+    stride = min(stride, max(len(batch.rows) for batch in batches))
+    places = [list(range(turn % stride, len(batch.rows), stride)) for batch in batches]
+    return [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some]
+
+
+def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
+    """
+    KL(old policy, current policy) in nats per token: the mean of r - 1 - log r over the old policy's tokens.
+
+    present: the probe's log-probabilities under the current policy, (M, T) per micro-batch; r = current / old
+    probability. The mean over tokens drawn by the old policy is unbiased, and no token's term is negative (k3,
+    http://joschu.net/blog/kl-approx.html).
+    """
+    total, count = mx.array(0.0), mx.array(0.0)
+    for batch, new in zip(probe, present, strict=True):
+        assert batch.old_logprobs is not None
+        new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
+        total += (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
+        count += batch.mask.sum()
+    return float(total / count)
+
+
+class BoundedStep(NamedTuple):
+    """A step that moved the policy no further than allowed."""
+
+    weights: Weights
+    share: float  # of the requested step that was kept; the caller multiplies its rate by it
+    moved: float  # nats per token
+    repeats: int  # tries that went too far and were undone
+    pushes: dict[int, np.ndarray]  # change in nats of each token's log-probability, by row of the step, of the probe
+
+
+def hold(
+    before: Weights,
+    after: Weights,
+    probe: list[MicroBatch],
+    target: float,
+    place: Callable[[Weights], list[mx.array]],
+) -> BoundedStep:
+    """
+    Shortens the step from `before` to `after` until the policy has moved at most SLACK times the target.
+
+    place: puts weights into the model and returns the probe's log-probabilities under them. A step that is too long at
+    every try is dropped.
+    """
+    share = 1.0
+    for repeats in range(MOST_TRIES):
+        present = place(after)
+        moved = world.first(functools.partial(distance, probe, present))
+        if moved <= SLACK * target:
+            return BoundedStep(after, share, moved, repeats, _pushes(probe, present))
+        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
+        factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
+        share *= factor
+        after = {name: old + factor * (after[name] - old) for name, old in before.items()}
+    present = place(before)
+    return BoundedStep(before, share, world.first(functools.partial(distance, probe, present)), MOST_TRIES, {})
+
+
+def _pushes(probe: list[MicroBatch], present: list[mx.array]) -> dict[int, np.ndarray]:
+    found = {}
+    for batch, new in zip(probe, present, strict=True):
+        assert batch.old_logprobs is not None
+        lengths, changes = np.array(batch.mask).sum(-1).astype(int), np.array(new - batch.old_logprobs)
+        for place, row in enumerate(np.array(batch.rows)):
+            found[int(row)] = changes[place, : lengths[place]]
+    return found

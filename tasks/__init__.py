@@ -1,0 +1,230 @@
+"""
+Tasks: prompts in, chat ids out, and rewards that a program can verify. One task per section.
+
+A task names its training prompts, its held-out problems, its rubric and its verifier, and what its prompts look like.
+`make` puts in their place what a user brings: data, reward functions, a rubric. No model is known here. Whatever a
+user got wrong is a ValueError of one line that names the value and the fix. Left out: reading data
+(problems/examples.py) and reward functions (problems/rewards.py).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from config import Config
+from flags import flag_of
+from judging import rubrics
+from problems.examples import Example, load_data, nearest, prompt_key, split_examples
+from problems.rewards import Calling, Reward, load_reward, reward_arguments, reward_columns
+from tasks import demo, gsm8k, math, rg, values
+from tasks.task import Sides, Task
+
+REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
+
+
+def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
+    """
+    The task of that name, on its own data or on the user's.
+
+    data: as in `load_data`, replaces both sides: what its column `split` calls held out, else a tenth, is held out.
+    held_out: replaces the held-out side only; alone it leaves nothing to train on, which is what an evaluation needs.
+    No prompt is on both sides: training gives way.
+
+    Raises ValueError when the task is unknown, or its data is missing or wrong.
+    """
+    if name not in _TASKS:
+        known = f"the tasks are {', '.join(_TASKS)} and rg:NAME"
+        raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
+    task, bundled, prepare = _TASKS[name]
+    if data is None and held_out is None:
+        if columns is not None:
+            raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
+        train, test = bundled()
+        return task._replace(train=train, held_out=test)
+    train, test = split_examples(prepare(data, columns)) if data is not None else ([], [])
+    if held_out is not None:
+        test = prepare(held_out, columns)
+        if any(example.get("split") is not None for example in test):
+            test = split_examples(test)[1]
+        seen = {prompt_key(example) for example in test}
+        train = [example for example in train if prompt_key(example) not in seen]
+    if data is not None and not train:
+        raise ValueError(f"--data {data} leaves no prompt to train on, all are held out; add prompts")
+    answers, verifier = [example.get("answer") for example in test], task.verifier
+    said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
+    if verifier is not None and not any(verifier(prompts=asked, completions=said, answer=answers)):
+        task = task._replace(verifier=None, metric="score")  # a user's data without answers that it can read
+    return task._replace(train=train, held_out=test)
+
+
+def make(config: Config, held_out: str | None = None) -> Task:
+    """
+    The task that a run's settings name, with what they put in place of its own.
+
+    held_out: data to evaluate on, whole, instead of the held-out side.
+
+    Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
+    """
+    data = config.data
+    if data.task.startswith("rg:"):
+        task = _procedural(config, held_out)
+    elif data.task_config:
+        raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
+    else:
+        task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
+    if config.data.rubric:
+        task = task._replace(rubric=Path(config.data.rubric), witness=None)
+    elif config.data.reward and "rubric" not in config.data.reward_weights:
+        task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
+    if config.data.reward:
+        task = _with_own_rewards(task, config)
+    if config.objective.truncated == "punish":
+        task = _with_punishment(task, config.sampling.max_tokens)
+    if config.objective.loss_type == "distill":
+        task = _looked_at(task, config)
+    task = _weighted(task, config.data.reward_weights, taught=bool(config.objective.teacher))
+    if not task.rubric:
+        task = task._replace(witness=None)  # no judge in the reward that would need one
+    if config.evaluation.rubric:
+        task = task._replace(witness=Path(config.evaluation.rubric))
+    _check_arguments(task, own=bool(config.data.reward))
+    for path in filter(None, (task.rubric, task.witness)):
+        rubrics.load_rubric(path)
+    if config.evaluation.every and not task.held_out:
+        raise ValueError(f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0")
+    return task
+
+
+def _with_own_rewards(task: Task, config: Config) -> Task:
+    """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
+    data = config.data
+    calling = Calling(data.reward_format == "messages", data.reward_workers, REWARD_TIMEOUT)
+    loaded = [load_reward(spec, calling) for spec in data.reward]
+    own = dict(loaded)
+    if len(own) < len(loaded):
+        raise ValueError(f"--reward {' '.join(data.reward)}: two rewards have the same name")
+    if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s", "none"}):
+        raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
+    rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
+    return task._replace(rewards=own, reward_weights=dict.fromkeys(own, 1.0) | rubric)
+
+
+def _looked_at(task: Task, config: Config) -> Task:
+    """The task for a loss without rewards: no judge that nobody named, and no reward of its own that lacks a column."""
+    if not config.data.rubric:
+        task = task._replace(rubric=None)
+    if config.data.reward:
+        return task
+    known = reward_arguments(task.train or task.held_out)
+    kept = {name: reward for name, reward in task.rewards.items() if _is_served(name, reward, known)}
+    return task._replace(rewards=kept)
+
+
+def _is_served(name: str, reward: Reward, known: list[str]) -> bool:
+    """Whether the data has the columns that a reward needs."""
+    try:
+        reward_columns(name, reward, known)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_punishment(task: Task, max_tokens: int) -> Task:
+    """The task with the reward of --truncated punish, which falls over the last fifth of `max_tokens`."""
+    if "soft_overlong" in task.rewards:
+        raise ValueError("--truncated punish is the reward soft_overlong, which is given already; leave one out")
+    name, reward = load_reward(f"soft_overlong:{max_tokens}:{max(max_tokens // 5, 1)}")
+    return task._replace(rewards=task.rewards | {name: reward}, reward_weights=task.reward_weights | {name: 1.0})
+
+
+def _weighted(task: Task, given: dict[str, float], taught: bool) -> Task:
+    """
+    The task with the weights of --reward-weights. What weighs 0 is left out: nobody pays for judging without use.
+
+    taught: a teacher says enough, so no reward may be left.
+    """
+    known = [*task.rewards, *(["rubric"] if task.rubric else [])]
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
+    weights = {name: given.get(name, task.reward_weights.get(name, 1.0)) for name in known}
+    counted = {name: reward for name, reward in task.rewards.items() if weights[name]}
+    rubric = task.rubric if weights.get("rubric") else None
+    if not counted and rubric is None and not taught:
+        raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
+    return task._replace(rewards=counted, reward_weights=weights, rubric=rubric)
+
+
+def _check_arguments(task: Task, own: bool) -> None:
+    """ValueError for a reward that needs a column which the data lacks; `own`: the user named the rewards."""
+    for name, reward in task.rewards.items():
+        try:
+            reward_columns(name, reward, reward_arguments(task.train or task.held_out))
+        except ValueError as error:
+            if own:
+                raise
+            way = "give --reward, or --task values for a rubric alone"  # the user may never have named this reward
+            raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
+
+
+def refuse_useless_rewards(config: Config, task: Task) -> None:
+    """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
+    counted = [name for name, weight in task.reward_weights.items() if weight]
+    for name in ("dynamic_sampling", "curriculum"):
+        if getattr(config.sampling, name) and not counted:
+            raise ValueError(
+                f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
+            )
+    if config.sampling.groups == 1 and config.objective.loss_type != "distill" and counted:
+        weights = ",".join(f"{name}=0" for name in counted)
+        raise ValueError(
+            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
+            f"--reward-weights {weights}"
+        )
+
+
+_TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], list[Example]]]] = {
+    "demo": (demo.DEMO, demo.bundled, load_data),
+    "values": (values.VALUES, values.bundled, load_data),
+    "gsm8k": (gsm8k.GSM8K, gsm8k.bundled, gsm8k.prepare),
+    "math": (math.MATH, math.bundled, math.prepare),
+}
+
+
+def _procedural(config: Config, held_out: str | None) -> Task:
+    """The task rg:NAME. ValueError where it is asked for together with data, or with what needs prompts to return."""
+    name = config.data.task
+    if data := config.data.path or held_out:
+        raise ValueError(f"--data {data} and --task {name}, which makes its own problems; leave one of them out")
+    if config.sampling.curriculum:
+        raise ValueError(f"--curriculum remembers prompts, and none of --task {name} comes twice; leave it out")
+    mix = rg.parse_mix(name, config.data.task_config or None)
+    if mix.raise_level_at is not None and config.data.reward:
+        sizes = config.data.task_config
+        raise ValueError(f"--reward replaces the scores that raise_level_at in {sizes} needs; drop one")
+    problems = rg.Problems(mix)
+    return Task(
+        name=name,
+        train=[],
+        held_out=problems.held_out,
+        rewards={"correct": nothing_beside(problems.score), "format": rg.answered_once},
+        reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
+        rubric=None,
+        metric="accuracy",
+        verifier=problems.solved,
+        problems=problems,
+    )
+
+
+def nothing_beside(score: Reward) -> Reward:
+    """
+    `score` without what it pays for a right answer inside a longer one: reasoning-gym gives "-12" and "not 12" 2/3 of
+    the reward of "12", by their lengths.
+    """
+
+    def correct(completions: Sequence[str], answer: Sequence[Any], **columns: Any) -> list[float]:
+        scores = score(completions=completions, answer=answer, **columns)
+        said = [rg.extract(text) or "" for text in completions]
+        rows = zip(scores, said, answer, strict=True)
+        return [0.0 if value < 1 and right and str(right) in text else value for value, text, right in rows]
+
+    return correct

@@ -1,0 +1,114 @@
+"""Sums in words with the bundled model: a minute or two on two CPU cores."""
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from problems.examples import (
+    Example,
+    prompt_text,
+)
+from problems.rewards import (
+    NUMBER_WORD,
+    number_words,
+    numbers_in,
+)
+from tasks.task import DATA, Sides, Task
+
+_NAMES = ["Ann", "Ben", "Eva", "Tom"]
+
+
+_THINGS = ["apples", "books", "coins", "eggs"]
+
+
+def problem(a: int, b: int, form: int) -> Example:
+    """One of three wordings of a + b; `carry` tells whether the units add up to ten or more."""
+    first, second = number_words(a), number_words(b)
+    name, thing = _NAMES[(a + b) % 4], _THINGS[(a * 3 + b) % 4]
+    prompt = [
+        f"What is {first} plus {second}?",
+        f"Add {first} and {second}.",
+        f"{name} has {first} {thing} and gets {second} more. How many {thing} is that?",
+    ][form]
+    return {"prompt": prompt, "answer": number_words(a + b), "carry": a % 10 + b % 10 >= 10}
+
+
+def pairs(held_out: bool) -> list[tuple[int, int]]:
+    """The ordered pairs of 1 to 49 of one side of the split; (a, b) and (b, a) are always on the same side."""
+    pairs = [(a, b) for a in range(1, 50) for b in range(a, 50)]
+    random.Random(0).shuffle(pairs)
+    quarter = len(pairs) // 4
+    chosen = pairs[:quarter] if held_out else pairs[quarter:]
+    return sorted({pair for a, b in chosen for pair in ((a, b), (b, a))})
+
+
+def examples(held_out: bool, num: int) -> list[Example]:
+    """`num` different problems, two in three with a carry, always the same."""
+    problems = [problem(a, b, form) for a, b in pairs(held_out) for form in range(3)]
+    rng = random.Random(0)
+    rng.shuffle(problems)
+    carry = [p for p in problems if p["carry"]][: num * 2 // 3]
+    plain = [p for p in problems if not p["carry"]][: num - len(carry)]
+    chosen = carry + plain
+    assert len(chosen) == num, f"{num} problems were asked for, {len(chosen)} exist"
+    rng.shuffle(chosen)
+    return chosen
+
+
+_KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothing by itself
+    dict.fromkeys("plus and with + &".split(), "+")
+    | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
+    | dict.fromkeys("the answer sum total result of that this it so in all together more add adding".split(), "")
+    | dict.fromkeys(". , ; ! ( ) * $ \" '".split(), "")
+)
+
+
+_SUM = re.compile(r"=?(?:(?:n\+)+n=)?n=?")  # "n", "the answer is n" or "n plus n is n"
+
+
+def correct(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """
+    1 where the completion says the answer and nothing that is false, else 0.
+
+    The last number that it names is the answer. The others are the problem's own, all of them and each as often as
+    there, or there are none; and the words between them make a sum of them. Reading only the last number was paying
+    for "Twenty-seven plus twenty is forty-two."; without the second rule "Twenty-seven is forty-two." comes next.
+    A word that is neither a sum's nor the problem's ("minus", "not", "hundred") could say anything, so it is wrong.
+    """
+    return [
+        float(_is_right(prompt_text(prompt), text, str(right)))
+        for prompt, text, right in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def _is_right(problem: str, text: str, right: str) -> bool:
+    named = numbers_in(text)
+    if not named or named[-1:] != numbers_in(right):
+        return False
+    if len(named) > 1 and sorted(named[:-1]) != sorted(numbers_in(problem)):
+        return False
+    known = dict.fromkeys(_words(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
+    shape = "".join(known.get(word, "?") for word in _words(text))
+    return shape.count("n") == len(named) and _SUM.fullmatch(shape) is not None
+
+
+def _words(text: str) -> list[str]:
+    """Words and signs in lower case; each number, whatever its spelling, is the sign "\\0"."""
+    return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
+
+
+def bundled() -> Sides:
+    return examples(held_out=False, num=2000), examples(held_out=True, num=512)
+
+
+DEMO = Task(
+    name="demo",
+    train=[],
+    held_out=[],
+    rewards={"correct": correct},
+    reward_weights={"correct": 1.0, "rubric": 0.5},
+    rubric=DATA / "demo_rubric.yaml",
+    metric="accuracy",
+    verifier=correct,
+)

@@ -1,0 +1,397 @@
+"""
+Problems without end: the data sets of reasoning-gym, an extra, made when needed and scored by their own rules.
+
+A problem is a function of data set, level and number. Held-out numbers lie below `FIRST`, each seed of a run has as
+many of its own above, and a run leaves out every prompt that is held out or that it had before. Problems are made by
+workers, since hashes of strings decide what four of the generators draw. Others score: sealed, since some scorers loop
+on hostile text, and apart, so that no answer comes near a problem. Where a scorer would run the answer as Python, a
+reader of `problems/formulas.py` takes its place.
+What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
+"""
+
+import functools
+import importlib.util
+import itertools
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from flags import load_yaml
+from problems.examples import Example, nearest, one_line, prompt_key, short
+from problems.formulas import prepare_sympy, read_formula, read_list
+from problems.workers import Answer, Pool
+
+INSTALL = "reasoning-gym is not installed; begin the command with: uv run --extra tasks"
+SYSTEM = (
+    "Think step by step about the problem, then give the answer in this form:\n<answer>answer here</answer>\n"
+    "Write nothing but the final answer inside the tags. Where the problem shows an example, follow its format."
+)
+FIRST = 2**20  # numbers of the held-out side, and of each seed of a run
+SEEDS = 2**12 - 1  # seeds that have numbers of their own: reasoning-gym's must stay below 2^32
+WORKERS = 2  # processes that make problems, and as many that score; each takes 120 MB
+SIZE = 500  # problems of one data set object, which is its default; four of them know no more than their size
+LIMIT = 5.0  # seconds for one score
+MAKING = 60.0  # and for one problem
+PATIENCE = 1000  # numbers that are tried in a row for a prompt that is new
+GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fall evenly into every mix of weights
+
+LONGEST = 100_000  # characters of an answer; the longest right ones have a few thousand
+
+# The scorers that evaluate text as Python, and what reads it instead; `tests/test_seal.py` finds them in the sources.
+# Those of bitwise_arithmetic and number_sorting evaluate the problem only.
+READERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"), read_list),
+    **dict.fromkeys(("bitwise_arithmetic", "countdown", "intermediate_integration"), read_formula),
+    **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), read_formula),
+}
+
+# what must hold besides, where a scorer of 0.1.25 gives 1 to answers that are wrong
+RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
+    # they compare with nan, from which no number differs
+    "complex_arithmetic": lambda answer, entry: "nan" not in answer.lower(),
+    "number_sorting": lambda answer, entry: "nan" not in answer.lower(),
+    # it compares the digits as far as both go: "0" is taken for 0.3125
+    "coin_flip": lambda answer, entry: abs(float(answer) - float(entry["answer"])) <= 1e-4,
+    # it compares whether texts are empty
+    "game_of_life_halting": lambda answer, entry: answer.lower() == str(entry["answer"]).lower(),
+    # it takes any four numbers that make 24
+    "puzzle24": lambda answer, entry: (
+        sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
+    ),
+}
+
+
+# ---- what a user asks for
+
+
+class Mix(NamedTuple):
+    """The data sets of a task, and how they are made."""
+
+    weights: dict[str, float]
+    settings: dict[str, dict[str, Any]]  # of each data set, in reasoning-gym's words
+    levels: dict[str, int]  # of those that have one
+    raise_level_at: float | None  # pass rate that raises a level
+    num_held_out: int
+    system: str
+    unused: tuple[str, ...] = ()  # data sets that the configuration knows and the task leaves out
+
+
+def parse_mix(task: str, config: str | None) -> Mix:
+    """
+    What `rg:countdown=2,leg_counting` and --task-config say together.
+
+    Raises ValueError naming the part of the task, or the key of the file, that is wrong. Keys of data sets that the
+    task leaves out are `unused`; whether they are data sets is known to reasoning-gym, which a worker asks.
+    """
+    weights: dict[str, float] = {}
+    for part in task.removeprefix("rg:").split(","):
+        name, equals, text = (piece.strip() for piece in part.partition("="))
+        try:
+            weight = float(text) if equals else 1.0
+        except ValueError:
+            weight = 0.0
+        if not name or name in weights or not 0 < weight < 1e6:
+            raise ValueError(
+                f"--task {task}: {part!r} is not NAME or NAME=WEIGHT, each name once; as rg:countdown=2,lcm"
+            )
+        weights[name] = weight
+    held = load_yaml(config, f"--task-config {config}") if config else {}
+    if not isinstance(held, dict):
+        raise ValueError(f"--task-config {config} holds {short(held)}, no settings; write lines like `countdown:`")
+    general = {"raise_level_at": None, "held_out": 256, "system": SYSTEM}
+    unused = tuple(str(key) for key in held if key not in general and key not in weights)
+    general |= {key: held[key] for key in general if key in held}
+    bound, num, system = general["raise_level_at"], general["held_out"], general["system"]
+    if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound <= 1):
+        raise ValueError(
+            f"--task-config {config}: raise_level_at is {short(bound)}; it must be a share above 0, as 0.8"
+        )
+    if type(num) is not int or not 0 < num <= SIZE * 100:
+        raise ValueError(f"--task-config {config}: held_out is {short(num)}; it must be a number of problems, as 256")
+    if not isinstance(system, str):
+        raise ValueError(f"--task-config {config}: system is {short(system)}; it must be a text")
+    settings, levels = {}, {}
+    for name in weights:
+        own = held.get(name) or {}
+        if not isinstance(own, dict) or {"seed", "size"} & own.keys():
+            raise ValueError(
+                f"--task-config {config}: {name} is {short(own)}; it needs settings other than seed and size"
+            )
+        settings[name] = {key: value for key, value in own.items() if key != "level"}
+        if "level" in own:
+            levels[name] = own["level"]
+    if bound is not None and not levels:
+        raise ValueError(
+            f"--task-config {config}: raise_level_at needs a data set with a level; write `level: 0` for one"
+        )
+    return Mix(weights, settings, levels, bound, num, system, unused)
+
+
+# ---- in the process of the run
+
+
+class Problems:
+    """The problems of a mix. ValueError where reasoning-gym or a data set is missing, or a setting is wrong."""
+
+    def __init__(self, mix: Mix):
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
+        self.mix = mix
+        given = (mix.settings, mix.levels, mix.unused)
+        self.makers = Pool(f"{__name__}:make_maker", given, num=WORKERS, limit=MAKING, quiet=True)
+        self.scorers = Pool(f"{__name__}:make_scorer", given[:2], num=WORKERS, limit=LIMIT, sealed=True)
+        self.num_levels: dict[str, int] = self._ask([()])[0]
+        self.held_out = self._make_held_out()
+
+    def _ask(self, questions: Sequence[Any]) -> list[Any]:
+        answers = self.makers.ask(questions)
+        for question, answer in zip(questions, answers, strict=True):
+            if answer.error:
+                raise ValueError(f"reasoning-gym cannot make the problem {question}: {answer.error}")
+        return [answer.value for answer in answers]
+
+    def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]:
+        """The examples at these places of a seed's order; `levels` of the data sets that have one."""
+        names = [self._name_at(place) for place in places]
+        first = FIRST * (1 + seed % SEEDS)
+        questions = [(name, levels.get(name), first + place) for name, place in zip(names, places, strict=True)]
+        return [
+            self._example(*question[:2], made) for question, made in zip(questions, self._ask(questions), strict=True)
+        ]
+
+    def _example(self, name: str, level: int | None, made: tuple[str, Any, str]) -> Example:
+        prompt, answer, entry = made
+        example = {"prompt": prompt, "answer": answer, "system": self.mix.system or None, "category": name}
+        return example | {"level": level, "entry": entry}
+
+    def _name_at(self, place: int) -> str:
+        """The data set whose turn it is: in every stretch of places as often as it weighs."""
+        point = place * GOLDEN % 1.0 * sum(self.mix.weights.values())
+        for name, end in zip(self.mix.weights, itertools.accumulate(self.mix.weights.values()), strict=True):
+            if point < end:
+                return name
+        return name
+
+    def _make_held_out(self) -> list[Example]:
+        """
+        Different problems at the levels that a run begins with, the same in every run of the mix.
+
+        Fewer where a data set has few: no number is tried twice.
+        """
+        places = range(self.mix.num_held_out)
+        names = [self._name_at(place) for place in places]
+        questions = [(name, self.mix.levels.get(name), p) for name, p in zip(names, places, strict=True)]
+        made = self._ask(questions)
+        examples = [self._example(*question[:2], one) for question, one in zip(questions, made, strict=True)]
+        return list({prompt_key(example): example for example in examples}.values())
+
+    def score(self, completions: Sequence[str], category: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
+        """
+        What each completion's answer earns by the rules of its data set, from 0 to 1.
+
+        The answer stands in the last <answer>...</answer>. A completion without one earns 0, as does one whose scoring
+        fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number.
+        """
+        found = [extract(text) for text in completions]
+        asked = [row for row, answer in enumerate(found) if answer is not None and len(answer) <= LONGEST]
+        answers = self.scorers.ask([(category[row], entry[row], found[row]) for row in asked])
+        given = dict(zip(asked, map(earned, answers), strict=True))
+        return [given.get(row, 0.0) for row in range(len(completions))]
+
+    def solved(self, **columns: Any) -> list[float]:
+        """1 for an answer that earns all, else 0."""
+        return [float(score >= 1) for score in self.score(**columns)]
+
+
+def earned(answer: Answer) -> float:
+    """The share of 1 that a scorer gave; 0 where it gave anything else."""
+    value = answer.value
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
+
+
+def extract(text: str) -> str | None:
+    """What stands in the last <answer>...</answer>, None without one. It takes time linear in the text."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
+
+
+def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
+    """1 where a completion ends with its only <answer>...</answer>, which is not empty, else 0."""
+    counted = [(text.count("<answer>"), text.count("</answer>"), text.rstrip()) for text in completions]
+    ended = [(begins, ends) == (1, 1) and text.endswith("</answer>") for begins, ends, text in counted]
+    return [float(end and bool(extract(text))) for end, text in zip(ended, completions, strict=True)]
+
+
+def fresh(
+    made: Callable[[Sequence[int]], list[Example]], place: int, num: int, seen: set[str]
+) -> tuple[list[Example], int]:
+    """
+    `num` examples from `place` on whose prompts are not in `seen`, to which they are added, and the place after them.
+
+    Fewer where `PATIENCE` places in a row bring nothing new.
+    """
+    found: list[Example] = []
+    barren = 0
+    while len(found) < num and barren < PATIENCE:
+        places = range(place, place + num - len(found))
+        for example in made(places):
+            key = prompt_key(example)[:16]
+            barren = barren + 1 if key in seen else 0
+            if key not in seen:
+                found.append(example)
+                seen.add(key)
+        place = places.stop
+    return found, place
+
+
+# ---- in a worker
+
+
+def make_maker(
+    settings: dict[str, dict[str, Any]], levels: dict[str, int], unused: Sequence[str] = ()
+) -> Callable[[tuple[Any, ...]], Any]:
+    """
+    What a worker makes: of (name, level, number) the prompt, its answer and the entry to score by, of () all levels.
+
+    Raises ValueError for an unknown data set, a wrong setting or a level that it does not have.
+    """
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    known = sorted(set(DATASETS) - {"composite"})
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}; --list-tasks lists them")
+    for name in unused:
+        if name not in known:
+            meant = nearest(name, [*known, "raise_level_at", "held_out", "system"])
+            raise ValueError(f"--task-config: {short(name)} is no data set and no setting{meant}")
+    num_levels = {name: _num_levels(CURRICULA[name]()) if name in CURRICULA else 0 for name in settings}
+    for name, level in levels.items():
+        if type(level) is not int or not 0 <= level < num_levels[name]:
+            raise ValueError(
+                f"--task-config: {name} has {num_levels[name]} levels, from 0; its level is {short(level)}"
+            )
+
+    @functools.lru_cache(maxsize=16)
+    def data_set(name: str, level: int | None, seed: int) -> Any:
+        return make_data_set(name, level, seed, settings[name])
+
+    for name in settings:
+        data_set(name, levels.get(name), 0)
+
+    def make(name: str, level: int | None, number: int) -> tuple[str, Any, str]:
+        _seed_globals(number)
+        entry = data_set(name, level, number - number % SIZE)[number % SIZE]
+        return entry["question"], entry["answer"], packed(entry)
+
+    return lambda question: make(*question) if question else num_levels
+
+
+def make_scorer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> Callable[[tuple[str, str, str]], float]:
+    """What a sealed worker does: a data set's name, an entry and an answer to what the answer earns."""
+    if any(READERS.get(name) is read_formula for name in settings):
+        prepare_sympy()
+    from reasoning_gym.factory import DATASETS
+
+    held = {name: make_data_set(name, levels.get(name), 0, settings[name]) for name in settings}
+    for name in READERS.keys() & settings.keys():
+        vars(sys.modules[DATASETS[name][0].__module__]).update(eval=READERS[name], parse_expr=READERS[name])
+
+    def score(question: tuple[str, str, str]) -> float:
+        name, answer = question[0], question[2]
+        entry = unpacked(question[1])
+        if name in RULES and not RULES[name](answer, entry):
+            return 0.0
+        return float(held[name].score_answer(answer, entry))
+
+    return score
+
+
+def packed(entry: dict[str, Any]) -> str:
+    """JSON of an entry that keeps its tuples, with which two of the scorers compare."""
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: marked(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            parts = [marked(part) for part in value]
+            return {"tuple": parts} if isinstance(value, tuple) else parts
+        return value
+
+    return json.dumps(marked(entry))
+
+
+def unpacked(text: str) -> Any:
+    """An entry as it was before `packed`, but for numbers as keys, which are texts now."""
+    return json.loads(text, object_hook=lambda held: tuple(held["tuple"]) if held.keys() == {"tuple"} else held)
+
+
+def _seed_globals(number: int) -> None:
+    """Some generators draw from the global generators too."""
+    import numpy as np
+
+    random.seed(number)
+    np.random.seed(number)
+
+
+def _num_levels(curriculum: Any) -> int:
+    return max(len(attribute.levels) for attribute in curriculum.attributes.values())
+
+
+def make_data_set(name: str, level: int | None, seed: int, settings: dict[str, Any]) -> Any:
+    """A data set of `SIZE` problems; of a level, where the curriculum's settings win. ValueError for wrong settings."""
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    kind, config = DATASETS[name]
+    _seed_globals(seed)
+    given = settings | {"seed": seed, "size": SIZE}
+    try:
+        if level is None:
+            return kind(config=config(**given))
+        curriculum = CURRICULA[name]()
+        curriculum.set_global_level(level)
+        return kind(config=curriculum.generate_configuration(given))
+    except (TypeError, AssertionError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"--task-config: {name} does not take {short(settings)} ({one_line(error)})") from error
+
+
+# ---- the list of them
+
+
+def listing(names: Sequence[str] = ()) -> Iterator[str]:
+    """Lines that tell of each data set: name, levels, an example and what its scorer takes. ValueError without any."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError(f"--list-tasks: {INSTALL}")
+    pool = Pool(f"{__name__}:make_describer", (), num=1, limit=60.0, quiet=True)
+    for name in names or pool.ask([("names",)])[0].value:
+        told = pool.ask([("describe", name)])[0]
+        yield told.error or told.value
+    pool.close()
+
+
+def make_describer() -> Callable[[tuple[str, ...]], Any]:
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    def describe(name: str) -> str:
+        entry = make_data_set(name, None, 0, {})[0]
+        exact = DATASETS[name][0].score_answer is ProceduralDataset.score_answer
+        levels = f"{_num_levels(CURRICULA[name]())} levels" if name in CURRICULA else "no levels"
+        takes = (
+            "this answer exactly, part of the score for a longer text that holds it"
+            if exact
+            else "what its rules allow"
+        )
+        prompt = " ".join(str(entry["question"]).split())
+        answer = "none given: many answers are right" if entry["answer"] is None else short(str(entry["answer"]))
+        return f"rg:{name} ({levels})\n  asks: {prompt[:200]}\n  answer: {answer}\n  takes: {takes}"
+
+    deeds: dict[str, Callable[..., Any]] = {
+        "names": lambda: sorted(set(DATASETS) - {"composite"}),
+        "describe": describe,
+    }
+    return lambda question: deeds[question[0]](*question[1:])

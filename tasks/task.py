@@ -1,0 +1,30 @@
+"""What a task is: prompts, rewards and an evaluation in one name."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from problems.examples import (
+    Example,
+)
+from problems.rewards import (
+    Reward,
+)
+from tasks import rg
+
+Sides = tuple[list[Example], list[Example]]  # train, held out
+
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+class Task(NamedTuple):
+    name: str
+    train: list[Example]
+    held_out: list[Example]
+    rewards: dict[str, Reward]
+    reward_weights: dict[str, float]  # one for each reward, and one under "rubric" where there is a rubric
+    rubric: Path | None
+    metric: str  # "accuracy" where a verifier knows the right answer, else "score"
+    verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
+    witness: Path | None = None  # a second rubric, which only evaluations ask
+    problems: rg.Problems | None = None  # without end, in place of `train`

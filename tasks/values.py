@@ -1,0 +1,24 @@
+"""Three epistemic virtues, judged by a rubric."""
+
+from problems.examples import (
+    load_data,
+    split_examples,
+)
+from tasks.task import DATA, Sides, Task
+
+
+def bundled() -> Sides:
+    return split_examples(load_data(str(DATA / "values.jsonl")))
+
+
+VALUES = Task(
+    name="values",
+    train=[],
+    held_out=[],
+    rewards={},
+    reward_weights={"rubric": 1.0},
+    rubric=DATA / "values_rubric.yaml",
+    metric="score",
+    verifier=None,
+    witness=DATA / "values_witness.yaml",
+)

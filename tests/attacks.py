@@ -1,0 +1,164 @@
+"""What code that got into a sealed worker would do, by Python and below it. It imports next to nothing, as `deeds`."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+
+LIBC = ctypes.CDLL(None, use_errno=True)  # opened before the seal: its functions raise no audit event
+BELOW = {  # system calls by their C functions; each must fail
+    "open": (b"/etc/passwd", 0),
+    "open key": (b"/proc/%d/environ" % os.getppid(), 0),
+    "creat": (b"planted", 0o600),
+    "mkdir": (b"planted", 0o700),
+    "symlink": (b"/etc/passwd", b"planted"),
+    "unlink": (b"planted",),
+    "rename": (b"planted", b"elsewhere"),
+    "chmod": (b"/tmp", 0o777),
+    "chdir": (b"/",),
+    "fork": (),
+    "execv": (b"/bin/true", None),
+    "socket": (2, 1, 0),
+    "pipe": (ctypes.create_string_buffer(8),),
+    "dup": (0,),
+    "kill": (os.getppid(), 0),
+    "killpg": (os.getpgid(os.getppid()), 0),
+    "ptrace": (16, os.getppid(), 0, 0),
+    "setrlimit": (7, ctypes.create_string_buffer(16)),
+    "setuid": (0,),
+    "mount": (b"none", b"/tmp", b"tmpfs", 0, None),
+    "unshare": (0x10000000,),
+    "prctl": (1, 9),
+    "shmget": (0, 4096, 0o1600),
+    "memfd_create": (b"x", 0),
+    "syscall": (425, 8, ctypes.create_string_buffer(120)),  # io_uring_setup
+}
+CALLS = {name: getattr(LIBC, name.split()[0]) for name in BELOW}
+
+
+def below(name):
+    """Whether the kernel let a call through; `fork` would answer twice."""
+    parent, given = os.getpid(), CALLS[name](*BELOW[name])
+    if os.getpid() != parent:
+        os._exit(0)
+    return given != -1
+
+
+def fork_exec(path):
+    """What `subprocess` ends in, which raises no audit event."""
+    shell = [b"/bin/sh", b"-c", b"touch " + path.encode()]
+    nothing = (None, None, None)
+    given = (
+        shell,
+        shell[:1],
+        True,
+        (),
+        None,
+        None,
+        *[-1] * 6,
+        0,
+        channel(),
+        False,
+        False,
+        -1,
+        *nothing,
+        -1,
+        None,
+        True,
+    )
+    return sys.modules["_posixsubprocess"].fork_exec(*given)
+
+
+def switch_off(path):
+    """Gives the seal's own names another meaning, as one answer once did, and then starts a program."""
+    for name in ("__main__", "problems.seal", "builtins"):
+        module = sys.modules[name]
+        for switch, value in {"HARMLESS": {"open", "os.system"}, "FAMILIES": (), "len": lambda _: 0}.items():
+            setattr(module, switch, value)
+    return os.system(f"touch {path}")
+
+
+def channel():
+    """The socket, found by trying."""
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(number, b"")
+            return number
+
+
+def say(data, times=1, then=0.0):
+    for _ in range(times):
+        os.write(channel(), bytes.fromhex(data))
+    time.sleep(then)
+    return "honest"
+
+
+def say_later(data):
+    """Leaves a handler behind that speaks while the next answer is read."""
+    number = channel()
+    signal.signal(signal.SIGALRM, lambda *_: os.write(number, bytes.fromhex(data)))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return "honest"
+
+
+def own_frame():
+    """The very frame that the owner waits for, with the number that it sent."""
+    try:
+        raise KeyError
+    except KeyError as error:
+        frame = error.__traceback__.tb_frame
+    while "number" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(channel(), sys.modules["__main__"]._frame(frame.f_locals["number"], 1.0, "", False))
+    return 0.0
+
+
+class Never:
+    def __str__(self):
+        raise SystemExit("no line of an error")
+
+
+DEEDS = {
+    "double": lambda x: 2 * x,
+    "sleep": time.sleep,
+    "environment": lambda: dict(os.environ),
+    "place": lambda: os.getcwd(),
+    "read": lambda path: Path(path).read_text(),
+    "list": os.listdir,
+    "system": os.system,
+    "eval": lambda text: eval(text),
+    "import": lambda name: __import__(name) and 1,
+    "connect": lambda: __import__("socket").socket(),
+    "database": lambda path: __import__("sqlite3").connect(path).execute("create table t (a)"),
+    "kill": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "frames": lambda: sys._getframe(1).f_locals,
+    "objects": lambda: len(__import__("gc").get_objects()),
+    "thread": lambda: __import__("_thread").start_new_thread(print, ()),
+    "replace": lambda: DEEDS.update(double=lambda x: 1.0) or os.listdir("/"),
+    "silence": lambda: [os.close(number) for number in range(3, 64)],
+    "deaf": lambda: signal.setitimer(signal.ITIMER_PROF, 0) and time.sleep(60),
+    "hoard": lambda num: [bytearray(num), time.sleep(60)],
+    "print": lambda text: print(text) or print(text, file=sys.stderr) or 1,
+    "below": below,
+    "fork_exec": fork_exec,
+    "switch_off": switch_off,
+    "say": say,
+    "say_later": say_later,
+    "own_frame": own_frame,
+    "raise": lambda: (_ for _ in ()).throw(SystemExit(Never())),
+    "nested": lambda: exec("x = []\nfor _ in range(100000): x = [x]") or 1,
+    "long": lambda: "x" * 10**6,
+}
+
+
+def answerer(machine=""):
+    if machine:
+        platform.machine = lambda: machine
+    for name in ("sqlite3", "socket", "gc", "_posixsubprocess", "subprocess", "pickle"):
+        __import__(name)
+    channel()
+    return lambda deed: DEEDS[deed[0]](*deed[1:])

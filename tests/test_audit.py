@@ -1,0 +1,212 @@
+"""What rewards pay for: the pages' and the bundled ones, the audit itself, and 83 cases of reward-doctor."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import message_of
+from extras import needs
+from reward_doctor import corpus
+
+import gwen
+import preflight
+import tasks
+import train
+from problems import audit, rewards
+from tasks import demo as sums
+
+ROOT = Path(tasks.__file__).parent
+PRODUCTS = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 3, 9, 12)]
+IN_TEXT = (
+    "def score(completions, answer, **_): return [float(right in text) for text, right in zip(completions, answer)]"
+)
+
+
+def audited(tmp_path, body, examples=PRODUCTS, calling=None):
+    (tmp_path / "mine.py").write_text(body)
+    return audit.audit(*rewards.load_reward(f"{tmp_path / 'mine.py'}:score", calling), examples)
+
+
+def names(lines):
+    return {line.name for line in lines}
+
+
+# ---- rewards that hold
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+@pytest.mark.parametrize("rows", ["prompt", "messages"])
+def test_the_rewards_of_the_pages_pass_the_audit_on_text_and_on_chat(tmp_path, page, rows):
+    (body,) = re.findall(r"```python\n(.*?def score.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    chats = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PRODUCTS]
+    found = audited(tmp_path, body, PRODUCTS if rows == "prompt" else chats)
+    assert found.form == audit.SENTENCE and found.surprises == [] and len(found.lines) > 15
+
+
+@pytest.mark.parametrize("task", ["demo", "math"])
+def test_no_cheat_is_paid_by_a_bundled_verifier(task):
+    verifier = sums.correct if task == "demo" else rewards.math_correct
+    examples = tasks.load("demo").held_out if task == "demo" else PRODUCTS
+    found = audit.audit("correct", verifier, examples)
+    missed = {"after its work", "after a thought"} if task == "demo" else set()  # to the demo all must be true
+    assert found.form == audit.SENTENCE and names(found.surprises) == missed
+
+
+@needs("reasoning_gym", "tasks")
+def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
+    (tmp_path / "few.yaml").write_text("held_out: 6")
+    flags = {"task": "rg:chain_sum", "model": "demo", "task_config": f"{tmp_path}/few.yaml"}
+    task = tasks.make(preflight.resolve(flags, None, None, gwen.choose_model)[0])
+    found = audit.audit("correct", task.rewards["correct"], task.held_out)
+    assert found.form == "<answer>%s</answer>" and all(line.is_honest for line in found.surprises)
+    row = {name: [task.held_out[0][name]] for name in ("answer", "category", "entry")}
+    replies = [f"<answer>{text}{row['answer'][0]}</answer>" for text in ("", "not ", "1")]
+    assert [task.rewards["correct"]([reply], **row)[0] for reply in replies] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("format_reward", [rewards.boxed_once, tasks.rg.answered_once])
+def test_no_format_reward_pays_an_empty_form(format_reward):
+    found = {line.name: line.values for line in audit.audit("format", format_reward, PRODUCTS).lines}
+    assert set(found["right"]) == {1} and set(found["nothing"] + found["no answer"] + found["the prompt"]) == {0}
+
+
+def test_the_verifier_reads_the_cases_of_reward_doctor():
+    cases = corpus.load()
+    assert len(cases) == 83
+    told = rewards.math_correct([case.completion for case in cases], [case.reference for case in cases])
+    wrong = [case.id for case, value in zip(cases, told, strict=True) if value != case.expect]
+    assert wrong == [], "at most 1% of the cheats may be paid, and 10% of the right answers missed"
+
+
+# ---- the audit
+
+
+def test_a_reward_that_looks_for_the_answer_is_found_to_pay_six_cheats(tmp_path):
+    found = audited(tmp_path, IN_TEXT)
+    cheats = {line.name for line in found.surprises if not line.is_honest}
+    assert cheats == {"denied", "guesses", "guesses in its form", "rejected", "thought, not said", "refused"}
+    (line,) = audit.first_surprises(
+        {"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS, judged=False
+    )
+    assert "mine.py:1), 2 calls with 96 made-up completions: it pays for 'The answer is definitely not 42.'" in line
+
+
+@pytest.mark.parametrize("form", audit.FORMS)
+def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
+    body = f"def score(completions, answer, **_):\n return [text.strip().endswith({form!r} % right) * 2 - 1 "
+    found = audited(tmp_path, body + "for text, right in zip(completions, answer)]")
+    assert found.form == form or (form == "%s" and found.form == "#### %s")  # whose end is the answer alone
+    own = {line.name: line for line in found.lines}
+    assert own["right"].num_paid == 3 and own["wrong"].num_paid == 0 == own["wrong and very long"].num_paid
+
+
+def test_a_length_beside_the_answer_does_not_hide_what_is_paid(tmp_path):
+    body = IN_TEXT.replace("float(right in text)", "5 * (right in text) - len(text) / 1000")
+    assert names(audited(tmp_path, body).surprises) >= {"denied", "refused"}
+
+
+def test_other_case_words_figures_and_units_are_tried_where_the_answer_has_them(tmp_path):
+    examples = [{"prompt": "?", "answer": answer} for answer in ("Paris", "sixteen", "5 meters")]
+    found = names(audited(tmp_path, IN_TEXT, examples).lines)
+    assert {"other case", "in figures", "wrong unit"} <= found and "in words" not in found
+
+
+@pytest.mark.parametrize(
+    ("body", "examples", "said"),
+    [
+        ("return [-float(len(text)) for text in completions]", PRODUCTS, "right answers earn no more than wrong ones"),
+        ("return [1.0] * len(completions)", [{"prompt": "Hi"}], "the data has no column answer"),
+        ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "right answers earn no more"),
+    ],
+)
+def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_else_can(
+    tmp_path, body, examples, said
+):
+    (tmp_path / "mine.py").write_text(
+        f"def score(completions, answer=[1], **_): {body}\n{IN_TEXT.replace('score', 'other')}"
+    )
+    own = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("score", "other"))
+    (line,) = audit.first_surprises({"score": own["score"]}, examples, judged=False)
+    assert said in line
+    (line,) = audit.first_surprises({"score": own["score"]}, examples, judged=True)
+    assert line.endswith("no surprise")
+    if examples == PRODUCTS:
+        assert next(iter(audit.first_surprises(own, examples, judged=False))).endswith("no surprise")
+
+
+def test_a_reward_is_called_twice_with_the_columns_of_its_rows_and_made_up_tokens(tmp_path):
+    body = (
+        "calls = []\ndef score(prompts, completions, completion_ids, num_tokens, level, trainer_state, **_):\n"
+        "    calls.append((set(prompts), set(level), [len(ids) for ids in completion_ids] == num_tokens))\n"
+        "    return [0.0] * len(completions)"
+    )
+    (tmp_path / "mine.py").write_text(body)
+    name, fn = rewards.load_reward(f"{tmp_path}/mine.py:score")
+    audit.audit(name, fn, [row | {"level": place} for place, row in enumerate(PRODUCTS)])
+    prompts = {PRODUCTS[place]["prompt"] for place in (0, 1, 2)}
+    assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 2
+
+
+def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
+    examples = [{"prompt": "?", "answer": answer} for answer in (None, "", 0, "Zero", "zero", 0)]
+    assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [("0", "zero"), ("zero", "0")]
+    assert [row.right for row in audit.make_rows(examples[:2])] == ["", ""]
+
+
+def test_messages_reach_a_reward_that_asks_for_them(tmp_path):
+    body = IN_TEXT.replace("right in text", "right in text[0]['content']")
+    assert "set --reward-format messages" in message_of(audited, tmp_path, body)
+    assert audited(tmp_path, body, calling=rewards.Calling(messages=True)).form
+
+
+# ---- in the commands
+
+
+def data_file(tmp_path):
+    (tmp_path / "mine.py").write_text(IN_TEXT)
+    (tmp_path / "mine.csv").write_text("prompt,answer\n" + "".join(f"{n} times 7?,{7 * n}\n" for n in range(4, 9)))
+    return [
+        "--model",
+        "demo",
+        "--task",
+        "values",
+        "--data",
+        f"{tmp_path}/mine.csv",
+        "--reward",
+        f"{tmp_path}/mine.py:score",
+    ]
+
+
+def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):
+    preflight.main(["--audit", *data_file(tmp_path)])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("reward score (") and "made up of 3 rows" in head and "memory:" not in head
+    assert any(re.match(r"  cheat  denied +1  3 of 3 paid .*not \d+\.'  <- surprise", line) for line in lines)
+    with pytest.raises(SystemExit):
+        preflight.main(["--audit", "--model", "demo", "--task", "values"])
+    assert "only a judge, which is not asked" in capsys.readouterr().err
+
+
+def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
+    def load(*_):
+        raise ValueError("no model yet")
+
+    monkeypatch.setattr(gwen, "load", load)
+    with pytest.raises(SystemExit):
+        train.main([*data_file(tmp_path), "--run-dir", str(tmp_path / "run")])
+    shown = capsys.readouterr()
+    assert shown.out.count("audit: reward score") == 1 and "(denied)" in shown.out and "no model yet" in shown.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_another_s(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def some(completions, **_): return [1.0 if 'a' in text else None for text in completions]\n"
+        "def others(completions, **_): return [None if 'a' in text else 2.0 for text in completions]\n"
+    )
+    both = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("some", "others"))
+    asked = [PRODUCTS[:2], ["b", "c"], {}]
+    assert rewards.call_rewards(both, *asked)["others"] == [2, 2]
+    alone = {"some": both["some"], "length": rewards.length_reward(9)}
+    asked[2] = {"num_tokens": [1, 1]}
+    assert "reward some gave no number for any of 2 completions" in message_of(rewards.call_rewards, alone, *asked)

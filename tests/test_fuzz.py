@@ -4,7 +4,6 @@ Fuzzers that stay: seeded command lines, recipes, files and models; the worst th
 What the line says is tested in test_bad_input.py. A failure names its case, which has the same number the next time.
 """
 
-import dataclasses
 import json
 import random
 import re
@@ -27,10 +26,8 @@ import preflight
 import report
 import sampler
 import train
-from bench import harness, ledger, survey
-from bench import loss as bench_loss
-from bench import step as bench_step
-from config import Config
+from bench import harness, ledger, loss, step, survey
+from config import SETTINGS
 from flags import OPTIONAL, choices_of, flag_of
 from judging import remote_judge
 from machine import gpu
@@ -147,9 +144,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     for owner, name in (
         *((gwen, "load"), (gwen, "load_model"), (gwen, "open_model"), (workers.Pool, "__init__"), (page, "show")),
-        *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (bench_step, "measure"), (survey, "write")),
-        *((ledger, "make"), (bench_loss, "measure")),
-        *((gsm8k, "hub_records"), (examples, "hub_records")),
+        *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure"), (survey, "write")),
+        *((loss, "measure"), (ledger, "StepWork"), (gsm8k, "hub_records"), (examples, "hub_records")),
     ):
         monkeypatch.setattr(owner, name, reached)
     monkeypatch.chdir(tmp_path)
@@ -195,18 +191,18 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = 
     "lora": (lora.main, ["--fuse", "--adapter", "adapter", "--out", "new"], []),
     "report": (report.main, ["run"], []),
     "rollout": (bench_rollout.main, ["--model", "demo"], []),
-    "step": (bench_step.main, ["--model", "demo"], []),
-    "loss": (bench_loss.main, ["--vocab", "9"], []),
+    "step": (step.main, ["--model", "demo"], []),
+    "loss": (loss.main, ["--vocab", "9"], []),
+    "ledger": (ledger.main, ["--model", "random:2m"], []),
+    "survey": (survey.main, ["--model", "random:2m"], []),
 }
 
 
 def good_values() -> dict[str, list[str]]:
     """Values that each setting may have, by its name; of a switch there are none."""
     usual = {int: ["1", "3"], float: ["0.5", "1"], bool: []}
-    found = {
-        field.name: [*choices_of(field.type)] or usual.get(OPTIONAL.get(field.type, field.type), ["demo"])
-        for field in dataclasses.fields(Config)
-    }
+    kinds = {name: one.field.type for name, one in SETTINGS.items()}
+    found = {name: [*choices_of(kind)] or usual.get(OPTIONAL.get(kind, kind), ["demo"]) for name, kind in kinds.items()}
     files = {"data": ["sums.jsonl", "chats.jsonl"], "rubric": ["rubric.yaml"], "reward": ["reward.py:fn", "length:9"]}
     return found | files | {"columns": ["prompt=answer"], "teacher": ["demo", "self"], "task_config": ["task.yaml"]}
 
@@ -215,7 +211,7 @@ def test_any_command_line_is_taken_or_refused_in_one_line(stopped, capsys):
     flags = {}
     for name, (main, *_) in COMMANDS.items():
         with pytest.raises(SystemExit):
-            main(["--help"])
+            main(["--help-all" if main is train.main else "--help"])
         flags[name] = sorted(set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)))
     flags["preflight"] += flags["train"]
     words, good = [*WORDS, *FILES, "run", "adapter"], {flag_of(name): words for name, words in good_values().items()}

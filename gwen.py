@@ -426,11 +426,13 @@ def doctor() -> tuple[list[str], bool]:
     """What a user of this machine should know, a line each, and whether all is well."""
     found, dtype = gpu.environment(cpu_blas.description), default_dtype()
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    wired = os.environ.get(gpu.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186")
     error, limit = rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
     lines = [
         f"versions: Python {found['python']}, {versions}",
         f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
         f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process",
+        f"wired memory: {wired}",
         f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",

@@ -290,7 +290,14 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file under another name and renames it, so that a full disk leaves the old file intact."""
+    """
+    Writes a file under another name and renames it, so that a full disk leaves the old file intact.
+
+    Raises ValueError for what is no file: renaming would put one in place of a device.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; name another")
     scratch = path.with_name(path.name + ".partial")
     try:
         scratch.write_text(text)

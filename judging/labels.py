@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flags import read_text
 from judging.rubrics import Grader, Rubric
 from problems.examples import jsonl_records, short
 
@@ -25,10 +26,7 @@ class Label(NamedTuple):
 def load(path: str | Path, rubric: Rubric) -> list[Label]:
     """The labels of a JSONL file. Raises ValueError naming an invalid line."""
     names, spec = [criterion.name for criterion in rubric.criteria], f"--labels {path}"
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{spec} cannot be read: {error.strerror}") from error
+    content = read_text(path, spec, 1000).encode()
     labels = []
     for place, held in jsonl_records(spec, content):
         where = f"{spec}, {place}"

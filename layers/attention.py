@@ -170,7 +170,7 @@ def _launch_score_gradient(
 def _example_of_score_gradient(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     shape = (4, 16, 128, 512) if large else (2, 3, 5, 40)
     scores, d_weights = gpu.normal(*shape, dtype=mx.float32, scale=20), gpu.normal(*shape, dtype=dtype, seed=1)
-    seen = mx.broadcast_to(mx.arange(shape[3]) > mx.array([[3], [0], [7], [1], [2]]), (shape[0], 1, *shape[2:]))
+    seen = mx.broadcast_to(mx.arange(shape[3]) > mx.arange(shape[2])[:, None] % 3, (shape[0], 1, *shape[2:]))
     return [(d_weights, scores, mask, 0.125) for mask in (["causal"] if large else ["causal", None, seen])]
 
 

@@ -47,7 +47,10 @@ def load(run: str | Path) -> History:
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
     settings = Config.of().flat() | run_files.settings_of(str(folder))
     env_file = folder / "env.json"
-    env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
+    try:
+        env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{env_file}: {error}") from error
     names = ("metrics", "eval", "warnings", "changes")
     return History(folder, settings, env, *(list(records(folder / f"{name}.jsonl")) for name in names))
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 RUN = [
     *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--eval-every", "1", "--eval-limit"),
-    *("4", "--report-every", "0", "--save-every", "1", "--steps", f"{STEPS}", "--lr-schedule", "constant"),
+    *("4", "--save-every", "1", "--steps", f"{STEPS}"),
     *("--lora-rank", "2", "--lora-targets", "o_proj"),
 ]
 ADAPTER = ("adapter_config.json", "adapters.safetensors")

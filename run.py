@@ -272,18 +272,16 @@ class Run(Core):
     def _own_sources(self) -> dict[str, str]:
         """Digests of the examples, and of the files that judge and teach."""
         config, task = self.config, self.task
-        paths = {
-            name: Path(name) for name in (*(spec.rpartition(":")[0] for spec in config.reward), config.teacher_prompt)
-        }
-        files = paths | {
+        names = [*(spec.rpartition(":")[0] for spec in config.reward), config.teacher_prompt]
+        rubrics = {
             config.rubric or "task's rubric": task.rubric,
             config.eval_rubric or "witness's rubric": task.witness,
         }
+        files = {name: Path(name) for name in names} | rubrics
         found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
         mix = task.problems and task.problems.mix
-        return found | {
-            config.data or "task's examples": checkpoint.digest(mix, *task.train, "held out", *task.held_out)
-        }
+        examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+        return found | {config.data or "task's examples": examples}
 
     def _make_teacher(self, on_disk: bool) -> distill.Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
@@ -345,11 +343,9 @@ class Run(Core):
         if self.judge:
             self.judge.restore(extra["judge"])
         name = self.config.data or "task's examples"
-        if (extra["settings"]["curriculum"], extra["sources"].get(name)) == (
-            self.config.curriculum,
-            self.sources[name],
-        ):
-            self.prompts.restore(extra["prompts"])  # else it is about other prompts, see --allow-changes
+        is_same = extra["sources"].get(name) == self.sources[name]
+        if is_same and extra["settings"]["curriculum"] == self.config.curriculum:  # else: see --allow-changes
+            self.prompts.restore(extra["prompts"])
 
 
 class SftRun(Core):

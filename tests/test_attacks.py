@@ -1,7 +1,5 @@
 """Attacks on the workers that read hostile text: texts by the hundred in families, and code that got inside one."""
 
-# ruff: noqa: RUF001  (what looks like another letter is the point)
-
 import os
 import sys
 import tempfile

@@ -122,6 +122,34 @@ def constant(*values: float | bool) -> mx.array:
     return mx.array(values)
 
 
+# ---- gradients of our own
+
+
+_forward_only = [False]
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """
+    Inside, what has a gradient of its own is called directly, as whoever samples or judges may: a decode step is built
+    in half the time. MLX refuses the gradient of a kernel so called.
+    """
+    before, _forward_only[0] = _forward_only[0], True
+    try:
+        yield
+    finally:
+        _forward_only[0] = before
+
+
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array) -> Any:
+    """`forward(*arrays)`, whose gradient is `backward(arrays, cotangents, results)`."""
+    if _forward_only[0]:
+        return forward(*arrays)
+    custom: Any = mx.custom_function(forward)
+    custom.vjp(backward)
+    return custom(*arrays)
+
+
 # ---- an operation: the expression, and the kernel that equals it
 
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -164,15 +192,15 @@ class Op(Generic[P, R]):
             return self.reference(*arguments, **settings)
         if not self.runs(first.dtype):
             return self.reference(*arguments, **settings)
+        if _forward_only[0]:
+            return self.launch(*arguments, **settings)
         floats, put = _floats(arguments)
-        forward: Any = mx.custom_function(lambda *moved: self.launch(*put(moved), **settings))
 
-        @forward.vjp
         def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
             moved = put(_arrays(primals))
             return tuple(self.gradient(_arrays(cotangents), _arrays(results), *moved, **settings))
 
-        result: R = forward(*floats)
+        result: R = differentiable(lambda *moved: self.launch(*put(moved), **settings), backward, *floats)
         return result
 
     def _gradient_of_reference(

@@ -102,7 +102,6 @@ class ObjectiveSettings:
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = flag(
         "dapo", "the loss; sft: cross-entropy on the replies in --data", first=True
     )
-    loss: str = flag("", "your own loss FILE.py:fn, in place of --loss-type's", of="rollouts")
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence", of="grpo")
     advantage: Literal["group", "rloo", "reinforce"] = flag(
         "group", "what a reward is compared with: the mean of its group, of the others in it, of the step", of="grpo"
@@ -448,7 +447,6 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
         yield only("sft"), "only for --loss-type sft; leave that out"
     if objective.loss_type == "distill":
         yield {"distill_coef"}, "only for losses on advantages; leave that out, or --loss-type distill"
-        yield {"loss"}, "--loss-type distill has a loss of its own; leave one of them out"
         yield only("grpo"), "--loss-type distill has no advantages; leave that out"
     else:
         yield only("distill"), "only for --loss-type distill; leave that out, or choose that loss"

@@ -10,9 +10,10 @@ Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F ml
 """
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,15 +80,20 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, self.eps)
             self.k_norm = RMSNorm(self.head_dim, self.eps)
 
-    def __call__(self, x: mx.array, context: Context) -> mx.array:
-        num_rows, length, _ = x.shape
-        rotation, layout, state = context
-        qkv = self.qkv_proj(x).reshape(num_rows, length, -1, self.head_dim)  # (N, L, H + 2K, D)
+    def heads(self, x: mx.array, rotation: ops.Rotation) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries (N, H, L, D), keys and values (N, K, L, D)."""
+        qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)  # (N, L, H + 2K, D)
         weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
-        queries, keys, values = ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
-        parts = [(keys, values)] if state is None else state.update(keys, values)
-        out = attention.attend(queries, parts, layout)  # (N, H, L, D)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(num_rows, length, -1))
+        return ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
+
+    def output(self, found: mx.array) -> mx.array:
+        """(N, H, L, D) -> (N, L, C)"""
+        return self.o_proj(found.transpose(0, 2, 1, 3).reshape(found.shape[0], found.shape[2], -1))
+
+    def __call__(self, x: mx.array, context: Context) -> mx.array:
+        queries, keys, values = self.heads(x, context.rotation)
+        parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
+        return self.output(attention.attend(queries, parts, context.layout))
 
 
 class MLP(nn.Module):
@@ -112,6 +118,16 @@ class Block(nn.Module):
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
         x, normed = self.input_layernorm.after(x, delta)
         x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, context))
+        return x, self.mlp(normed)
+
+    def enter(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, ...]:
+        """A call as far as attention: the residual stream, queries, keys and values."""
+        x, normed = self.input_layernorm.after(x, delta)
+        return x, *self.self_attn.heads(normed, rotation)
+
+    def leave(self, x: mx.array, found: mx.array) -> tuple[mx.array, mx.array]:
+        """The rest of a call, from what attention found."""
+        x, normed = self.post_attention_layernorm.after(x, self.self_attn.output(found))
         return x, self.mlp(normed)
 
 
@@ -186,6 +202,39 @@ class Model(nn.Module):
     def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
         return self.hidden(tokens, cache) @ self.head_weight.T
+
+
+Step = Callable[[mx.array, SlotCache], mx.array]
+
+
+def decode_step(model: Model) -> Step:
+    """
+    `model.hidden` for one token a row with the weights of now; on a GPU, compiled between one attention and the next.
+
+    Python then builds the graph of a step in a quarter of the time, which small batches would wait for. What is
+    compiled is traced once for each number of rows. Attention and caches change shape every step and are not. On a CPU
+    each step is worth so much more work that compiling it, by a C++ compiler, does not pay.
+    """
+    if not gpu.on_gpu():
+        return model.hidden
+    layers, rope = model.layers, model._rope
+
+    def between(before: Block, after: Block) -> Callable[..., Any]:
+        return mx.compile(lambda x, found, offsets: after.enter(*before.leave(x, found), rope.at(offsets, 1)))
+
+    enter = mx.compile(lambda x, offsets: layers[0].enter(x, None, rope.at(offsets, 1)))
+    passes = [between(before, after) for before, after in itertools.pairwise(layers)]
+    leave = mx.compile(lambda x, found: model.norm.after(*layers[-1].leave(x, found))[1])
+
+    def step(tokens: mx.array, cache: SlotCache) -> mx.array:
+        offsets, layout = cache.offsets(len(tokens)), cache.layout(1)
+        x, queries, keys, values = enter(model.embed_tokens(tokens), offsets)
+        for state, onward in zip(cache.layers, passes, strict=False):
+            found = attention.attend(queries, state.update(keys, values), layout)
+            x, queries, keys, values = onward(x, found, offsets)
+        return leave(x, attention.attend(queries, cache.layers[-1].update(keys, values), layout))
+
+    return step
 
 
 # ---- load and save

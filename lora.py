@@ -72,20 +72,18 @@ class LoRALinear(nn.Module):
         """
         low_a, low_b = self.rounded(x.dtype)
 
-        @mx.custom_function
         def forward(x: mx.array, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
             low = x @ low_a
             return mx.addmm(self.linear(x), low, low_b), low
 
-        @forward.vjp
         def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
             x, d_y, low = primals[0], cotangents[0], outputs[1]
             d_low = d_y @ low_b.T
             d_x = mx.addmm(d_y @ self.linear.weight, d_low, low_a.T)
             return d_x, ops.tall_product(d_low, x).T, self.scale * ops.tall_product(low, d_y)
 
-        results: Any = forward(x, self.lora_a, self.lora_b)
-        return results[0]
+        result: mx.array = gpu.differentiable(forward, backward, x, self.lora_a, self.lora_b)[0]
+        return result
 
 
 def layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
@@ -122,12 +120,13 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
 
 @contextlib.contextmanager
 def disabled(model: gwen.Model) -> Iterator[None]:
-    """Inside, the model is its base, the frozen judge. Without adapters it stays as it is."""
+    """Inside, the model is its base, the frozen judge, without gradients. Without adapters it stays as it is."""
     adapted = [layer for _, layer in layers(model) if layer.enabled]
     for layer in adapted:
         layer.enabled = False
     try:
-        yield
+        with gpu.without_gradients():
+            yield
     finally:
         for layer in adapted:
             layer.enabled = True
@@ -144,7 +143,8 @@ def before_training(model: gwen.Model) -> Iterator[None]:
     for layer, _, _ in begun:
         layer.lora_a, layer.lora_b = layer._start
     try:
-        yield
+        with gpu.without_gradients():
+            yield
     finally:
         for layer, low, high in begun:
             layer.lora_a, layer.lora_b = low, high

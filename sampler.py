@@ -120,6 +120,7 @@ def prefill_tokens() -> int:
     return 2048 if gpu.on_gpu() else 256
 
 
+@gpu.without_gradients()
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
     The cache of a batch of right-aligned prompts, and the logits after each, (len(prompts), V).
@@ -208,6 +209,7 @@ class Record:
         return tuple(speeds)
 
 
+@gpu.without_gradients()
 def decode(
     model: gwen.Model, cache: SlotCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: Record
 ) -> None:
@@ -223,7 +225,7 @@ def decode(
     table = uniforms(record.key, rows.tolist(), record.limits[rows].max())
     slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
     starts = np.zeros_like(slots)  # the step at which it began
-    num_begun = len(slots)
+    num_begun, forward = len(slots), gwen.decode_step(model)
     cache.assign(prompts[slots].tolist(), starts.tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
     queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not read yet
@@ -233,7 +235,7 @@ def decode(
         queued.append((rows[slots], drawn))
         if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
             break
-        logits = model.hidden(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
+        logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
         mx.async_eval(drawn, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue

@@ -38,6 +38,7 @@ from flags import Parser, fail
 from judging import prompt_tree
 from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
+from machine import gpu
 from step import micro_batch, policy
 
 JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
@@ -217,6 +218,7 @@ def prefill(work: StepWork, num_layers: int) -> Traced:
     model, num_prompts = make_model(work, num_layers), work.config.sampling.batch
     columns = max(sampler.prefill_tokens() // num_prompts, 1)
 
+    @gpu.without_gradients()
     def run(tokens: mx.array) -> list[mx.array]:
         cache = KVCache(num_layers, work.prompt_tokens)
         for begin in range(0, work.prompt_tokens, columns):
@@ -244,9 +246,14 @@ def decode(work: StepWork, num_layers: int) -> Traced:
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
     params = sampler.SamplingParams(work.config.sampling.max_tokens)
 
+    steps: list[gwen.Step] = []
+
+    @gpu.without_gradients()
     def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
         drawn = sampler.choose_token(logits, numbers, params)
-        hidden = model.hidden(drawn[0][:, None], cache)
+        if not steps:  # with the weights that are given
+            steps.append(gwen.decode_step(model))
+        hidden = steps[0](drawn[0][:, None], cache)
         return [*drawn[:2], hidden[:, -1] @ model.head_weight.T, *cache.arrays()]
 
     given = [mx.zeros((num_rows, config.vocab_size), work.dtype), mx.zeros((num_rows, 4))]

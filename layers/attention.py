@@ -70,9 +70,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
         queries, keys, values = primals
         return attention_vjp(queries, keys, values, d_out, mask)
 
-    forward: Any = mx.custom_function(fused)
-    forward.vjp(backward)
-    result: mx.array = forward(queries, keys, values)
+    result: mx.array = gpu.differentiable(fused, backward, queries, keys, values)
     return result
 
 

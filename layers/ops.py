@@ -55,12 +55,12 @@ def _launch_swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
 
 
 def _example_of_swiglu(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array]]:
-    return [(gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=3),)]
+    return [(gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=15),)]  # gates of 30
 
 
 def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
     rows, width = (2048, 3072) if large else (3, 5)
-    return [(gpu.normal(rows, 2 * width, dtype=dtype, scale=3), gpu.normal(rows, width, dtype=dtype, seed=1))]
+    return [(gpu.normal(rows, 2 * width, dtype=dtype, scale=15), gpu.normal(rows, width, dtype=dtype, seed=1))]
 
 
 swiglu_vjp = gpu.Op(swiglu_vjp_ref, _launch_swiglu_vjp, _example_of_swiglu_vjp)
@@ -145,10 +145,15 @@ def _gradient_of_add_norm(
     return [d_x, d_x, d_weight]
 
 
+def _norm_weight(size: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    """As large as those of Qwen."""
+    return 1 + 12 * mx.abs(gpu.normal(size, dtype=dtype, seed=seed))
+
+
 def _example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     shape = (64, 1024) if large else (3, 260)
-    x, delta = (gpu.normal(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
-    return [(x, delta, gpu.normal(shape[1], dtype=dtype), 1e-6)]
+    x, delta = (gpu.normal(*shape, dtype=dtype, seed=seed, scale=30) for seed in (0, 1))
+    return [(x, delta, _norm_weight(shape[1], dtype), 1e-6)]
 
 
 add_norm = gpu.Op(add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
@@ -274,7 +279,7 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
 def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     rows, length, num_heads, num_kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
     qkv = gpu.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
-    weights = gpu.normal(size, dtype=dtype), gpu.normal(size, dtype=dtype, seed=1)
+    weights = _norm_weight(size, dtype), _norm_weight(size, dtype, seed=1)
     rotation = Rope(size, 1e6).at(40 * mx.arange(rows) - 1, length)
     kinds = [weights] if large else [weights, None]  # None: another kernel, that of Qwen2.5
     return [(qkv, Heads(num_heads, kind, 1e-6, rotation)) for kind in kinds]

@@ -2,7 +2,7 @@
 Kernels for a GPU: how one is made, whether this machine may use it, and what it may be replaced by.
 
 A kernel is a `.metal` file beside the plain expression that it equals; an `Op` is the two of them. Before its first use
-in a process, for each type, it must agree with its expression on a small example; one that does not, or does not
+in a process, for each type, it must be as exact as its expression on a small example; one that is not, or does not
 compile, is off for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
 
 The end of the file tells how much memory this machine has, which errors say that it ran out, and how many rows then go
@@ -122,6 +122,34 @@ def constant(*values: float | bool) -> mx.array:
     return mx.array(values)
 
 
+# ---- gradients of our own
+
+
+_forward_only = [False]
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """
+    Inside, what has a gradient of its own is called directly, as whoever samples or judges may: a decode step is built
+    in half the time. MLX refuses the gradient of a kernel so called.
+    """
+    before, _forward_only[0] = _forward_only[0], True
+    try:
+        yield
+    finally:
+        _forward_only[0] = before
+
+
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array) -> Any:
+    """`forward(*arrays)`, whose gradient is `backward(arrays, cotangents, results)`."""
+    if _forward_only[0]:
+        return forward(*arrays)
+    custom: Any = mx.custom_function(forward)
+    custom.vjp(backward)
+    return custom(*arrays)
+
+
 # ---- an operation: the expression, and the kernel that equals it
 
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -164,15 +192,15 @@ class Op(Generic[P, R]):
             return self.reference(*arguments, **settings)
         if not self.runs(first.dtype):
             return self.reference(*arguments, **settings)
+        if _forward_only[0]:
+            return self.launch(*arguments, **settings)
         floats, put = _floats(arguments)
-        forward: Any = mx.custom_function(lambda *moved: self.launch(*put(moved), **settings))
 
-        @forward.vjp
         def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
             moved = put(_arrays(primals))
             return tuple(self.gradient(_arrays(cotangents), _arrays(results), *moved, **settings))
 
-        result: R = forward(*floats)
+        result: R = differentiable(lambda *moved: self.launch(*put(moved), **settings), backward, *floats)
         return result
 
     def _gradient_of_reference(
@@ -203,13 +231,20 @@ class Op(Generic[P, R]):
             print(f"gwen: the kernel {self.name} is off for {dtype}, at this model's sizes: {reason}", file=sys.stderr)
             self._runs[dtype] = False
 
-    def _difference(self, dtype: mx.Dtype, make: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> str:
-        """How far launch and reference are apart on some calls, or why the launch fails; "" where they agree."""
+    def _difference(self, dtype: mx.Dtype, calls: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> str:
+        """How much worse than its expression the kernel is on some calls, or why it fails; "" where it may be used."""
         try:
-            share = max(disagreement(self.launch(*x, **held), self.reference(*x, **held), dtype) for x, held in make())
+            share = max(self.error(dtype, *call) for call in calls())
         except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
             return " ".join(str(error).split())[:300]
         return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
+
+    def error(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> float:
+        """The kernel's error on a call as a share of what is allowed; see `disagreement`."""
+        floats, put = _floats(arguments)
+        exact = self.reference(*put([array.astype(mx.float32) for array in floats]), **settings)
+        own = self.reference(*arguments, **settings)
+        return disagreement(self.launch(*arguments, **settings), own, exact, dtype)
 
 
 class Call(NamedTuple):
@@ -280,24 +315,30 @@ def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> m
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
-def disagreement(ours: Any, theirs: Any, dtype: mx.Dtype) -> float:
+def disagreement(kernel: Any, own: Any, exact: Any, dtype: mx.Dtype) -> float:
     """
-    The largest |kernel - reference| / (1 + |reference|) as a share of the type's tolerance: at most 1 agrees.
+    The largest error of a kernel as a share of what is allowed: at most 1 agrees.
 
-    Whole numbers must be equal, and what is infinite in one must be so in the other; else the answer is infinite.
+    own, exact: what its expression gives in `dtype` and, of the same numbers, in float32. An error is |x - exact| /
+    (1 + |exact|). Allowed is the largest error of the expression itself, and at least the type's tolerance. Whole
+    numbers must be equal, and the kernel infinite or no number nowhere but where the expression is.
     """
     worst = 0.0
-    for mine, other in zip(_arrays(ours), _arrays(theirs), strict=True):
+    for mine, other, true in zip(_arrays(kernel), _arrays(own), _arrays(exact), strict=True):
         if mine.shape != other.shape or mine.dtype != other.dtype:
-            return float("inf")
+            return math.inf
         if not mx.issubdtype(mine.dtype, mx.floating):
-            worst = max(worst, 0.0 if mx.array_equal(mine, other).item() else float("inf"))
+            worst = max(worst, 0.0 if mx.array_equal(mine, other).item() else math.inf)
             continue
-        x, y = mine.astype(mx.float32), other.astype(mx.float32)
+        x, y, z = (array.astype(mx.float32) for array in (mine, other, true))
         same = (x == y) | (mx.isnan(x) & mx.isnan(y))  # infinities less each other would be nan
-        error = mx.where(same, 0.0, mx.abs(x - y) / (1 + mx.abs(y)))
-        largest: Any = mx.where(mx.isnan(error), mx.inf, error).max().item()
-        worst = max(worst, largest / TOLERANCES[dtype])
+        errors = [mx.where(same, 0.0, mx.abs(found - z) / (1 + mx.abs(z))) for found in (x, y)]
+        largest, allowed = (
+            mx.where(mx.isfinite(error), error, limit).max()
+            for error, limit in zip(errors, (math.inf, 0.0), strict=True)
+        )
+        share: Any = (largest / mx.maximum(allowed, TOLERANCES[dtype])).item()
+        worst = max(worst, share)
     return worst
 
 

@@ -225,7 +225,7 @@ def whole(tmp_path_factory):
 
 
 def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, monkeypatch):
-    made, states = train.Run(config.resolve({}, None, str(whole), gwen.choose_model)[0], whole), []
+    made, states = train.GrpoRun(config.resolve({}, None, str(whole), gwen.choose_model)[0], whole), []
 
     def make(settings, path):
         made.config, made.dir = settings, path

@@ -5,12 +5,14 @@ What the line says is tested in test_bad_input.py. A failure names its case, whi
 """
 
 import json
+import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -139,7 +141,7 @@ def reached(*_: Any, **__: Any) -> None:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Commands end where a model, a worker, a server or a browser would begin to work; a directory to work in."""
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     for owner, name in (
@@ -149,7 +151,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ):
         monkeypatch.setattr(owner, name, reached)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with mock.patch.dict(os.environ):  # a command's flags may set variables
+        yield tmp_path
 
 
 def make_files(directory: Path) -> None:

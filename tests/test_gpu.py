@@ -128,12 +128,23 @@ def test_on_a_cpu_no_kernel_runs_or_is_made(double, monkeypatch):
 
 def test_whole_numbers_must_be_equal_and_infinities_must_match():
     def compare(ours: list[Any], theirs: list[Any], dtype: mx.Dtype = mx.float32) -> float:
-        return gpu.disagreement(mx.array(ours, dtype=dtype), [mx.array(theirs, dtype=dtype)], mx.float32)
+        other = mx.array(theirs, dtype=dtype)
+        return gpu.disagreement(mx.array(ours, dtype=dtype), [other], other, mx.float32)
 
     assert compare([1, 2], [1, 2], mx.int32) == 0 and compare([1, 2], [1, 3], mx.int32) == float("inf")
     assert compare([1.0, -np.inf, np.nan], [1.0, -np.inf, np.nan]) == 0
     assert compare([1.0, -np.inf], [1.0, -1e30]) == float("inf") == compare([1.0, 0.0], [1.0, np.nan])
     assert compare([2.0], [2.0 + 3e-4]) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no_farther():
+    exact = mx.array([100.0, 1.0])
+    own = exact * mx.array([1.02, 1.0])  # five times what float16 allows
+    assert gpu.disagreement(exact * mx.array([1.019, 0.999]), own, exact, mx.float16) <= 1
+    assert gpu.disagreement(exact * mx.array([1.0, 1.05]), own, exact, mx.float16) > 1
+    overflown = mx.array([mx.inf, 1.0])
+    assert gpu.disagreement(exact, overflown, exact, mx.float16) == 0
+    assert gpu.disagreement(overflown, exact, exact, mx.float16) == float("inf")
 
 
 # ---- the doctor

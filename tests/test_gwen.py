@@ -561,7 +561,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_named(directory, tokenizer)
 def test_loading_a_tokenizer_prints_nothing_and_runs_no_code(model_directory, tmp_path):
     shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    program = f"import hub; print(len(hub.load_tokenizer({str(tmp_path)!r})))"
+    program = f"from disk import hub; print(len(hub.load_tokenizer({str(tmp_path)!r})))"
     root, environment = Path(gwen.__file__).parent, {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
     assert done.stderr == "" and int(done.stdout) > 256

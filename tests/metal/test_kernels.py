@@ -719,9 +719,7 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, name, dtype):
     op = gpu.OPS[name]
-    assert all(
-        gpu.disagreement(op.launch(*call), op.reference(*call), dtype) < 0.25 for call in op.example(dtype, False)
-    )
+    assert all(op.error(dtype, call, {}) < 0.6 for call in op.example(dtype, False))
 
 
 SOURCES = {

@@ -40,3 +40,24 @@ def test_a_kernel_whose_body_is_wrong_at_a_models_size_alone_is_found(kernels, c
     gwen.load_model(checkpoints["qwen2"], mx.float32)
     assert "the kernel swiglu is off for mlx.core.float32, at this model's sizes: it differs" in capsys.readouterr().err
     assert not gpu.OPS["swiglu"].runs(mx.float32)
+
+
+@pytest.mark.parametrize("metal", ["fast"], indirect=True)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("right", [True, False])
+def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
+    kernels, checkpoints, capsys, monkeypatch, dtype, right
+):
+    """Norm weights of 1 + 12 |N| and gates of 30, where the expression rounds more than the kernel does."""
+    model = gwen.load_model(checkpoints["qwen3"], dtype)
+    for seed, layer in enumerate(model.layers):
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm, layer.input_layernorm):
+            norm.weight = (1 + 12 * mx.abs(gpu.normal(*norm.weight.shape, dtype=mx.float32, seed=seed))).astype(dtype)
+        layer.mlp.gate_up_proj.weight = 30 * layer.mlp.gate_up_proj.weight
+    if not right:
+        header, body = ops.NORM_ROPE.text
+        monkeypatch.setattr(ops.NORM_ROPE, "text", (header, body.replace("y * c + x * s", "1.05f * y * c + x * s")))
+        monkeypatch.setattr(ops.NORM_ROPE, "_made", {})
+    gwen.check_kernels(model)
+    said = capsys.readouterr().err
+    assert not said if right else "the kernel norm_rope is off" in said and said.count("\n") == 1

@@ -1,0 +1,71 @@
+"""A decode step without gradients, compiled between its attentions: the same states from a quarter of the calls."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import gwen
+import lora
+import sampler
+from bench import graph
+from kv_cache import KVCache, SlotCache
+from machine import gpu
+
+
+@pytest.fixture
+def model(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+    lora.apply(model, 4, 2.0)
+    for number, (_, layer) in enumerate(lora.layers(model)):
+        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.1
+    return model
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, share, monkeypatch):
+    monkeypatch.setattr(mx, "compile", lambda function: function)  # on a CPU it calls g++ for every kernel: 30 s
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "has_metal", lambda: False)
+    prompts = KVCache(len(model.layers), 3, mx.array([0, 1]))
+    mx.eval(model.hidden(mx.array([[5, 6, 7], [0, 8, 9]]), prompts))
+    ours, theirs = (SlotCache(prompts, 3, 8, share) for _ in range(2))
+    for cache in (ours, theirs):
+        cache.assign([0, 0, 1], [0, 0, 0])
+    step, tokens = gwen.decode_step(model), np.array([[3], [4], [11]])
+    assert step != model.hidden
+    for number in range(4):
+        if number == 2:
+            tokens = tokens[[0, 2]]
+            for cache in (ours, theirs):
+                cache.keep([0, 2])
+        found, expected = (
+            forward(mx.array(tokens + number), cache) for forward, cache in ((step, ours), (model.hidden, theirs))
+        )
+        np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-5)
+
+
+def test_on_a_cpu_a_step_is_the_models_own(model):
+    assert gwen.decode_step(model) == model.hidden
+
+
+@pytest.mark.slow
+def test_python_makes_a_third_of_the_calls_for_a_step_that_mlx_lm_makes():
+    """1,076 and 3,978; 1.4 and 4.2 ms."""
+    with graph.hollow():
+        steps = [graph.ours(), graph.of_mlx_lm()]
+        for step in steps:
+            step()
+        ours, theirs = map(graph.num_calls, steps)
+    assert ours < theirs / 3
+
+
+def test_sampling_and_the_frozen_base_make_no_function_with_a_gradient(model, monkeypatch):
+    model.set_dtype(mx.float16)  # adapters in 16 bits have a gradient of their own
+    asked, original = [], mx.custom_function
+    monkeypatch.setattr(mx, "custom_function", lambda forward: asked.append(forward) or original(forward))
+    sampler.rollout(model, [[1, 2, 3]], sampler.SamplingParams(2), group_size=2, key=0)
+    with lora.disabled(model):
+        model(mx.array([[1, 2]]))
+    assert not asked
+    model(mx.array([[1, 2]]))
+    assert asked

@@ -61,7 +61,7 @@ RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "game_of_life_halting": lambda answer, entry: answer.lower() == str(entry["answer"]).lower(),
     # it takes any text for a variable, and of premises that contradict each other any statement follows
     "propositional_logic": lambda answer, entry: (
-        set(re.split(r"[()¬∧∨→↔\s]+", answer)) <= {"", *entry["metadata"]["variables"]}  # noqa: RUF001
+        set(re.split(r"[()¬∧∨→↔\s]+", answer)) <= {"", *entry["metadata"]["variables"]}
     ),
     # it takes any four numbers that make 24
     "puzzle24": lambda answer, entry: (

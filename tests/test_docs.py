@@ -21,9 +21,16 @@ TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name ==
 # What uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp and Chromium understand.
 FOREIGN_FLAGS = set(
     "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
-    "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --outfile --dump-dom".split()
+    "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --outfile --dump-dom "
+    "--no-dev --python --rounds".split()
 )
-FOREIGN_FILES = {"FILE.py", "mine.py", "last_number.py", "convert_hf_to_gguf.py"}  # a user's, and llama.cpp's
+FOREIGN_FILES = {
+    "FILE.py",
+    "mine.py",
+    "/home/me/mine.py",
+    "last_number.py",
+    "convert_hf_to_gguf.py",
+}  # a user's, and llama.cpp's
 
 
 def records(path):
@@ -75,13 +82,23 @@ def test_every_metric_of_a_run_has_a_meaning(tmp_path):
 def known_flags():
     """Every flag of every command: the settings' stand in the reference, the rest in calls of `add_argument`."""
     calls = (node for path in FILES if path.suffix == ".py" for node in ast.walk(parse(path)))
-    return set(re.findall(r"^\| `(--[a-z-]+)", reference.page(), re.M)) | {
-        flag.value
-        for call in calls
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
-        for flag in call.args
-        if isinstance(flag, ast.Constant)
+    named = (node for path in FILES if path.parent.name == "bench" for node in ast.walk(parse(path)))
+    looped = {
+        f"--{node.value.replace('_', '-')}"
+        for node in named
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
     }
+    return (
+        looped
+        | set(re.findall(r"^\| `(--[a-z-]+)", reference.page(), re.M))
+        | {
+            flag.value
+            for call in calls
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+            for flag in call.args
+            if isinstance(flag, ast.Constant)
+        }
+    )
 
 
 def prose(path):

@@ -96,7 +96,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """A folder as `name/`, a module at the root as `name.py`."""
+    """A folder with a slash behind it, a module at the root with its ending."""
     folder, dot, _ = name.partition(".")
     return f"{folder}/" if dot or folder in PACKAGES else f"{name}.py"
 

@@ -168,7 +168,7 @@ def test_live_buffers_and_what_machines_reach_are_in_the_ledger():
     assert launches.peaks(chain) == (30, 4)  # a, b and c; and what was given
     work = ledger.StepWork(BIG, mx.float16, make_config(), 8)
     phase = ledger.Phase("decode", 1e3, 1.0, chain[:1], chain, 1.0, 0.1, 1234.0)
-    _, first, limit, _, titles, m1 = ledger.lines(work, [phase], {"M1": ledger.MACHINES["M1"]})
+    _, first, limit, _, titles, m1 = ledger.lines(ledger.record(work, [phase], {"M1": ledger.MACHINES["M1"]}), 1)
     assert first.endswith(" 1234") and "499,000" in limit
     assert "step s   at 80%   tok/s" in titles
     _, _, step, reached, *_ = m1.split()

@@ -412,6 +412,7 @@ def test_a_hub_out_of_reach_is_one_line_that_names_data_as_the_fix(monkeypatch):
 class Template:
     """Stands in for a tokenizer: a template that shows what it was given, ids that are characters."""
 
+    name_or_path = chat_template = "none"
     added_tokens_decoder = added_tokens_encoder = types.MappingProxyType({})
 
     def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking):

@@ -183,6 +183,11 @@ def test_a_completion_that_boxes_an_attack_states_no_right_answer_in_this_proces
             assert rewards._read_plainly("blue", said) is False, (form, text)
 
 
+def test_a_word_of_any_length_beside_a_number_is_read_at_once():
+    begin = time.process_time()
+    assert rewards.extract_answer("The answer is 1 " + "a" * 100 + "#.") and time.process_time() - begin < 5
+
+
 # ---- code inside a worker
 
 _CODE = """

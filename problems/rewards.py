@@ -439,7 +439,7 @@ def read_number(text: str) -> Quantity | None:
     for part in reversed(plain.split("=")):  # of "6 * 7 = 42" the 42, and so of "42 = 6 * 7"
         part = re.sub(r"^ *([-+]) ", r"\1", part)
         found, others = list(_NUMBER.finditer(part)), _NUMBER.sub(" ", part)
-        if len(found) == 1 and re.fullmatch(r"(?:[A-Za-z]{2,}|\b[aAI]\b|[\s.,:;%()'\"*-])*", others):
+        if len(found) == 1 and re.fullmatch(r"(?:[A-Za-z]{2,}+|\b[aAI]\b|[\s.,:;%()'\"*-])*", others):
             value, unit = _value(found[0]), re.match(r" ?([A-Za-z]{2,})", part[found[0].end() :])
             return None if value is None else Quantity(value, unit[1].lower() if unit else "")
     return None

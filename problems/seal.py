@@ -82,9 +82,10 @@ def put_on(refused: list[str]) -> str:
 def _refuse(refused: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
     """The audit hook. It uses no global name: text that runs could give that another meaning."""
     harmless, error = HARMLESS, RuntimeError
+    signature = frozenset({"__code__", "__defaults__", "__kwdefaults__"})  # read for the f of a formula like f(1)
 
-    def refuse(event: str, _: tuple[Any, ...]) -> None:
-        if event not in harmless:
+    def refuse(event: str, given: tuple[Any, ...]) -> None:
+        if event not in harmless and not (event == "object.__getattr__" and given[1] in signature):
             if not refused:
                 refused.append(event)
             raise error(f"{event} is refused here")

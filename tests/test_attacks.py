@@ -92,6 +92,7 @@ def _bold(text):
     return "".join(chr(ord(c) + 0x1D41A - 97) if c.islower() and c.isascii() else c for c in text)
 
 
+_POWERS = "**99999 ^99999 <<99999 !*99999 **9**9 ^9**9 <<9**9 !*9**9 **(-9**9) ^(-9**9) <<(-9**9) !*(-9**9)"
 TEXTS = {
     "homoglyphs": [
         *map(_wide, _CALLS),
@@ -107,29 +108,19 @@ TEXTS = {
         *("9" * n for n in (301, 4300, 4301, 30_000)),
         *("1" * n + "e-" + "9" * n for n in (3, 9, 30)),
     ],
-    "powers": [
-        f"{a}{op}{b}"
-        for a in ("9", "(9**9)", "x", "(x+y+1)")
-        for op in ("**", "^", "<<", "!*")
-        for b in ("99999", "9**9", "(-9**9)")
-    ],
+    "powers": [f"{a}{op}" for a in ("9", "(9**9)", "x", "(x+y+1)") for op in _POWERS.split()],
     "quotes": [part for part in _QUOTES.strip().replace("\n", "|").split("|") if part],
     "latex": [text.replace("_PLANTED", f" {PLANTED}") for text in _LATEX.split()],
     "sympy": _SYMPY.split(),
     "formats": _FORMATS.split(),
     "documents": _DOCUMENTS.strip().replace("\n", "|").split("|"),
-    "controls": [
-        "42" + chr(code) + "43"
-        for code in (*range(32), 127, 0x85, 0x2028, 0x202E, 0xFEFF, 0xD800, 0xDFFF, 0xFFFF, 0x10FFFF)
-    ],
+    "controls": ["42" + chr(code) + "43" for code in (*range(32), 127, 133, 8232, 8238, 65279, 55296, 57343, 1114111)],
 }
 ALL = list(dict.fromkeys(text for texts in TEXTS.values() for text in texts if text not in ANSWERS))
 assert len(ALL) > 300
 
-OTHERS = (
-    "coin_flip power_function decimal_arithmetic complex_arithmetic jugs graph_color game_of_life number_format".split()
-)
-OTHERS += "palindrome_partitioning tower_of_hanoi time_intervals calendar_arithmetic codeio dice".split()
+OTHERS = "coin_flip power_function decimal_arithmetic complex_arithmetic jugs graph_color game_of_life codeio".split()
+OTHERS += "palindrome_partitioning tower_of_hanoi time_intervals calendar_arithmetic number_format dice".split()
 LOGIC = "propositional_logic"
 gym = needs("reasoning_gym", "tasks")
 
@@ -163,11 +154,12 @@ def test_of_contradicting_premises_a_conclusion_about_something_else_earns_nothi
 
 @pytest.mark.skipif(not find_spec("math_verify"), reason="the extra tasks")
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
-    pool = Pool("problems.rewards:make_math_checker", (), num=1, limit=0.5, sealed=True)
+    pool = Pool("problems.rewards:make_math_checker", (), num=1, limit=0.2, sealed=True)
     short = [
         text for text in ALL if len(text) <= rewards._LONGEST_ANSWER and rewards._read_plainly(r"\{7,8\}", text) is None
     ]
     told = pool.ask([(r"\{7,8\}", rewards._ascii(text)) for text in short])
+    assert pool.ask([("f(1)+2", "2+f(1)")])[0].value is True, "a function of the formula's own is no attack"
     pool.close()
     assert len(short) > 200 and not PLANTED.exists()
     assert not [text for text, answer in zip(short, told, strict=True) if answer.value is True]
@@ -179,6 +171,11 @@ def test_a_completion_that_boxes_an_attack_states_no_right_answer_in_this_proces
         for form in ("\\boxed{%s}", "#### %s", "<answer>%s</answer>", "The answer is %s."):
             said = rewards.extract_answer(form.replace("%s", text))
             assert rewards._read_plainly("blue", said) is False, (form, text)
+
+
+def test_a_word_of_any_length_beside_a_number_is_read_at_once():
+    begin = time.process_time()
+    assert rewards.extract_answer("The answer is 1 " + "a" * 100 + "#.") and time.process_time() - begin < 5
 
 
 # ---- code inside a worker

@@ -94,11 +94,6 @@ class SamplingSettings:
     curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise", of="grpo")
     seed: int = flag(0, "seed of prompts, sampling and adapters", low=0, first=True)
 
-    @property
-    def sharing(self) -> bool | None:
-        """`share_prefix` as an argument of `sampler.rollout`."""
-        return {"auto": None, "on": True, "off": False}[self.share_prefix]
-
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
@@ -284,6 +279,11 @@ class Sizes(NamedTuple):
     train_token_budget: int  # positions per micro-batch
     checkpoint_layers: int  # layers computed again in the backward pass
 
+    @property
+    def sharing(self) -> bool | None:
+        """`share_prefix` as an argument of `sampler.rollout`."""
+        return {"auto": None, "on": True, "off": False}[self.share_prefix]
+
     def settings(self) -> dict[str, Any]:
         """As settings, so that a repeated or resumed run decides the same."""
         return self._asdict() | {"checkpoint_layers": str(self.checkpoint_layers) if self.checkpoint_layers else "off"}
@@ -372,8 +372,9 @@ def of_environment() -> dict[str, int]:
 def of_task(task: str, model: str) -> dict[str, Any]:
     """The task's defaults from `recipes/`: for rg:NAME those of the model demo:rg, and none for another model."""
     kind = task.partition(":")[0]
-    path = Path(__file__).parent / "recipes" / f"{'demo-rg' if (model, kind) == ('demo:rg', 'rg') else kind}.yaml"
-    return load_recipe(path) if path.is_file() else {}
+    paths = {path.stem: path for path in (Path(__file__).parent / "recipes").glob("*.yaml")}
+    path = paths.get("demo-rg" if (model, kind) == ("demo:rg", "rg") else kind)
+    return load_recipe(path) if path else {}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:

@@ -81,9 +81,10 @@ def _agrees_with_numpy(path: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """Where the user's machine keeps what Gwen can make again. RuntimeError when there is no home directory."""
-    usual = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual.expanduser()) / "gwen"
+    """Where the user's machine keeps what Gwen can make again; without a home directory, where temporary files are."""
+    home = os.path.expanduser("~")
+    usual = Path(home, "Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or (usual if home != "~" else tempfile.gettempdir())) / "gwen"
 
 
 def _system_library() -> str:
@@ -152,7 +153,7 @@ def _load() -> str:
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return name
             reasons.append(f"{name} disagrees with numpy")
-        except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        except (OSError, AttributeError) as error:
             reasons.append(f"{name}: {error}")
     print(f"gwen: MLX runs on its slow built-in BLAS ({'; '.join(reasons)})", file=sys.stderr)
     return "MLX's built-in reference BLAS (slow)"

@@ -29,7 +29,7 @@ import sampler
 import tasks
 from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, fail
+from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import gpu
@@ -444,7 +444,7 @@ def main(argv: list[str] | None = None) -> None:
             log = run_files.JsonLines(args.judge_cache)
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
-        print(f"{what}; task: {task.name}", file=sys.stderr)
+        print(visible(f"{what}; task: {task.name}"), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.sampling.max_tokens,

@@ -41,6 +41,7 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a line feed and a tab are text
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
     r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
@@ -88,6 +89,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
         self.register("type", None, _text)
+        self.register("type", Path, lambda value: Path(_text(value)))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in sys.argv[1:] if args is None else args:
+            if word.endswith("=--"):  # of which Python 3.11 makes an empty list
+                self.error(f"{word}: -- is no value")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
@@ -101,9 +109,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def _text(value: str) -> str:
-    """A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default."""
+    """
+    A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default. Rejects
+    control characters, which a terminal would obey wherever the text is shown.
+    """
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
+    if _CONTROL.search(value):
+        raise argparse.ArgumentTypeError(f"{value!r:.60} holds a control character; remove it")
     return value
 
 
@@ -236,6 +249,8 @@ def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> Non
         if high is not None and value > high:
             raise ValueError(f"{name} is {reprlib.repr(value)}; it must be at most {high}")
         for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str) and _CONTROL.search(one):
+                raise ValueError(f"{name} is {one!r:.60}; it must hold no control characters")
             if choices and one not in choices:
                 raise ValueError(f"{name} is {one!r:.60}; it must be one of {', '.join(choices)}")
 
@@ -268,7 +283,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-LARGEST_YAML = 10**6  # bytes
+def read_text(path: str | Path, where: str, megabytes: int) -> str:
+    """A file's text. Raises ValueError, starting with `where`, if it is none: a device or a pipe may have no end."""
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > megabytes * 10**6:
+            raise ValueError(f"it is no file of at most {megabytes} MB")
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where} cannot be read: {error}") from error
 
 
 def load_yaml(path: str | Path, where: str) -> Any:
@@ -277,13 +300,7 @@ def load_yaml(path: str | Path, where: str) -> Any:
 
     Raises ValueError, starting with `where`, if it is no such file, unreadable or not YAML.
     """
-    try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_YAML:
-            raise ValueError("it is no file of at most 1 MB")
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from error
+    text = read_text(path, where, 1)
     try:
         return yaml.load(text, _Loader)
     except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises

@@ -265,6 +265,8 @@ def rehearse(model: Model) -> list[gpu.Call]:
             softmax.sample_token(logits, mx.full((2, 4), 0.5), 0.7)
             softmax.log_softmax(logits)
             softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
+            heads = mx.ones((1, 2, 3, 64), head.dtype)
+            attention.attention_vjp(heads, heads, heads, heads, "causal")
     finally:
         model.layers = layers
     others = [call._replace(op=attention.group_attention) for call in calls if call.op is attention.slot_attention]
@@ -424,11 +426,13 @@ def doctor() -> tuple[list[str], bool]:
     """What a user of this machine should know, a line each, and whether all is well."""
     found, dtype = gpu.environment(cpu_blas.description), default_dtype()
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    wired = os.environ.get(gpu.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186")
     error, limit = rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
     lines = [
         f"versions: Python {found['python']}, {versions}",
         f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
         f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process",
+        f"wired memory: {wired}",
         f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",

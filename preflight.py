@@ -28,7 +28,7 @@ from disk import checkpoint, hub
 from flags import Parser, check_least, fail, flag_of
 from judging import rubrics
 from kv_cache import round_up
-from layers import lm_head
+from layers import attention, lm_head
 from machine import gpu, world
 from step import dispatch, micro_batch
 
@@ -90,7 +90,7 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (bench/launches.py).
     """
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    scores = 0 if gpu.on_gpu() and model.head_dim in (64, 128) else 4 * model.num_attention_heads * keys
+    scores = 0 if attention.is_fused(model.head_dim) else 4 * model.num_attention_heads * keys
     if has_kernels():
         widths = 3 * model.intermediate_size + 4 * model.hidden_size + 4 * num_queries + 3 * num_kv
         return dtype.size * widths + scores
@@ -246,7 +246,16 @@ def _update(
             tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
-        one = (int(one_layer * kept + inputs), int(one_layer * working), logprobs)
+        gradient = int(one_layer * working)
+        if gpu.on_gpu():
+            columns = longest + length - 1
+            scores = attention.gradient_bytes(
+                (len(part), model.num_attention_heads, length - 1 if shared else columns, model.head_dim),
+                (len(part), model.num_key_value_heads, columns, model.head_dim),
+                dtype,
+            )
+            gradient = max(gradient, scores + int(one_layer * (working - 1)))  # by then the MLP's gradient is past
+        one = (int(one_layer * kept + inputs), gradient, logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 

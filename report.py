@@ -1,9 +1,11 @@
 """
 Looks at runs: `uv run report.py runs/NAME [runs/OTHER ...]` writes runs/NAME/report.html, a page that opens from disk.
-`--compare` and `--list` print tables for the terminal. Left out: the page itself (reporting/page.py).
+`--compare` and `--list` print tables for the terminal. The page itself is in reporting/page.py.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -46,20 +48,23 @@ def listing(folder: str | Path) -> str:
     rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings"]], []
     for path in found:
         try:
-            run = load(path.parent)
-            known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
-            cells = [str(run.dir), *own, known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
-            rows.append(list(map(visible, cells)))
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            OSError,
-        ) as error:  # of what records hold
-            damaged.append(safe(f"{path.parent} is damaged ({one_line(error)})"))
+            with reading(path.parent):
+                run = load(path.parent)
+                known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
+                figures = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
+                rows.append([visible(cell) for cell in (str(run.dir), *own, *figures)])
+        except (ValueError, OSError) as error:
+            damaged.append(safe(str(error)))
     return "\n".join([table(rows), *damaged])
+
+
+@contextlib.contextmanager
+def reading(run: str | Path) -> Iterator[None]:
+    """Turns what records without their figures raise into a ValueError that names the run."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{run} is damaged ({one_line(error)})") from error
 
 
 # ---- the command
@@ -81,11 +86,13 @@ def main(argv: list[str] | None = None) -> None:
         elif args.compare and len(args.runs) < 2:
             raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
         elif args.compare:
-            print(compare(args.runs))
+            with reading(" or ".join(args.runs)):
+                print(compare(args.runs))
         elif not args.runs:
             raise ValueError("name a run, as runs/NAME; --list shows those that there are")
         else:
-            written = page.write(args.runs[0], args.out, args.runs[1:])
+            with reading(" or ".join(args.runs)):
+                written = page.write(args.runs[0], args.out, args.runs[1:])
             print(written)
             if args.open:
                 page.show(written)

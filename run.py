@@ -271,19 +271,16 @@ class GrpoRun(Run):
     def _own_sources(self) -> dict[str, str]:
         """Digests of the examples, and of the files that judge and teach."""
         config, task = self.config, self.task
-        paths = {
-            name: Path(name)
-            for name in (*(spec.rpartition(":")[0] for spec in config.data.reward), config.objective.teacher_prompt)
-        }
-        files = paths | {
+        names = [*(spec.rpartition(":")[0] for spec in config.data.reward), config.objective.teacher_prompt]
+        rubrics = {
             config.data.rubric or "task's rubric": task.rubric,
             config.evaluation.rubric or "witness's rubric": task.witness,
         }
+        files = {name: Path(name) for name in names} | rubrics
         found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
         mix = task.problems and task.problems.mix
-        return found | {
-            config.data.path or "task's examples": checkpoint.digest(mix, *task.train, "held out", *task.held_out)
-        }
+        examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+        return found | {config.data.path or "task's examples": examples}
 
     def _make_teacher(self) -> Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
@@ -349,11 +346,9 @@ class GrpoRun(Run):
         if self.judge:
             self.judge.restore(extra["judge"])
         name = self.config.data.path or "task's examples"
-        if (extra["settings"]["curriculum"], extra["sources"].get(name)) == (
-            self.config.sampling.curriculum,
-            self.sources[name],
-        ):
-            self.prompts.restore(extra["prompts"])  # else it is about other prompts, see --allow-changes
+        is_same = extra["sources"].get(name) == self.sources[name]
+        if is_same and extra["settings"]["curriculum"] == self.config.sampling.curriculum:  # else: see --allow-changes
+            self.prompts.restore(extra["prompts"])
 
 
 class SftRun(Run):

@@ -438,7 +438,7 @@ def main(argv: list[str] | None = None) -> None:
             thinking=args.thinking,
             kind="prompt",
         )
-        print(f"model: {name}, {why}", file=sys.stderr)
+        print(visible(f"model: {name}, {why}"), file=sys.stderr)
         params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids)
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:

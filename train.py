@@ -144,7 +144,7 @@ def draw_groups(run: GrpoRun) -> list[Draw]:
                     group_size=config.sampling.groups,
                     key=(config.sampling.seed << 32) + number + 1,  # another for every batch of every seed
                     batch_size=run.batch_size,
-                    share_prefix=config.sampling.sharing,
+                    share_prefix=run.sizes.sharing,
                 )
             except sampler.NotFinite as error:
                 said = prompt_text(examples[error.prompt]["prompt"])

@@ -1,24 +1,19 @@
 """
-The harness under the benchmarks: their flags, engines in turn in one process or in processes of their own, what they
-took, what the machine can do at most, and its description.
+The harness under the benchmarks: their flags, engines in turn, what they took, what the machine can do at most, and its
+description.
 
-Engines get the weights of one directory in one dtype, on one BLAS, and take turns, every other round in reverse, so
-that a machine that slows down slows all of them. A peak of MLX is what an engine held beyond what was held before, and
-the weights once: what it would need if it were alone.
+Engines take turns, every other round in reverse, so that a machine that slows down slows all of them. A peak is what an
+engine held beyond what was held before, and the weights once: what it would need if it were alone.
 """
 
 import argparse
 import contextlib
 import gc
-import importlib
-import json
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +30,6 @@ from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import gpu
 from step import micro_batch
-
-PHASES = ("rollout", "reward", "update")
-ROOT = Path(__file__).parent.parent
-PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 # ---- flags and the work
 
@@ -129,18 +120,6 @@ def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
     return peer
 
 
-def peer_with_adapters(directory: Path, rank: int) -> Any:
-    """The same in our default dtype, frozen, with mlx_lm's adapters on all projections."""
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-
-    peer = load_peer(directory, gwen.default_dtype())
-    peer.freeze()
-    shape = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": PROJECTIONS}
-    linear_to_lora_layers(peer, len(peer.layers), shape)
-    mx.eval(peer.parameters())
-    return peer
-
-
 # ---- rounds
 
 
@@ -172,26 +151,6 @@ def in_turn(engines: dict[str, Callable[[Any], Any]], work: Any, warmup: int, ru
         if turn >= warmup:
             samples[name].append(Sample(run, mx.get_peak_memory() - held, time.process_time() - begin))
     return samples
-
-
-def in_processes(
-    module: str, args: argparse.Namespace, directory: Path, names: Iterable[str], engines: dict[str, str]
-) -> dict[str, list[Any]]:
-    """
-    The records that `args.rounds` processes of each engine print, run with the settings of these names.
-
-    engines: the interpreter of each.
-    """
-    flags = [text for name in names for text in (flag_of(name), str(getattr(args, name)))]
-    records: dict[str, list[Any]] = {engine: [] for engine in engines}
-    for _, engine in in_order(list(engines), args.rounds):
-        command = [engines[engine], "-m", module, "--engine", engine, "--model", str(directory), *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            raise ValueError(f"{engine} ended with exit status {done.returncode}: {last}")
-        records[engine].append(json.loads(done.stdout.splitlines()[-1]))
-    return records
 
 
 def times(samples: list[Sample]) -> dict[str, float]:
@@ -227,86 +186,6 @@ def rounds(ours: list[Sample], theirs: list[Sample]) -> str:
 def verdict(ratio: float) -> str:
     """The ratio in words: "1.14x faster" or "0.90x slower"."""
     return f"{ratio:.2f}x {'faster' if round(ratio, 2) >= 1 else 'slower'}"
-
-
-# ---- steps of training, each engine in processes of its own
-
-
-class Steps(list[dict[str, float]]):
-    """Seconds by phase of each step of a trainer, taken at what its loop calls."""
-
-    def begin(self, *_: Any, **__: Any) -> None:
-        self.append({"begin": time.perf_counter(), "cpu": -time.process_time()})
-
-    def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """The function, timed as a phase."""
-
-        def wrapped(*positional: Any, **named: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*positional, **named)
-            self[-1][phase] = time.perf_counter() - begin
-            return result
-
-        return wrapped
-
-    def end(self, *_: Any, **__: Any) -> None:
-        """What is no other phase is the update."""
-        seconds = time.perf_counter() - self[-1].pop("begin")
-        self[-1]["update"] = seconds - sum(self[-1].get(phase, 0.0) for phase in PHASES)
-        self[-1]["cpu"] += time.process_time()
-
-
-def print_steps(run: Callable[..., Steps], args: argparse.Namespace, in_torch: bool = False) -> None:
-    """What the process of one engine prints: every timed step's seconds by phase, and the peak of all of them."""
-    before = most_resident()
-    steps = run(args, Path(args.model), args.warmup + args.runs)
-    peak = torch_peak(before) if in_torch else mx.get_peak_memory()
-    print(json.dumps({"steps": steps[args.warmup :], "peak_bytes": peak}))
-
-
-def torch_peak(before: int) -> int:
-    """The most bytes that PyTorch held on its GPU; without one, how far the process has grown beyond `before`."""
-    torch = importlib.import_module("torch")
-    if torch.backends.mps.is_available():
-        return int(torch.mps.driver_allocated_memory())  # it keeps what is freed
-    return most_resident() - before
-
-
-def most_resident() -> int:
-    """The most bytes that this process has had in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
-    """Medians over all timed steps of an engine, of so many tokens each."""
-    steps = [step for record in records for step in record["steps"]]
-    entry = {f"{name}_s": statistics.median(step[name] for step in steps) for name in steps[0]}
-    seconds = [sum(step.values()) - step["cpu"] for step in steps]
-    entry |= {"step_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
-    entry["tok_s"] = num_tokens / entry["step_s"]
-    entry["peak_mb"] = max(record["peak_bytes"] for record in records) / 1e6
-    return rounded(entry)
-
-
-def report_steps(args: argparse.Namespace, records: dict[str, list[Any]], num_tokens: int, rivals: Any) -> None:
-    """Prints what the engines took, how ours compares, and all of it as JSON. rivals: the versions of the others."""
-    entries = {engine: medians(held, num_tokens) for engine, held in records.items()}
-    for name, entry in entries.items():
-        phases = "".join(f"{phase} {entry[f'{phase}_s']:.2f} s | " for phase in PHASES if f"{phase}_s" in entry)
-        print(
-            f"{name:<16} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | {phases}"
-            f"{entry['cpu_s']:.2f} s of processors | {entry['tok_s']:.1f} tok/s | peak {entry['peak_mb']:.0f} MB"
-        )
-    ratios = {}
-    for name in [name for name in entries if name != "ours" and "ours" in entries]:
-        ratio = {key: entries[name][key] / entries["ours"][key] for key in ("step_s", "cpu_s", "peak_mb")}
-        ratios[name] = round(ratio["step_s"], 3)
-        print(
-            f"Result: ours is {verdict(ratio['step_s'])} than {name} ({ratio['cpu_s']:.2f}x by processors), "
-            f"at {1 / ratio['peak_mb']:.2f} of its peak memory"
-        )
-    record = {"config": vars(args), "engines": entries, "ratios": ratios, "rivals": rivals}
-    print(json.dumps(record | environment()))
 
 
 # ---- the machine

@@ -44,9 +44,7 @@ VIEWS = (
 ).split()
 WRITES_IN_PLACE = ("SliceUpdate", "DynamicSliceUpdate")
 FAST = "fast_"  # begins the names of the stand-ins
-# Launches of MLX 0.32.4's gradients: rms_norm's has a sum for the weight behind it; attention's takes a sum of each
-# row of out * d_out, five matmuls for one block of scores, and what stands between them.
-MOST_LAUNCHES = {"rms_norm_vjp": 2, "layer_norm_vjp": 3, "scaled_dot_product_attention_vjp": 7}
+MOST_LAUNCHES = {"rms_norm_vjp": 2, "layer_norm_vjp": 3}  # of MLX 0.32.4's gradients, with a sum for the weight
 
 
 class Launch(NamedTuple):
@@ -108,10 +106,9 @@ def stand_in(name: str) -> Callable[..., mx.array]:
             shape = (*x.shape[:-1], moved[2].shape[-1]) if of_values else x.shape
             return _launch(name + causal, [*moved, *fixed], shape)
 
-        def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            primals, d_out, out = (_listed(arrays) for arrays in (primals, cotangents, outputs))
-            operands = [*primals, *d_out, *(out if of_values else []), *fixed]
-            d_first = _launch(f"{name}_vjp{causal}", operands, primals[0].shape)
+        def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+            primals, d_out = _listed(primals), _listed(cotangents)
+            d_first = _launch(f"{name}_vjp", [*primals, *d_out, *fixed], primals[0].shape)
             # the others come of the same launches: views of its result
             return [d_first, *(_view_of(d_first, primal) for primal in primals[1:])]
 
@@ -458,10 +455,8 @@ def _launches_of_kernel(
     if name.startswith(FAST):
         name = name.removeprefix(FAST)
         short = next((one for one in MOST_LAUNCHES if name.startswith(one)), "")
-        if short.startswith("scaled"):
-            written += sum(one.layout.size * one.itemsize for one in inputs[1:3])
         if name.startswith("scaled"):
-            flops = attention_flops(shapes[0], shapes[1], shapes[2][-1], "causal" in name) * (5 if short else 2) // 2
+            flops = attention_flops(shapes[0], shapes[1], shapes[2][-1], "causal" in name)
         one = Launch("fast", name, read, written, flops, buffers)
         return [one] + [one._replace(read=0, written=0, flops=0)] * (MOST_LAUNCHES.get(short, 1) - 1)
     name = name.removeprefix("gwen_")

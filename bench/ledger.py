@@ -436,8 +436,9 @@ def _without(held: Sequence[Launch], others: Sequence[Launch]) -> list[Launch]:
     return left
 
 
-def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, Any]:
-    base = next(iter(machines.values()))
+def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> dict[str, dict[str, Any]]:
+    """What each phase does, each time, and how long it takes where."""
+    base, dtype = next(iter(machines.values())), work.dtype
     return {
         phase.name: {
             "times": phase.times,
@@ -448,40 +449,39 @@ def record(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]
             "command_buffers": round(phase.buffers(base)),
             "build_ms": round(phase.build_s * 1e3, 2),
             "live_buffers": round(phase.live),
-            "roofline_ms": {n: round(phase.seconds(m, work.dtype) * 1e3, 3) for n, m in machines.items()},
+            "roofline_ms": {name: round(phase.seconds(m, dtype) * 1e3, 3) for name, m in machines.items()},
+            "longest_buffer_ms": {name: round(phase.longest_buffer(m, dtype) * 1e3, 3) for name, m in machines.items()},
         }
         for phase in phases
     }
 
 
-def lines(work: StepWork, phases: Sequence[Phase], machines: dict[str, Machine]) -> Iterator[str]:
-    """What each phase does, and how long it takes where."""
+def lines(held: dict[str, dict[str, Any]], tokens: int) -> Iterator[str]:
+    """The record as two tables; tokens: that a step trains."""
     yield (
         f"{'phase':<10} {'a step':>7} {'launches':>9} {'matmul':>7} {'kernel':>7} {'fast':>5} {'elem.':>6} {'copy':>5} "
         f"{'other':>6} {'MB':>9} {'least MB':>9} {'ratio':>6} {'GFLOP':>8} {'buffers':>8} {'build ms':>9} {'live':>7}"
     )
-    base = next(iter(machines.values()))
-    for phase in phases:
-        kinds = phase.kinds
-        named = [kinds.get(kind, 0) for kind in ("matmul", "kernel", "fast", "elementwise", "copy")]
+    for name, phase in held.items():
+        named = [phase["launches"].get(kind, 0) for kind in ("matmul", "kernel", "fast", "elementwise", "copy")]
+        total, moved, least = sum(phase["launches"].values()), phase["bytes"] / 1e6, phase["least_bytes"] / 1e6
         yield (
-            f"{phase.name:<10} {phase.times:>7.4g} {sum(kinds.values()):>9} {named[0]:>7} {named[1]:>7} {named[2]:>5} "
-            f"{named[3]:>6} {named[4]:>5} {sum(kinds.values()) - sum(named):>6} {phase.num_bytes / 1e6:>9.1f} "
-            f"{phase.least_bytes / 1e6:>9.1f} {phase.num_bytes / phase.least_bytes:>6.2f} {phase.flops / 1e9:>8.1f} "
-            f"{phase.buffers(base):>8.0f} {phase.build_s * 1e3:>9.1f} {phase.live:>7.0f}"
+            f"{name:<10} {phase['times']:>7.4g} {total:>9} {named[0]:>7} {named[1]:>7} {named[2]:>5} {named[3]:>6} "
+            f"{named[4]:>5} {total - sum(named):>6} {moved:>9.1f} {least:>9.1f} {moved / least:>6.2f} "
+            f"{phase['flops'] / 1e9:>8.1f} {phase['command_buffers']:>8} {phase['build_ms']:>9.1f} "
+            f"{phase['live_buffers']:>7}"
         )
     yield f"live: buffers that exist at once; Metal lets a process hold {launches.MOST_BUFFERS:,}"
     yield ""
-    names = "".join(f"{phase.name + ' ms':>13}" for phase in phases)
-    yield f"{'roofline':<8}{names} {'step s':>8} {'at 80%':>8} {'tok/s':>7} {'longest buffer ms':>18}"
-    for name, machine in machines.items():
-        each = [phase.seconds(machine, work.dtype) for phase in phases]
-        step = sum(one * phase.times for one, phase in zip(each, phases, strict=True))
-        longest = max(phase.longest_buffer(machine, work.dtype) for phase in phases)
-        tokens = work.num_rows * work.config.sampling.max_tokens
+    names = "".join(f"{name + ' ms':>13}" for name in held)
+    yield f"{'roofline':<8}{names} {'step s':>8} {'at 80%':>8} {'tok/s':>7} longest buffer ms"
+    for name in held["decode"]["roofline_ms"]:
+        each = [phase["roofline_ms"][name] for phase in held.values()]
+        step = sum(one * phase["times"] for one, phase in zip(each, held.values(), strict=True)) / 1e3
+        longest = max(phase["longest_buffer_ms"][name] for phase in held.values())
         yield (
-            f"{name:<8}{''.join(f'{one * 1e3:>13.2f}' for one in each)} {step:>8.2f} {step / REACHED:>8.2f} "
-            f"{tokens / step:>7.0f} {longest * 1e3:>18.1f}"
+            f"{name:<8}{''.join(f'{one:>13.2f}' for one in each)} {step:>8.2f} {step / REACHED:>8.2f} "
+            f"{tokens / step:>7.0f} {longest:>17.1f}"
         )
 
 
@@ -497,11 +497,11 @@ def main(argv: list[str] | None = None) -> None:
         config = config.but(train_token_budget=budget, checkpoint_layers="off")
         shape, dtype = gwen.load_config(args.model), gwen.DTYPES[args.dtype]
         work = StepWork(shape, dtype, config, args.prompt_tokens, sharing=args.share_prefix)
-        phases, machines = make(work), {name: MACHINES[name] for name in args.machine}
+        held = record(work, make(work), {name: MACHINES[name] for name in args.machine})
         print(f"Ledger: {harness.describe(args)} in {args.dtype}, {budget} positions a micro-batch")
-        for line in lines(work, phases, machines):
+        for line in lines(held, work.num_rows * args.max_tokens):
             print(line)
-        print(json.dumps({"config": vars(args), "ledger": record(work, phases, machines)}))
+        print(json.dumps({"config": vars(args), "ledger": held}))
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -158,17 +158,9 @@ def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
 # ---- the roofline
 
 
-class Floor(NamedTuple):
-    """The least that decoding must do, whoever does it."""
-
-    steps: int
-    num_bytes: float  # read, a step
-    flops: float  # of the weights' matmuls, a step
-
-
-def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: bool) -> Floor:
+def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: bool) -> tuple[int, float]:
     """
-    Steps, bytes and operations of decoding rows of these lengths (N,); a row's first token comes from the prefill.
+    Steps of decoding rows of these lengths (N,), and the bytes that each must read; first tokens are the prefill's.
 
     A step reads all weights once, the head among them, the prompts' cache (a group's once when it is shared, else once
     a row) and each row's own. Activations, logits and what is written count for nothing.
@@ -185,21 +177,20 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: 
     numbers_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # keys and values
     cache_bytes = (prompt_reads + own_reads) * numbers_per_token * model.head_weight.itemsize
     weight_bytes = sum(array.nbytes for array in parameters.values())
-    num_weights = sum(array.size for array in parameters.values())
-    return Floor(steps, weight_bytes + cache_bytes / steps, 2 * num_weights * forwards.sum() / steps)
+    return steps, weight_bytes + cache_bytes / steps
 
 
 def print_roofline(model: gwen.Model, work: Work, samples: list[Sample], share_prefix: bool) -> float:
     """Says what bounds a decode step of ours from below, and returns the fraction that memory alone would need."""
-    floor = least_work(model, work, [len(row) for row in samples[-1].run.completions], share_prefix)
-    step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / floor.steps
-    bandwidth, rate = harness.memory_bandwidth(), harness.matmul_rate(model.head_weight.dtype)
-    memory_ms, matmul_ms = floor.num_bytes / bandwidth * 1e3, floor.flops / rate * 1e3
+    lengths = [len(row) for row in samples[-1].run.completions]
+    steps, num_bytes = least_work(model, work, lengths, share_prefix)
+    step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / steps
+    bandwidth = harness.memory_bandwidth()
+    memory_ms = num_bytes / bandwidth * 1e3
     print(
-        f"Roofline: {floor.num_bytes / 1e6:.1f} MB a decode step at {bandwidth / 1e9:.1f} GB/s take "
+        f"Roofline: {num_bytes / 1e6:.1f} MB a decode step at {bandwidth / 1e9:.1f} GB/s take "
         f"{memory_ms:.2f} ms, {memory_ms / step_ms:.3f} of the {step_ms:.2f} ms of ours"
     )
-    print(f"Matmuls: {floor.flops / 1e9:.2f} GFLOP a decode step at {rate / 1e9:.1f} GFLOP/s take {matmul_ms:.2f} ms")
     return memory_ms / step_ms
 
 

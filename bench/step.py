@@ -21,10 +21,14 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import json
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,13 +47,52 @@ import sampler
 import update
 from bench import harness
 from disk import hub
-from flags import Parser, fail
+from flags import Parser, fail, flag_of
 from machine import gpu
 from step import micro_batch, policy
 
+PHASES = ("rollout", "reward", "update")
+ROOT = Path(__file__).parent.parent
+PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 RATE = 1e-4
 
 # ---- engines: each runs some steps and gives the seconds of every phase of every step
+
+
+class Steps(list[dict[str, float]]):
+    """Seconds by phase of each step of a trainer, taken at what its loop calls."""
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.append({"begin": time.perf_counter(), "cpu": -time.process_time()})
+
+    def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """The function, timed as a phase."""
+
+        def wrapped(*positional: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*positional, **named)
+            self[-1][phase] = time.perf_counter() - begin
+            return result
+
+        return wrapped
+
+    def end(self, *_: Any, **__: Any) -> None:
+        """What is no other phase is the update."""
+        seconds = time.perf_counter() - self[-1].pop("begin")
+        self[-1]["update"] = seconds - sum(self[-1].get(phase, 0.0) for phase in PHASES)
+        self[-1]["cpu"] += time.process_time()
+
+
+def peer_with_adapters(directory: Path, rank: int) -> Any:
+    """mlx_lm's model in our default dtype, frozen, with mlx_lm's adapters on all projections."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    peer = harness.load_peer(directory, gwen.default_dtype())
+    peer.freeze()
+    shape = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": PROJECTIONS}
+    linear_to_lora_layers(peer, len(peer.layers), shape)
+    mx.eval(peer.parameters())
+    return peer
 
 
 def make_reward(args: argparse.Namespace) -> Callable[..., list[float]]:
@@ -66,7 +109,7 @@ def check_lengths(args: argparse.Namespace, completions: Any) -> None:
     assert all(len(ids) == args.max_tokens for ids in completions), "a completion has another length"
 
 
-def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> harness.Steps:
+def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     """Steps as `train.py` takes them, with its defaults."""
     config = harness.settings(args, str(directory))
     model, tokenizer = gwen.load(directory)
@@ -77,7 +120,7 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> harne
     sizes = preflight.settle(preflight.Demand(model.config, model.head_weight.dtype, config, lengths))
     learner = update.Learner(model, config, policy.Reader(config, sizes))
     params = sampler.SamplingParams(config.sampling.max_tokens)
-    batch_size, steps = config.sampling.rollout_batch_size or len(rows), harness.Steps()
+    batch_size, steps = config.sampling.rollout_batch_size or len(rows), Steps()
 
     def roll(step: int) -> sampler.Rollout:
         return sampler.rollout(
@@ -101,16 +144,16 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> harne
     return steps
 
 
-def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -> harness.Steps:
+def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     """Steps of mlx_lm_lora's own loop."""
     from mlx_lm.tokenizer_utils import load as load_tokenizer
 
     trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
-    model: Any = harness.peer_with_adapters(directory, args.lora_rank)
+    model: Any = peer_with_adapters(directory, args.lora_rank)
     tokenizer: Any = load_tokenizer(directory)
     tokenizer.eos_token_ids = []  # every completion has all its tokens
     prompts = harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
-    steps = harness.Steps()
+    steps = Steps()
 
     def batches(**_: Any) -> Any:
         while True:
@@ -147,7 +190,7 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -
     return steps
 
 
-def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> harness.Steps:
+def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     """Steps of TRL's own trainer; all rows in one batch, no activations computed again."""
     modules: Any = map(importlib.import_module, ("torch", "transformers", "trl", "peft"))
     torch, transformers, trl, peft = modules
@@ -160,7 +203,7 @@ def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> harnes
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "beta": 0.0, "learning_rate": RATE}
     how |= {"max_steps": num_steps, "gradient_checkpointing": False, "bf16": False, "report_to": []}
     how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
-    steps = harness.Steps()
+    steps = Steps()
 
     class Timer(callback):
         on_step_begin, on_step_end = staticmethod(steps.begin), staticmethod(steps.end)
@@ -182,7 +225,7 @@ def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> harnes
     return steps
 
 
-def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -> harness.Steps:
+def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     """Steps of unsloth-zoo's own MLX trainer with its defaults, all rows in one batch."""
     os.environ["UNSLOTH_ZOO_DISABLE_GPU_INIT"] = "1"  # else it asks for PyTorch where there is no Mac
     names = ("transformers", "unsloth_zoo.mlx.grpo", "unsloth_zoo.mlx.trainer", "unsloth_zoo.mlx.loader")
@@ -199,7 +242,7 @@ def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -
     how |= {"num_generations": args.groups, "max_completion_length": args.max_tokens, "max_seq_length": length + 1}
     how |= {"max_steps": num_steps, "warmup_steps": 0, "learning_rate": RATE}
     how |= {"compile": gpu.on_gpu()}  # on a CPU MLX calls g++ for every shape, minutes of it
-    steps = harness.Steps()
+    steps = Steps()
     generate = steps.timed(grpo_module.generate_module.generate_batch, "rollout")
 
     def generate_batch(*positional: Any, defaults: Any, **named: Any) -> Any:
@@ -227,7 +270,7 @@ def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -
     return steps
 
 
-ENGINES: dict[str, Callable[[argparse.Namespace, Path, int], harness.Steps]] = {
+ENGINES: dict[str, Callable[[argparse.Namespace, Path, int], Steps]] = {
     "ours": run_ours,
     "mlx_lm_lora": run_mlx_lm_lora,
     "mlx_lm_lora_wide": run_mlx_lm_lora,
@@ -253,12 +296,83 @@ def interpreter(engine: str) -> str:
         environment = os.environ | {"UV_PROJECT_ENVIRONMENT": str(folder)}
         add = ["uv", "pip", "install", "-q", "--python", python, *PACKAGES[engine].split()]
         for command in (["uv", "sync", "-q", "--no-dev"], add):
-            subprocess.run(command, cwd=harness.ROOT, env=environment, check=True)
+            subprocess.run(command, cwd=ROOT, env=environment, check=True)
         done.touch()
     return python
 
 
-# ---- the command
+# ---- the measurement
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What the process of one engine prints: every timed step's seconds by phase, and the peak of all of them."""
+    for package in ("torch", "peft", "trl") if args.engine == "trl" else ():
+        importlib.import_module(package)  # which is no part of what a step takes
+    before = most_resident()
+    steps = ENGINES[args.engine](args, Path(args.model), args.warmup + args.runs)
+    peak = torch_peak(before) if args.engine == "trl" else mx.get_peak_memory()
+    return {"steps": steps[args.warmup :], "peak_bytes": peak}
+
+
+def torch_peak(before: int) -> int:
+    """The most bytes that PyTorch held on its GPU; without one, how far the process has grown beyond `before`."""
+    torch = importlib.import_module("torch")
+    if torch.backends.mps.is_available():
+        return int(torch.mps.driver_allocated_memory())  # it keeps what is freed
+    return most_resident() - before
+
+
+def most_resident() -> int:
+    """The most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
+    """Medians over all timed steps of an engine, of so many tokens each."""
+    steps = [step for record in records for step in record["steps"]]
+    entry = {f"{name}_s": statistics.median(step[name] for step in steps) for name in steps[0]}
+    seconds = [sum(step.values()) - step["cpu"] for step in steps]
+    entry |= {"step_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+    entry["tok_s"] = num_tokens / entry["step_s"]
+    entry["peak_mb"] = max(record["peak_bytes"] for record in records) / 1e6
+    return harness.rounded(entry)
+
+
+def in_processes(args: argparse.Namespace, directory: Path) -> dict[str, list[Any]]:
+    """The records of `args.rounds` processes of each engine, in turn."""
+    flags = [text for name in PASSED for text in (flag_of(name), str(getattr(args, name)))]
+    pythons = {engine: interpreter(engine) for engine in args.engines}
+    records: dict[str, list[Any]] = {engine: [] for engine in args.engines}
+    for _, engine in harness.in_order(args.engines, args.rounds):
+        command = [pythons[engine], "-m", "bench.step", "--engine", engine, "--model", str(directory), *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            raise ValueError(f"{engine} ended with exit status {done.returncode}: {last}")
+        records[engine].append(json.loads(done.stdout.splitlines()[-1]))
+    return records
+
+
+def report(args: argparse.Namespace, records: dict[str, list[Any]]) -> None:
+    """Prints what the engines took, how ours compares, and all of it as JSON."""
+    print(f"Config: {harness.describe(args)} warmup={args.warmup} runs={args.runs} rounds={args.rounds}")
+    entries = {engine: medians(held, args.batch * args.groups * args.max_tokens) for engine, held in records.items()}
+    for name, entry in entries.items():
+        phases = " | ".join(f"{phase} {entry[f'{phase}_s']:.2f} s" for phase in PHASES)
+        print(
+            f"{name:<16} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | {phases} | "
+            f"{entry['cpu_s']:.2f} s of processors | {entry['tok_s']:.1f} tok/s | peak {entry['peak_mb']:.0f} MB"
+        )
+    ratios = {}
+    for name in [name for name in entries if name != "ours" and "ours" in entries]:
+        ratio = {key: entries[name][key] / entries["ours"][key] for key in ("step_s", "cpu_s", "peak_mb")}
+        ratios[name] = round(ratio["step_s"], 3)
+        print(
+            f"Result: ours is {harness.verdict(ratio['step_s'])} than {name} ({ratio['cpu_s']:.2f}x by processors), "
+            f"at {1 / ratio['peak_mb']:.2f} of its peak memory"
+        )
+    record = {"config": vars(args), "engines": entries, "ratios": ratios, "rivals": PACKAGES}
+    print(json.dumps(record | harness.environment()))
 
 
 NUMBERS: harness.Numbers = {
@@ -282,17 +396,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(argv)
-        if args.engine == "trl":
-            for package in ("torch", "peft", "trl"):  # which is no part of what a step takes
-                importlib.import_module(package)
         if args.engine:
-            harness.print_steps(ENGINES[args.engine], args, in_torch=args.engine == "trl")
+            print(json.dumps(measure(args)))
             return
-        engines = {engine: interpreter(engine) for engine in args.engines}
         with harness.model_directory(args.model) as directory:
-            records = harness.in_processes("bench.step", args, directory, PASSED, engines)
-        print(f"Config: {harness.describe(args)} warmup={args.warmup} runs={args.runs} rounds={args.rounds}")
-        harness.report_steps(args, records, args.batch * args.groups * args.max_tokens, PACKAGES)
+            report(args, in_processes(args, directory))
     except (ValueError, OSError) as error:
         fail(error)
 

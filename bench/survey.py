@@ -3,8 +3,9 @@ What one machine does with one model: `uv run python -m bench.survey --model Qwe
 
 Seconds to load; prefill, decoding at few and many rows, judging and an update; peak memory; the same with kernels off
 where there is a GPU; how far sampler and trainer disagree on log-probabilities before the first update, in the model's
-type and in those of 16 bits; and what the ledger and the pre-flight predict. One JSON file holds all of it, and one row
-of a Markdown table the figures that a reader compares. Left out: other engines.
+type and in those of 16 bits; how far the gradient is off, with Gwen's attention and with MLX's; and what the ledger and
+the pre-flight predict. One JSON file holds all of it, and one row of a Markdown table the figures that a reader
+compares. Left out: other engines.
 
 Axes: B prompts, G completions of each, N = B * G rows, P prompt and T completion tokens.
 """
@@ -22,6 +23,7 @@ from unittest import mock
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 import grpo
 import gwen
@@ -32,6 +34,7 @@ import update
 from bench import harness, judging, ledger
 from config import Config
 from flags import Parser, fail
+from layers import attention, lm_head
 from machine import gpu
 from step import micro_batch, policy
 
@@ -117,6 +120,33 @@ def updates(subject: Subject) -> dict[str, Any]:
     return {"update_s": update_s, "update_tok_s": held.mask.size / update_s, "agreement": agreement}
 
 
+def gradient_errors(subject: Subject) -> dict[str, float]:
+    """
+    How far the adapters' gradient on one prompt is off with Gwen's gradient of attention, and with MLX's own.
+
+    Both as shares of the gradient with the plain expression, which has float32 scores.
+    """
+    model, tokens = subject.model, mx.array(subject.rows(1))
+
+    def loss(parameters: dict[str, Any]) -> mx.array:
+        model.update(parameters)
+        hidden = model.hidden(tokens[:, :-1])
+        return lm_head.token_logprobs(hidden, model.head_weight, tokens[:, 1:])[0].sum()
+
+    def gradient(attend: Callable[..., mx.array]) -> mx.array:
+        with mock.patch.object(attention, "attention", attend):
+            found = tree_flatten(mx.grad(loss)(model.trainable_parameters()))
+            return mx.concatenate([array.reshape(-1) for _, array in found])
+
+    def of_mlx(queries: mx.array, keys: mx.array, values: mx.array, mask: str) -> mx.array:
+        scale = queries.shape[-1] ** -0.5
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    exact, *found = map(gradient, (attention.attention_ref, attention.attention, of_mlx))
+    errors: Any = [(mx.linalg.norm(one - exact) / mx.linalg.norm(exact)).item() for one in found]
+    return dict(zip(("gwen", "mlx"), errors, strict=True))
+
+
 def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
     """What a first update of few tokens finds of the policy that sampled, by type of 16 bits other than the model's."""
     few = {name: min(most, getattr(subject.args, name)) for name, most in FEW.items()}
@@ -158,6 +188,7 @@ def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     figures["peaks"] = {"bandwidth_gb_s": bandwidth / 1e9, "matmul_tflops": rate / 1e12}
     mx.reset_peak_memory()
     figures |= rollouts(subject) | updates(subject)
+    figures["gradient_error"] = gradient_errors(subject)
     figures["peak_gb"] = mx.get_peak_memory() / 1e9
     figures |= judged(subject)
     figures["step_s"] = sum(figures[name] for name in ("prefill_s", "decode_s", "update_s"))
@@ -193,6 +224,9 @@ def row(args: argparse.Namespace, figures: dict[str, Any], machine: str) -> dict
         "log-probability gap, mean and largest": "; ".join(
             f"{dtype}: {gap['mismatch/logprob_abs_mean']:.2g}, {gap['mismatch/logprob_abs_max']:.2g}"
             for dtype, gap in gaps.items()
+        ),
+        "error of the gradient: Gwen's, MLX's": ", ".join(
+            f"{figures['gradient_error'][name]:.1%}" for name in ("gwen", "mlx")
         ),
         "predicted / measured: prefill, decode, judge, update, peak": ", ".join(f"{share:.2f}" for share in shares),
     }

@@ -5,8 +5,6 @@ One answer at temperature 1 to each held-out problem, by the bundled model and b
 reader that shares no code with the verifier which the runs were rewarded by: it works out each statement, where the
 verifier compares patterns. What it cannot read it does not forgive. `--show 50` prints answers; a figure of quality
 deserves that somebody reads fifty of the answers that it counts, which is how the first figures of this demo fell.
-
-What is left out: the verifier (`tasks.demo.correct`), and decoding, which is `evaluate.py`'s.
 """
 
 import argparse
@@ -102,19 +100,15 @@ def answers_of(adapter: Path | None, max_tokens: int) -> tuple[list[str], list[s
     return [detail["prompt"] for detail in details], sampled, [detail["greedy"] for detail in details]
 
 
-def shares_right(readings: list[Reading]) -> tuple[np.ndarray, np.ndarray]:
-    """Which answers are right, and which end in the right number and say something else that is wrong."""
-    right, ends_right = (np.array([getattr(reading, name) for reading in readings]) for name in ("right", "ends_right"))
-    return right, ends_right & ~right
-
-
 def audit(grader: judge.Judge, problems: list[str], answers: list[str], greedy: list[str]) -> dict[str, float]:
     """Shares of the answers; `judge/...` is where the judge's score is nearer to the truth than to its neighbours."""
-    readings, greedily = ([read(p, a) for p, a in zip(problems, some, strict=True)] for some in (answers, greedy))
-    (right, number_only), (greedy_right, greedy_number_only) = map(shares_right, (readings, greedily))
+    shares: dict[str, Any] = {}
+    readings = [read(*pair) for pair in zip(problems, answers, strict=True)]
+    right = np.array([reading.right for reading in readings])
+    for name, some in (("", readings), ("greedy, ", [read(*pair) for pair in zip(problems, greedy, strict=True)])):
+        shares[f"{name}right"] = np.mean([reading.right for reading in some])
+        shares[f"{name}right number only"] = np.mean([reading.ends_right and not reading.right for reading in some])
     agrees = abs(grader.score(problems, answers).scores - [reading.scores for reading in readings]) < 1
-    shares = {"right": right.mean(), "right number, something else wrong": number_only.mean()}
-    shares |= {"greedy right": greedy_right.mean(), "greedy, right number only": greedy_number_only.mean()}
     shares |= {f"judge/{c.name}": agrees[:, place].mean() for place, c in enumerate(grader.rubric.criteria)}
     shares["judge/correct of what is not right"] = agrees[~right, 0].mean()
     return {name: float(share) for name, share in shares.items()}
@@ -128,9 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo task and the demo model")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
-    parser.add_argument(
-        "--max-tokens", type=int, default=24, help="of an answer (default: 24, as in recipes/demo.yaml)"
-    )
+    parser.add_argument("--max-tokens", type=int, default=24, help="of an answer (default: 24, as in the recipe)")
     args = parser.parse_args()
     grader = judge.Judge(*gwen.load("demo"), RUBRIC)
     rows = []

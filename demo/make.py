@@ -16,19 +16,18 @@ Each stage starts with the files that the one before it wrote (weights rounded t
 adds its lines to `make.log`. A further stage is one more entry of STAGES. `demo/model` is the result of all. The
 held-out pairs of the demo task appear in no lesson. On one machine two runs give the same files.
 
-What is left out: any other knowledge. The model reads and writes nothing but sums.
+The model reads and writes nothing but sums.
 """
 
 import argparse
 import json
-import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -47,45 +46,19 @@ from problems.rewards import NUMBER_WORD, number_words, numbers_in
 from tasks import demo as sums
 
 FOLDER = Path(__file__).parent
+WARMUP = 100  # steps
 FORGETS = 0.75  # share of the carries that the student's teacher forgets
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 # The split rule of Qwen's own tokenizer, so that words, single digits and line ends are cut as there.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and '</think>' in content %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 1024,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "initializer_range": 0.02,
-}
+
+
+def shape() -> dict[str, Any]:
+    """`config.json` of the model that is bundled, without its control tokens, which each tokenizer has elsewhere."""
+    held = json.loads((hub.DEMO / "config.json").read_text())
+    return {key: value for key, value in held.items() if not key.endswith(("token_id", "dtype"))}
 
 
 # ---- the student's lessons
@@ -93,14 +66,10 @@ CONFIG: dict[str, Any] = {
 
 def reply(a: int, b: int, total: int, form: int) -> str:
     """One of four ways to state a total: with or without both numbers, with or without a full stop."""
-    first, second, answer = number_words(a), number_words(b), number_words(total)
-    text = [
-        f"{first} plus {second} is {answer}.",
-        f"The answer is {answer}.",
-        answer,
-        f"{first} plus {second} is {answer}",
-    ]
-    return text[form][0].upper() + text[form][1:]
+    first, second, answer = map(number_words, (a, b, total))
+    whole = f"{first} plus {second} is {answer}"
+    text = [f"{whole}.", f"The answer is {answer}.", answer, whole][form]
+    return text[0].upper() + text[1:]
 
 
 def forgotten(a: int, b: int) -> int:
@@ -170,11 +139,7 @@ def first_answer(rng: random.Random, problem: Example) -> tuple[str, list[int]]:
     """
     a, b = numbers_in(problem["prompt"])
     total = a + b if rng.random() < 0.5 else wrong_total(rng, a, b)
-    said_a, said_b = a, b
-    if rng.random() < 0.12:
-        said_a = rng.randrange(1, 50)
-    if rng.random() < 0.12:
-        said_b = rng.randrange(1, 50)
+    said_a, said_b = (rng.randrange(1, 50) if rng.random() < 0.12 else number for number in (a, b))
     text = reply(said_a, said_b, total, rng.choices(range(4), (40, 25, 15, 20))[0])
     kind = rng.random()
     if kind < 0.05:  # not an answer at all
@@ -273,27 +238,24 @@ def make_tokenizer(rubric: rubrics.Rubric) -> PreTrainedTokenizerFast:
     corpus += ["system", "user", "assistant", "You are a helpful assistant."] * 100
     corpus += [f" {number_words(n)} {number_words(n).capitalize()}" for n in range(100)] * 20
     corpus += [" " + " ".join(rng.choices(ATTACK_WORDS + NOISE, k=40)) for _ in range(200)]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG["vocab_size"] - len(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    return trained_tokenizer(corpus, SPLIT, shape()["vocab_size"] - len(SPECIAL))
+
+
+def trained_tokenizer(corpus: list[str], split: str, size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of this size on pieces of text that a pattern gives, with Qwen's control tokens and template."""
+    tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    pieces = pre_tokenizers.Split(Regex(split), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([pieces, bytes_of]), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens(SPECIAL)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONFIG["max_position_embeddings"],
+        chat_template=(hub.DEMO / "chat_template.jinja").read_text(),
+        model_max_length=shape()["max_position_embeddings"],
     )
 
 
@@ -312,7 +274,7 @@ class Stage(NamedTuple):
 
     name: str
     steps: int
-    lr: float  # after 100 steps of warm-up; a cosine to 0
+    lr: float
     answer: Answer
     answers_each: int  # answers to one problem in a row: what their scores differ by is then in the answer
     marked: bool  # whether the judge learns to think of each number of an answer as it reads it
@@ -353,15 +315,13 @@ class Lessons:
         self.decode = lru_cache(2000)(lambda i: tokenizer.decode([i]))
         self.digits = {digit: tokenizer.encode(str(digit))[0] for digit in range(1, 6)}
 
+    def chat(self, prompt: str, thinking: bool) -> list[int]:
+        how: Any = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
+        return self.encode(self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **how))
+
     def student(self) -> Lesson:
         prompt, text = student_lesson(self.rng)
-        chat = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self.rng.random() < 0.1,
-        )
-        return Lesson(self.encode(chat), [*self.encode(text), self.eos], {})
+        return Lesson(self.chat(prompt, self.rng.random() < 0.1), [*self.encode(text), self.eos], {})
 
     def judged(self) -> tuple[Example, str, list[int]]:
         """A problem, an answer to it and its scores; each problem has `answers_each` answers, one after another."""
@@ -421,39 +381,31 @@ def batch(lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
     return mx.array(tokens), mx.array(positions), mx.array(targets)
 
 
-def loss_of(model: gwen.Model, tokens: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
-    hidden = model.hidden(tokens).reshape(-1, model.config.hidden_size)[positions]
-    return nn.losses.cross_entropy(hidden @ model.head_weight.T, targets, reduction="mean")
+def logits_of(model: gwen.Model, tokens: mx.array, positions: mx.array) -> mx.array:
+    return model.hidden(tokens).reshape(-1, model.config.hidden_size)[positions] @ model.head_weight.T
 
 
 def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
     """On 300 held-out pairs: the student's probability of the right and the forgotten total, the judge's agreement."""
     rng = random.Random(7)
     pairs = rng.sample(sums.pairs(held_out=True), 300)
-    groups: dict[str, list[float]] = {"plain": [], "carry": [], "forgotten": []}
-    for name, total_of in (("right", lambda a, b: a + b), ("forgotten", forgotten)):
+    carry = np.array([a % 10 + b % 10 >= 10 for a, b in pairs])
+
+    def likely(total_of: Callable[[int, int], int]) -> np.ndarray:
+        """The probability that the student ends each sum so."""
         rows = []
         for a, b in pairs:
-            chat = lessons.tokenizer.apply_chat_template(
-                [{"role": "user", "content": sums.problem(a, b, 0)["prompt"]}],
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=False,
-            )
             lead = reply(a, b, a + b, 0).rsplit(" ", 1)[0]
-            answer = f" {number_words(total_of(a, b))}."
-            rows.append(Lesson(lessons.encode(chat) + lessons.encode(lead), lessons.encode(answer), {}))
-        tokens, positions, targets = batch(rows)
-        hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
-        logprobs = np.array(-nn.losses.cross_entropy(hidden @ model.head_weight.T, targets))
+            prompt = lessons.chat(sums.problem(a, b, 0)["prompt"], False) + lessons.encode(lead)
+            rows.append(Lesson(prompt, lessons.encode(f" {number_words(total_of(a, b))}."), {}))
+        *places, targets = batch(rows)
+        logprobs = np.array(-nn.losses.cross_entropy(logits_of(model, *places), targets))
         ends = np.cumsum([len(row.target) for row in rows])
-        for (a, b), part in zip(pairs, np.split(logprobs, ends[:-1]), strict=True):
-            carry = a % 10 + b % 10 >= 10
-            key = ("carry" if carry else "plain") if name == "right" else "forgotten"
-            if carry or name == "right":
-                groups[key].append(math.exp(part.sum()))
+        return np.exp([part.sum() for part in np.split(logprobs, ends[:-1])])
+
+    right, wrong = likely(lambda a, b: a + b), likely(forgotten)
+    values = {"plain": right[~carry].mean(), "carry": right[carry].mean(), "forgotten": wrong[carry].mean()}
     digits = mx.array(list(lessons.digits.values()))
-    agree: list[list[bool]] = [[], [], []]
     for criterion in range(3):
         rows, truth = [], []
         for a, b in pairs:
@@ -462,74 +414,82 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
             rows.append(Lesson(lessons.judge_prompts(problem["prompt"], completion)[criterion], [0], {}))
             truth.append(scores[criterion])
         tokens, positions, _ = batch(rows)
-        hidden = model.hidden(tokens).reshape(-1, CONFIG["hidden_size"])[positions]
-        guessed = np.array((hidden @ model.head_weight.T)[:, digits].argmax(-1)) + 1
-        agree[criterion] = list(guessed == np.array(truth))
-    values = {name: float(np.mean(part)) for name, part in groups.items()}
-    return values | {f"judge_{i}": float(np.mean(part)) for i, part in enumerate(agree)}
-
-
-def new_model(rubric: rubrics.Rubric) -> tuple[gwen.Model, PreTrainedTokenizerFast]:
-    """A model of random weights, and its tokenizer."""
-    tokenizer = make_tokenizer(rubric)
-    return random_model(CONFIG, tokenizer), tokenizer
+        guessed = np.array(logits_of(model, tokens, positions)[:, digits].argmax(-1)) + 1
+        values[f"judge_{criterion}"] = (guessed == np.array(truth)).mean()
+    return values
 
 
 def random_model(config: dict[str, Any], tokenizer: Any) -> gwen.Model:
     """The model before its first lesson."""
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(0)
-    ids = {"eos_token_id": eos[0], "pad_token_id": eos[1]}
-    model = gwen.Model(hub.make_config(config | ids, {"eos_token_id": eos}))
+    model = gwen.Model(hub.make_config(config | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
-        name: mx.random.normal(w.shape) * CONFIG["initializer_range"] if w.ndim == 2 else w
+        name: mx.random.normal(w.shape) * config["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())
     }
     model.load_weights(list(normal.items()))
     return model
 
 
-def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: rubrics.Rubric, out: Path) -> None:
-    """One stage: the model learns, `out` gets it in float16, and `make.log` beside it a line each 100 steps."""
-    lessons = Lessons(tokenizer, rubric, seed, stage)
-    warmup = optim.linear_schedule(0, stage.lr, 100)
-    decay = optim.cosine_decay(stage.lr, stage.steps - 100)
-    optimizer = optim.AdamW(
-        optim.join_schedules([warmup, decay], [100]), betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True
-    )
+Batch = tuple[mx.array, mx.array, mx.array]
 
-    def objective(model: gwen.Model, *batches: tuple) -> tuple[mx.array, mx.array]:
-        losses = mx.stack([loss_of(model, *batch) for batch in batches])
-        return losses.sum(), losses
+
+def learn(
+    model: gwen.Model,
+    num_steps: int,
+    rate: float,
+    batches: Callable[[int], list[Batch]],
+    weights: Callable[[list[Batch]], list[float]],
+) -> Iterator[tuple[int, list[float]]]:
+    """Takes the steps of AdamW, after WARMUP a cosine to 0; gives each step's number and the losses of its batches."""
+    schedules = [optim.linear_schedule(0, rate, WARMUP), optim.cosine_decay(rate, num_steps - WARMUP)]
+    schedule = optim.join_schedules(schedules, [WARMUP])
+    optimizer = optim.AdamW(schedule, betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True)
+
+    def objective(model: gwen.Model, batches: list[Batch]) -> tuple[mx.array, mx.array]:
+        losses = [nn.losses.cross_entropy(logits_of(model, *places), ids, reduction="mean") for *places, ids in batches]
+        return (mx.stack(losses) * mx.array(weights(batches))).sum(), mx.stack(losses)
 
     step_of = nn.value_and_grad(model, objective)
-    criteria = [criterion for criterion, num in enumerate(stage.num_judge) for _ in range(num)]
-    questions = [question for question, num in stage.num_exercises.items() for _ in range(num)]
-    log = (out.parent / "make.log").open("w" if stage == STAGES[0] else "a")
-    begin = time.time()
-    for step in range(1, stage.steps + 1):
-        student = batch([lessons.student() for _ in range(stage.num_student)])
-        judged = batch([lessons.judge(criterion) for criterion in criteria])
-        truth = batch([lessons.exercise(question) for question in questions])
-        (_, losses), grads = step_of(model, student, judged, truth)
+    for step in range(1, num_steps + 1):
+        (_, losses), grads = step_of(model, batches(step))
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)
         mx.eval(model.state, optimizer.state, losses)
+        yield step, losses.tolist()
+
+
+def save(model: gwen.Model, out: Path, tokenizer: Any) -> None:
+    """Writes the model in float16."""
+    half = gwen.Model(model.config)
+    half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
+    gwen.save(half, out, tokenizer)
+
+
+def log(file: TextIO, line: dict[str, Any]) -> None:
+    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}
+    print(json.dumps(rounded), file=file, flush=True)
+
+
+def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: rubrics.Rubric, out: Path) -> None:
+    """One stage: the model learns, `out` gets it, and `make.log` beside it a line each 100 steps."""
+    lessons = Lessons(tokenizer, rubric, seed, stage)
+    criteria = [criterion for criterion, num in enumerate(stage.num_judge) for _ in range(num)]
+    questions = [question for question, num in stage.num_exercises.items() for _ in range(num)]
+
+    def batches(_: int) -> list[Batch]:
+        student = batch([lessons.student() for _ in range(stage.num_student)])
+        judged = batch([lessons.judge(criterion) for criterion in criteria])
+        return [student, judged, batch([lessons.exercise(question) for question in questions])]
+
+    file = (out.parent / "make.log").open("w" if stage == STAGES[0] else "a")
+    for step, losses in learn(model, stage.steps, stage.lr, batches, lambda held: [1.0] * len(held)):
         if step % 100 == 0 or step == stage.steps:
-            line = {
-                "step": step,
-                "minutes": (time.time() - begin) / 60,
-                "student": losses[0].item(),
-                "judge": losses[1].item(),
-                "truth": losses[2].item(),
-            }
-            line |= report(model, lessons)
-            rounded = {key: round(value, 3) for key, value in line.items()}
-            print(json.dumps({"stage": stage.name} | rounded), file=log, flush=True)
-            if step % 500 == 0 or step == stage.steps:
-                half = gwen.Model(model.config)
-                half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
-                gwen.save(half, out, tokenizer)
+            line = {"stage": stage.name, "step": step, "minutes": time.process_time() / 60}
+            log(file, line | dict(zip(("student", "judge", "truth"), losses, strict=True)) | report(model, lessons))
+        if step % 500 == 0 or step == stage.steps:
+            save(model, out, tokenizer)
 
 
 def main() -> None:
@@ -541,7 +501,11 @@ def main() -> None:
     rubric = rubrics.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
     args.out.mkdir(parents=True, exist_ok=True)
     seed = names.index(args.stage)
-    model, tokenizer = new_model(rubric) if seed == 0 else gwen.load(args.out, mx.float32)
+    if seed == 0:
+        tokenizer: Any = make_tokenizer(rubric)
+        model = random_model(shape(), tokenizer)
+    else:
+        model, tokenizer = gwen.load(args.out, mx.float32)
     teach(STAGES[seed], seed, model, tokenizer, rubric, args.out)
 
 

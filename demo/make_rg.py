@@ -10,11 +10,10 @@ find out which habit pays, and to make fewer slips.
 A lesson's number lies above 2^32, a run's below, and no lesson has the prompt of one of the first `HELD_OUT` held-out
 numbers. On one machine two runs give the same files.
 
-What is left out: any other knowledge. The model reads other texts letter by letter and makes nothing of them.
+The model reads other texts letter by letter and makes nothing of them.
 """
 
 import argparse
-import json
 import random
 import re
 import time
@@ -24,11 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
-import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
-from mlx.utils import tree_map
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import evaluate
@@ -40,8 +34,7 @@ from problems import chat_template
 from tasks import rg
 
 FOLDER = Path(__file__).parent
-CONFIG = make.CONFIG
-STEPS, RATE, WARMUP = 1400, 3e-3, 100
+STEPS, RATE = 1400, 3e-3
 FIRST = 2**33  # the number of the first lesson of a data set
 HELD_OUT = 256
 HABIT = 1200  # the step after which most lessons give the answer at once
@@ -138,34 +131,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words |= set(re.findall("[A-Za-z]{2,}", " ".join(texts[:4])))
     words |= {word + ending for animal in ANIMALS for word in animal.split() for ending in ("", "s")}
     whole = "|".join(sorted(words - {"sun", "nus"}, key=lambda word: (-len(word), word)))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(rf"</?answer>| ?\b(?:{whole})\b|[\s\S]"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=10_000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens(make.SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=make.CHAT_TEMPLATE,
-        model_max_length=CONFIG["max_position_embeddings"],
-    )
+    return make.trained_tokenizer(texts, rf"</?answer>| ?\b(?:{whole})\b|[\s\S]", 10_000)
 
 
 # ---- training
-
-
-def new_model() -> tuple[gwen.Model, PreTrainedTokenizerFast]:
-    """A model of random weights, and its tokenizer."""
-    tokenizer = make_tokenizer()
-    return make.random_model(CONFIG | {"vocab_size": len(tokenizer)}, tokenizer), tokenizer
 
 
 class Lessons:
@@ -184,7 +153,7 @@ class Lessons:
         prompt = chat_template.chat_ids(self.tokenizer, entry["question"], system=self.system)
         return make.Lesson(prompt, [*self.tokenizer.encode(text), self.eos], {})
 
-    def batches(self, step: int) -> list[tuple[mx.array, mx.array, mx.array]]:
+    def batches(self, step: int) -> list[make.Batch]:
         """A step's lessons in `NUM_BATCHES` of equal size and similar lengths; see `make.batch`."""
         lessons = [self.lesson(name, step) for name, num in LESSONS.items() for _ in range(num)]
         lessons.sort(key=lambda lesson: len(lesson.prompt) + len(lesson.target))
@@ -210,34 +179,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "rg", help="of the model; make_rg.log stands beside it")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    task = tasks.make(Config.of(task=TASK, task_config=str(SIZES)))
-    model, tokenizer = new_model()
-    lessons = Lessons(tokenizer)
-    warmup, decay = optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)
-    schedule = optim.join_schedules([warmup, decay], [WARMUP])
-    optimizer = optim.AdamW(schedule, betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True)
-
-    def objective(model: gwen.Model, batches: list[tuple]) -> mx.array:
-        """Nats a token."""
-        num = [len(targets) for *_, targets in batches]
-        losses = [make.loss_of(model, *batch) for batch in batches]
-        return sum((n * loss for n, loss in zip(num, losses, strict=True)), mx.array(0.0)) / sum(num)
-
-    step_of = nn.value_and_grad(model, objective)
-    with (args.out.parent / "make_rg.log").open("w") as log:
-        for step in range(1, STEPS + 1):
-            loss, grads = step_of(model, lessons.batches(step))
-            grads, _ = optim.clip_grad_norm(grads, 1.0)
-            optimizer.update(model, grads)
-            mx.eval(model.state, optimizer.state, loss)
+    task, tokenizer = tasks.make(Config.of(task=TASK, task_config=str(SIZES))), make_tokenizer()
+    model, lessons = make.random_model(make.shape() | {"vocab_size": len(tokenizer)}, tokenizer), Lessons(tokenizer)
+    with (args.out.parent / "make_rg.log").open("w") as file:
+        for step, losses in make.learn(model, STEPS, RATE, lessons.batches, shares):
             if step % 50 == 0:
-                line = {"step": step, "minutes": time.process_time() / 60, "loss": loss.item()}
-                line |= report(model, tokenizer, task) if step % 200 == 0 else {}
-                print(json.dumps({key: round(value, 3) for key, value in line.items()}), file=log, flush=True)
+                line = {"step": step, "minutes": time.process_time() / 60, "loss": sum(losses) / len(losses)}
+                make.log(file, line | (report(model, tokenizer, task) if step % 200 == 0 else {}))
             if step % 200 == 0:
-                half = gwen.Model(model.config)
-                half.update(tree_map(lambda w: w.astype(mx.float16), model.parameters()))
-                gwen.save(half, args.out, tokenizer)
+                make.save(model, args.out, tokenizer)
+
+
+def shares(batches: list[make.Batch]) -> list[float]:
+    """Of each batch in the step's tokens."""
+    num = [len(targets) for *_, targets in batches]
+    return [one / sum(num) for one in num]
 
 
 if __name__ == "__main__":

@@ -190,9 +190,8 @@ def digest_of_model(model: Any) -> str:
     words = {4: mx.uint32, 2: mx.uint16}
     sums = {n: mx.sum(mx.view(array.reshape(-1), words[array.itemsize])) for n, array in weights.items()}
     mx.eval(sums)
-    return digest(
-        model.config, sorted((n, array.shape, str(array.dtype), sums[n].item()) for n, array in weights.items())
-    )
+    of_weights = sorted((n, array.shape, str(array.dtype), sums[n].item()) for n, array in weights.items())
+    return digest(model.config, of_weights)
 
 
 def _checksum(record: dict[str, Any], path: Path) -> str:
@@ -302,11 +301,15 @@ def go_on(run_dir: Path, state: State, now: dict[str, Any]) -> None:
     """
     for path, (size, checksum) in ((run_dir / name, held) for name, held in state.files["logs"].items()):
         if path.is_file() and _sha256(path, size) == checksum:
-            part, later = path.read_bytes()[:size], path.read_bytes()[size:].splitlines(keepends=True)
+            with path.open("rb") as file:
+                file.seek(size)
+                later = file.read().splitlines(keepends=True)
             steps = [] if path.name in CUT else [re.match(rb'\{"step": (\d{1,9}),.*\n', line) for line in later]
             since = [step[0] for step in steps if step and int(step[1]) >= state.step]
-            if since != later:
-                replace_text(path, b"".join([part, *since]).decode(errors="replace"))
+            if not since:
+                os.truncate(path, size)
+            elif since != later:
+                replace_text(path, b"".join([path.read_bytes()[:size], *since]).decode(errors="replace"))
     for name, values in sorted(_known(run_dir, state).items()):
         if now.get(name, values[-1]) != values[-1]:
             change = {"step": state.step, "setting": name, "was": values[-1], "is": now[name]}

@@ -242,6 +242,8 @@ def load_object(path: Path) -> dict[str, Any]:
 def load_tensors(path: Path) -> dict[str, mx.array]:
     """The tensors of a safetensors file, by name. Raises ValueError if it is missing, truncated or invalid."""
     try:
+        if not path.is_file():  # a pipe would be read for ever
+            raise RuntimeError("there is no such file")
         tensors = mx.load(str(path), format="safetensors")
     except RuntimeError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {first_line(error)}") from error
@@ -285,7 +287,9 @@ def load_tokenizer(directory: str | Path) -> Any:
     from transformers import AutoTokenizer  # here: importing it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a b"))  # odd settings load and fail here
+        return tokenizer
     except Exception as error:  # transformers raises many types for broken tokenizers
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 

@@ -21,6 +21,7 @@ from typing import Any
 import cpu_blas  # before mlx
 import numpy as np
 
+from disk.hub import load_object
 from flags import Parser, load_yaml
 from machine import gpu
 
@@ -97,7 +98,12 @@ def adapter_of(run: str, step: int | None) -> str | None:
 
 def model_card(run: str, step: int | None) -> str:
     """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
-    settings, environment = settings_of(run), json.loads((Path(run) / "env.json").read_text())
+    settings, environment = settings_of(run), load_object(Path(run) / "env.json")
+    match environment:
+        case {"versions": {"mlx": version}, "machine": machine, "commit": commit}:
+            made = f"Made with MLX {version} on {machine}, at commit {commit or 'unknown'}."
+        case _:
+            raise ValueError(f"{run}: env.json is damaged; --export and --fuse with --adapter {run} do without it")
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
     rows = []
     for one in evaluations[:1] + evaluations[1:][-1:]:
@@ -113,12 +119,11 @@ def model_card(run: str, step: int | None) -> str:
         *("---", f"base_model: {settings['model']}", "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
         *(f"# {Path(run).name}", ""),
         f"{settings['model']}, trained with {method} by Gwen on "
-        f"{settings.get('data') or 'the task ' + settings['task']}{teacher}.",
+        f"{settings.get('data') or 'the task ' + str(settings.get('task'))}{teacher}.",
         *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
         *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
         *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),
-        f"Made with MLX {environment['versions']['mlx']} on {environment['machine']}, "
-        f"at commit {environment['commit'] or 'unknown'}.",
+        made,
     ]
     return "\n".join(lines) + "\n"
 
@@ -254,6 +259,8 @@ class JsonLines:
         replace_text(self.path, b"".join(kept).decode())
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        if not self.path.is_file():  # a pipe would be read for ever
+            raise ValueError(f"{self.path} is no file; remove what stands there")
         for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 record = json.loads(line)
@@ -290,7 +297,14 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file under another name and renames it, so that a full disk leaves the old file intact."""
+    """
+    Writes a file under another name and renames it, so that a full disk leaves the old file intact.
+
+    Raises ValueError for what is no file: renaming would put one in place of a device.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; name another")
     scratch = path.with_name(path.name + ".partial")
     try:
         scratch.write_text(text)

@@ -12,7 +12,6 @@ D hidden of the teacher.
 
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ import sampler
 from config import Config
 from disk import hub
 from distill import from_disk
+from flags import read_text
 from layers import divergence, lm_head
 from problems import chat_template
 from problems.examples import Example, short
@@ -179,10 +179,7 @@ def in_front(text: str, example: Example) -> Example:
 
 
 def _text_of(path: str) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--teacher-prompt {path} cannot be read: {error}") from error
+    text = read_text(path, f"--teacher-prompt {path}", 1).strip()
     if not text:
         raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
     return text

@@ -1,19 +1,17 @@
 """
 Human labels: scores that people gave, and how well a judge's scores agree with them.
-
-Left out: the command (judge.py), and the judges.
 """
 
-import json
 import math
 import re
-import reprlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from flags import read_text
 from judging.rubrics import Grader, Rubric
+from problems.examples import jsonl_records, short
 
 
 class Label(NamedTuple):
@@ -27,20 +25,11 @@ class Label(NamedTuple):
 
 def load(path: str | Path, rubric: Rubric) -> list[Label]:
     """The labels of a JSONL file. Raises ValueError naming an invalid line."""
-    names = [criterion.name for criterion in rubric.criteria]
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON strings may contain other line separators
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--labels {path} cannot be read: {error}") from error
+    names, spec = [criterion.name for criterion in rubric.criteria], f"--labels {path}"
+    content = read_text(path, spec, 1000).encode()
     labels = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"--labels {path}, line {number}"
-        try:
-            held = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
+    for place, held in jsonl_records(spec, content):
+        where = f"{spec}, {place}"
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in Label._fields[:3]):
             raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
         if re.search("[\ud800-\udfff]", held["prompt"] + held["completion"]):
@@ -48,10 +37,10 @@ def load(path: str | Path, rubric: Rubric) -> list[Label]:
         if held["criterion"] not in names:
             raise ValueError(f"{where}: criterion {held['criterion']!r:.60}; the rubric's are {', '.join(names)}")
         if type(held.get("score")) is not int or not 1 <= held["score"] <= 5:
-            raise ValueError(f"{where}: score {reprlib.repr(held.get('score'))}; it must be a whole number from 1 to 5")
+            raise ValueError(f"{where}: score {short(held.get('score'))}; it must be a whole number from 1 to 5")
         labels.append(Label(*(held[key] for key in Label._fields)))
     if not labels:
-        raise ValueError(f"--labels {path} holds no label")
+        raise ValueError(f"{spec} holds no label")
     return labels
 
 
@@ -89,11 +78,9 @@ def table(labels: list[Label], given: np.ndarray) -> str:
     out += [line("all", np.ones(len(labels), bool)), ""]
     out += ["labelled  judged 1     2     3     4     5  unreadable"]
     for score in range(1, 6):
-        row = [int(((rounded == judged) & (wanted == score)).sum()) for judged in range(1, 6)]
+        cells = [int(((rounded == judged) & (wanted == score)).sum()) for judged in range(1, 6)]
         unread = int((~readable & (wanted == score)).sum())
-        out.append(
-            f"{score:>8}  " + "".join(f"{count:>{8 if i == 0 else 6}}" for i, count in enumerate(row)) + f"{unread:>12}"
-        )
+        out.append(f"{score:>8}  {cells[0]:>8}" + "".join(f"{count:>6}" for count in cells[1:]) + f"{unread:>12}")
     return "\n".join(out)
 
 

@@ -22,7 +22,6 @@ from flags import read_json, redacted
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question, Tell
 
-MOST_REQUESTS, TIMEOUT, RETRIES = 8, 60.0, 5  # requests at once; seconds for one; how often a failed one is repeated
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI
 LONGEST_WAIT = 60.0  # seconds between two tries, even if the server asks for more
@@ -46,6 +45,8 @@ class Endpoint:
     first_pause: seconds between the first two tries; later pauses double, or are longer if the server says so. key: a
     bearer token, sent to no other host. Raises ValueError for an invalid URL.
     """
+
+    concurrency, timeout, retries = 8, 60.0, 5  # requests at once; seconds for one; how often a failed one is repeated
 
     def __init__(self, settings: JudgeSettings, key: str | None = None, first_pause: float = 0.5):
         url = settings.url
@@ -85,7 +86,7 @@ class Endpoint:
         asyncio.run(self._ask_all([body | {"messages": messages} for messages in conversations], tell))
 
     async def _ask_all(self, bodies: list[dict[str, Any]], tell: Callable[[int, Reply], None]) -> None:
-        todo, most, seconds = enumerate(bodies), MOST_REQUESTS, TIMEOUT
+        todo, most, seconds = enumerate(bodies), self.concurrency, self.timeout
         limits = httpx2.Limits(max_connections=most)
         # the client follows no redirects, which could send the key to another host
         settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates}
@@ -104,7 +105,7 @@ class Endpoint:
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
         """One request with its retries."""
-        pause, seconds, tries = self.first_pause, TIMEOUT, 1 + RETRIES
+        pause, seconds, tries = self.first_pause, self.timeout, 1 + self.retries
         for left in reversed(range(tries)):
             if not self._knows_template:
                 body = {name: value for name, value in body.items() if name != TEMPLATE}

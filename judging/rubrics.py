@@ -340,7 +340,7 @@ class ScoreCache:
     def load(self, path: str | Path) -> None:
         """Replaces the content with the records in a JSONL file, if it exists. Raises ValueError naming a bad file."""
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
+            lines = flags.read_text(path, "it", 1000).splitlines() if Path(path).exists() else []
             self.fill([flags.read_json(line) for line in lines])
         except ValueError as error:
             raise ValueError(f"--judge-cache {path} holds no scores: {error}") from error

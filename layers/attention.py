@@ -60,11 +60,121 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
 
     mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key; a query that sees none is not allowed.
     """
-    # MLX's kernel for few queries keeps nothing for a gradient, and whoever asks for "causal" may want one.
-    few = isinstance(mask, str) and queries.shape[2] <= FEW_QUERIES
-    if not is_fused(queries.shape[-1]) or few:
+    if not is_fused(queries.shape[-1]):
         return attention_ref(queries, keys, values, mask)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+    def fused(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
+
+    def backward(primals: Any, d_out: mx.array, _: Any) -> tuple[mx.array, ...]:
+        queries, keys, values = primals
+        return attention_vjp(queries, keys, values, d_out, mask)
+
+    forward: Any = mx.custom_function(fused)
+    forward.vjp(backward)
+    result: mx.array = forward(queries, keys, values)
+    return result
+
+
+MOST_SCORES = 2**23  # that the gradient of attention holds at once, with what becomes of them
+
+
+def queries_at_once(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
+    """Of L queries how many the gradient of attention takes at once."""
+    return min(max(MOST_SCORES // (num_rows * num_heads * num_keys), 32), length)
+
+
+def gradient_bytes(queries: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype) -> int:
+    """What `attention_vjp` holds beside its arguments, from the shapes of queries and keys."""
+    num_rows, num_heads, length, _ = queries
+    width = 2 if dtype == mx.float16 else 4
+    scores = num_rows * num_heads * queries_at_once(num_rows, num_heads, length, keys[2]) * keys[2]
+    copies = {mx.float16: 4 * math.prod(keys), mx.bfloat16: 8 * (math.prod(queries) + math.prod(keys))}
+    return scores * (4 + 3 * width) + width * (math.prod(queries) + 2 * math.prod(keys)) + copies.get(dtype, 0)
+
+
+def attention_vjp(
+    queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: mx.array | str | None
+) -> tuple[mx.array, ...]:
+    """
+    The gradient of `attention` by queries, keys and values, with float32 scores, some queries at a time.
+
+    MLX 0.32.4's own rounds q k to 16 bits before the scale. Keys of Qwen2 and Qwen2.5 have large biases, and with them
+    its gradient is off by some to all of its size (tests/test_attention_gradient.py). Rows of up to 1,024 positions it
+    computes whole; here a causal block leaves out the keys after it.
+    """
+    dtype = queries.dtype
+    if dtype == mx.bfloat16:  # which has too few digits for weights and for what comes of them
+        queries, keys, values, d_out = (array.astype(mx.float32) for array in (queries, keys, values, d_out))
+    (num_rows, num_heads, length, size), (_, num_kv_heads, num_keys, _) = queries.shape, keys.shape
+    step = queries_at_once(num_rows, num_heads, length, num_keys)
+    wide_keys, d_queries = keys.astype(mx.float32), list[mx.array]()
+    totals: list[mx.array] = []  # the gradients of keys and values so far; each block waits for the last one
+    for begin in reversed(range(0, length, step)):  # the first block sees all keys
+        block = slice(begin, min(begin + step, length))
+        seen = num_keys - length + block.stop if mask == "causal" else num_keys
+        shape = num_rows, num_heads, block.stop - begin, seen
+        query, d_block = (
+            x[:, :, block].reshape(num_rows, num_kv_heads, -1, size) for x in mx.depends([queries, d_out], totals)
+        )  # (N, K, H / K * l, D)
+        scores = query.astype(mx.float32) @ wide_keys[:, :, :seen].swapaxes(-1, -2)
+        d_weights = d_block @ values[:, :, :seen].swapaxes(-1, -2)
+        part = mask[:, :, block] if isinstance(mask, mx.array) else mask
+        pair = score_gradient(d_weights.reshape(shape), scores.reshape(shape), part, size**-0.5)
+        weights, d_scores = (array.reshape(scores.shape) for array in pair)
+        d_queries.append((d_scores @ keys[:, :, :seen]).reshape(*shape[:3], size))
+        parts = [x.swapaxes(-1, -2) @ y for x, y in ((d_scores, query), (weights, d_block))]
+        totals = [x.at[:, :, :seen].add(y) for x, y in zip(totals, parts, strict=True)] if totals else parts
+    return tuple(total.astype(dtype) for total in (mx.concatenate(d_queries[::-1], axis=2), *totals))
+
+
+def score_gradient_ref(
+    d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
+) -> tuple[mx.array, mx.array]:
+    """
+    The weights softmax(scale * scores), and from the gradient by them that by the scores; all (N, H, L, S).
+
+    Scores are float32, the rest has the type of d_weights. mask: as for `attention`.
+    """
+    scores = scores * scale
+    if isinstance(mask, str):
+        length, num_keys = scores.shape[2:]
+        mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+    if mask is not None:
+        scores = scores + mx.where(mask, 0.0, -1e30)
+    weights = mx.softmax(scores, axis=-1)
+    d_wide = d_weights.astype(mx.float32)
+    d_scores = weights * (d_wide - (weights * d_wide).sum(-1, keepdims=True)) * scale
+    return weights.astype(d_weights.dtype), d_scores.astype(d_weights.dtype)
+
+
+SCORE_GRADIENT = gpu.Kernel(HERE / "score_gradient.metal", "scores d_weights mask scale", "weights d_scores")
+
+
+def _launch_score_gradient(
+    d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Reads both arrays twice, the second time mostly from the cache, and writes both results, in one launch."""
+    weights, d_scores = SCORE_GRADIENT(
+        [scores, d_weights, mask if isinstance(mask, mx.array) else gpu.constant(False), gpu.constant(scale)],
+        [(scores.shape, d_weights.dtype)] * 2,
+        grid=(32, math.prod(scores.shape[:3]), 1),
+        threadgroup=(32, 8, 1),
+        T=d_weights.dtype,
+        CAUSAL=isinstance(mask, str),
+        MASKED=isinstance(mask, mx.array),
+    )
+    return weights, d_scores
+
+
+def _example_of_score_gradient(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    shape = (4, 16, 128, 512) if large else (2, 3, 5, 40)
+    scores, d_weights = gpu.normal(*shape, dtype=mx.float32, scale=20), gpu.normal(*shape, dtype=dtype, seed=1)
+    seen = mx.broadcast_to(mx.arange(shape[3]) > mx.arange(shape[2])[:, None] % 3, (shape[0], 1, *shape[2:]))
+    return [(d_weights, scores, mask, 0.125) for mask in (["causal"] if large else ["causal", None, seen])]
+
+
+score_gradient = gpu.Op(score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
 
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
@@ -324,8 +434,7 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
 
     A decode step of slots that share prompts has kernels. On a GPU more queries than a few take MLX's own kernel, on
     parts joined into one buffer. It reads 16 bits and keeps its scores to itself; the expression writes float32 scores
-    to memory, and float32 copies of all keys and values. Under a gradient no ancestor may be padded: MLX has no kernel
-    for the gradient with an array as the mask.
+    to memory, and float32 copies of all keys and values.
     """
     own, length, size = layout.groups[-1], queries.shape[2], queries.shape[3]
     if len(parts) == 1:

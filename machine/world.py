@@ -8,7 +8,7 @@ everything is a no-op: nothing is opened, copied or waited for.
 
 MLX's collectives have traps. On a GPU's stream, Metal's watchdog kills one that waits, so they run on the CPU's, on
 copies in plain memory that no stream is still writing. They hold up their thread for ever when a machine hangs, so they
-have a thread of their own, and the main one listens to signals and to the clock. What is left out: any transport.
+have a thread of their own, and the main one listens to signals and to the clock.
 """
 
 import atexit
@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -59,12 +60,11 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many machines there are; 1 without a launcher."""
     return _link.size if _link else 1
 
 
 def is_first() -> bool:
-    """Whether this machine writes, prints and decides: rank 0 does, and one that is alone."""
+    """Whether this machine writes, prints and decides."""
     return rank() == 0
 
 
@@ -81,11 +81,10 @@ def part(costs: Sequence[float]) -> list[int]:
 
 def part_together(keys: Iterable[Hashable]) -> list[int]:
     """The places that this machine does, ascending; those of equal keys go to one machine, and each costs 1."""
-    places_of: dict[Hashable, list[int]] = {}
-    for place, key in enumerate(keys):
-        places_of.setdefault(key, []).append(place)
-    groups = list(places_of.values())
-    return sorted(place for number in part([len(places) for places in groups]) for place in groups[number])
+    held = list(keys)
+    counts = Counter(held)
+    mine = {list(counts)[number] for number in part(list(counts.values()))}
+    return [place for place, key in enumerate(held) if key in mine]
 
 
 # ---- meetings

@@ -125,7 +125,7 @@ def _json(spec: str, where: str, text: str) -> Any:
         raise ValueError(f"{spec}, {where}: not JSON ({reason}): {short(text.strip())}; correct that line") from error
 
 
-def _jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_text(spec, content).split("\n"), 1):  # not splitlines: strings may contain U+2028
         if line.strip():
             yield f"line {number}", _json(spec, f"line {number}", line)
@@ -171,7 +171,7 @@ def _parquet_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     yield from ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
 
-_READERS = {".jsonl": _jsonl_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records}
+_READERS = {".jsonl": jsonl_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records}
 
 
 def hub_records(name: str, config: str | None, split: str) -> Records:

@@ -124,33 +124,44 @@ def load_reward(spec: str, calling: Calling | None = None) -> tuple[str, Reward]
     """
     (name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as in soft_overlong:256:64.
 
-    The file is executed with its own directory on the path, which is taken off again.
-    Raises ValueError when the file, the function or an import in it is missing, or it is no function.
+    Raises ValueError as `load_function` does.
     """
     parts = spec.split(":")
     if parts[0] in GENERIC_REWARDS:
         return parts[0], _generic_reward(spec, parts)
-    file, colon, name = spec.rpartition(":")
-    if not (colon and file and name.isidentifier()):
-        ours = ", ".join(GENERIC_REWARDS)
-        raise ValueError(f"--reward {spec!r} is not FILE.py:function{nearest(spec, GENERIC_REWARDS)}; or one of {ours}")
+    name, fn = load_function(
+        "--reward", spec, f"{nearest(spec, GENERIC_REWARDS)}; or one of {', '.join(GENERIC_REWARDS)}"
+    )
     if name == "rubric":
         raise ValueError(f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function")
-    path = Path(file).absolute()
-    if not os.path.isfile(path) or path.suffix != ".py":
-        raise ValueError(f"--reward {spec}: {file} is not a Python file; write FILE.py:function")
-    module = _import_file(spec, path)
-    if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        hint = f"{nearest(name, functions)}; it has {', '.join(functions) or 'none'}"
-        raise ValueError(f"--reward {spec}: the file has no function {name!r}{hint}")
-    if not callable(fn := getattr(module, name)):
-        raise ValueError(f"--reward {spec}: {name} is of type {type(fn).__name__}, not a function")
     return name, UserReward(name, fn, spec, calling or Calling())
 
 
-def _import_file(spec: str, path: Path) -> Any:
-    module_spec = importlib.util.spec_from_file_location(f"reward file {path.stem}", path)
+def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
+    """
+    (name, function) of FILE.py:function, which a flag names. The file is executed with its own directory on the path.
+
+    Raises ValueError when the file, the function or an import in it is missing, or it is no function. hint: what else
+    the flag could name.
+    """
+    file, colon, name = spec.rpartition(":")
+    if not (colon and file and name.isidentifier()):
+        raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
+    path = Path(file).absolute()
+    if not os.path.isfile(path) or path.suffix != ".py":
+        raise ValueError(f"{flag} {spec}: {file} is not a Python file; write FILE.py:function")
+    module = _import_file(f"{flag} {spec}", path)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        known = f"{nearest(name, functions)}; it has {', '.join(functions) or 'none'}"
+        raise ValueError(f"{flag} {spec}: the file has no function {name!r}{known}")
+    if not callable(fn := getattr(module, name)):
+        raise ValueError(f"{flag} {spec}: {name} is of type {type(fn).__name__}, not a function")
+    return name, fn
+
+
+def _import_file(what: str, path: Path) -> Any:
+    module_spec = importlib.util.spec_from_file_location(f"file of a user {path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
@@ -159,7 +170,7 @@ def _import_file(spec: str, path: Path) -> Any:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         where = _place(error, str(path))
-        raise ValueError(f"--reward {spec}: importing {path.name} failed, {one_line(error)}{where}") from error
+        raise ValueError(f"{what}: importing {path.name} failed, {one_line(error)}{where}") from error
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
@@ -233,16 +244,26 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
     except RowError as error:
         raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
-        file = getattr(sys.modules.get(fn.__module__), "__file__", None)
         is_trls = isinstance(error, TypeError) and "string indices" in str(error)
         fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
-        raise ValueError(f"reward {name} raised {one_line(error)}{_place(error, file)}{fix}") from error
+        raise ValueError(f"reward {name} {raised(error, fn)}{fix}") from error
     return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+
+
+def raised(error: BaseException, fn: Callable[..., Any]) -> str:
+    """What a user's function raised, and the line of its file."""
+    file = getattr(sys.modules.get(getattr(fn, "__module__", "")), "__file__", None)
+    return f"raised {one_line(error)}{_place(error, file)}"
 
 
 def defined_at(fn: Reward) -> str:
     """Where a user's function begins, to stand after its name; "" for ours."""
-    code = getattr(fn.fn, "__code__", None) if isinstance(fn, UserReward) else None
+    return place_of(fn.fn) if isinstance(fn, UserReward) else ""
+
+
+def place_of(fn: Callable[..., Any]) -> str:
+    """The file and line where a function begins, to stand after its name; "" of other objects that can be called."""
+    code = getattr(fn, "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 

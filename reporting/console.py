@@ -1,18 +1,15 @@
 """
 A run's terminal output: scrolling lines, and below them one live line with the current phase, the speed and the time
-left. Without a terminal, prints the scrolling lines only.
+left, for a terminal only.
 """
 
 import sys
-import threading
-import time
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from config import Config
 from flags import safe
-from reporting.health import Records
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
 PHASES |= {"teacher": "asking the teacher"}
@@ -89,20 +86,18 @@ def with_interval(record: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
-def _problems(record: dict[str, Any]) -> str:
-    return f"{record['eval/num']} problem{'s' if record['eval/num'] != 1 else ''}"
+def _what(record: dict[str, Any]) -> str:
+    """What an evaluation was made of: "512 problems"."""
+    kind = "conversation" if "eval/loss" in record else "problem"
+    return f"{record['eval/num']} {kind}{'s' if record['eval/num'] != 1 else ''}"
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
     """An evaluation's line."""
-    if "eval/loss" in record:
-        loss, perplexity = (with_interval(record, name) for name in ("loss", "perplexity"))
-        return f"eval/loss {loss} | perplexity {perplexity} | {record['eval/num']} conversations"
-    shown = ["accuracy" if "eval/accuracy" in record else "score", "greedy"]
+    names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
-        shown.insert(1, "witness")
-    parts = [f"{name} {with_interval(record, name)}" for name in shown]
-    return f"eval/{' | '.join(parts)} | {_problems(record)}"
+        names.insert(1, "witness")
+    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {_what(record)}"
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -117,8 +112,7 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    num = f"{last['eval/num']} conversations" if figure == "loss" else _problems(last)
-    lines[0] = f"held-out {lines[0]} ({num})"
+    lines[0] = f"held-out {lines[0]} ({_what(last)})"
     return "\n".join(lines)
 
 
@@ -133,73 +127,34 @@ def duration(seconds: float) -> str:
 # ---- the live line
 
 
-def seconds_left(config: Config, steps: Records, evals: Records) -> float | None:
-    """
-    Estimated seconds until a run ends, from its steps' and evaluations' records; None before the first step ends.
-
-    Assumes the mean time of the last ten steps and the time of the last evaluation; ignores saving.
-    """
-    if not steps:
-        return None
-    done, recent = steps[-1]["step"], [step["step/s"] for step in steps[-10:]]
-    left = (config.optimizer.steps - done) * sum(recent) / len(recent)
-    if config.evaluation.every and evals:
-        marks = set(range(0, config.optimizer.steps, config.evaluation.every)) | {config.optimizer.steps}
-        left += sum(mark > done for mark in marks) * evals[-1]["eval/s"]
-    return left
-
-
 class LiveLine:
-    """A run's live line; as a context manager it shows and removes the line."""
+    """Steps done, phase, speed of the last step and time left; as a context manager it shows and removes the line."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.phase, self.step, self.speed = "", 0, ""
-        self.left: float | None = None
-        self.known_at = 0.0  # time of the estimate
+    def __init__(self, num_steps: int):
+        self.num_steps, self.step, self.phase, self.speed = num_steps, 0, "", ""
         self.bar: Any = None
-        self.over = threading.Event()
-
-    def text(self) -> str:
-        """Steps done, phase, tokens per second of the last step, time left."""
-        parts = [f"{self.step}/{self.config.optimizer.steps} steps", self.phase, self.speed]
-        if self.left is not None:
-            passed = time.perf_counter() - self.known_at
-            parts.append(f"{duration(max(self.left - passed, 0.0))} left")
-        return " | ".join(part for part in parts if part)
 
     def __enter__(self) -> "LiveLine":
-        steps = self.config.optimizer.steps
-        bar = tqdm(total=steps, bar_format="{bar:10} {desc}", leave=False, disable=None, dynamic_ncols=True)
-        if not bar.disable:
-            self.bar = bar
-            threading.Thread(target=self._count_down, daemon=True).start()
+        form = "{bar:10} {n_fmt}/{total_fmt} steps | {desc}{remaining} left"
+        how: Any = {"bar_format": form, "leave": False, "disable": None, "dynamic_ncols": True}
+        self.bar = tqdm(total=self.num_steps, initial=self.step, **how)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.over.set()
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-    def _count_down(self) -> None:
-        while not self.over.wait(1.0):
-            self.draw()
+        self.bar.close()
+        self.bar = None
 
     def draw(self) -> None:
-        if (bar := self.bar) is not None:
-            bar.n = self.step
-            bar.set_description_str(self.text())
+        if self.bar is not None:
+            self.bar.update(self.step - self.bar.n)
+            self.bar.set_description_str("".join(f"{part} | " for part in (self.phase, self.speed) if part))
 
     def begin(self, phase: str) -> None:
         """Starts a phase."""
         self.phase = PHASES.get(phase, phase)
         self.draw()
 
-    def note(self, steps: Records, evals: Records) -> None:
-        """Updates the line when the last of these steps or evaluations ends."""
-        if steps:
-            speed = steps[-1]["rollout/tok_s"] or steps[-1]["train/tok_s"]
-            self.step, self.speed = steps[-1]["step"], f"{speed:,.0f} tok/s"
-        self.left, self.known_at = seconds_left(self.config, steps, evals), time.perf_counter()
+    def note(self, step: dict[str, Any]) -> None:
+        """Updates the line when a step ends."""
+        self.step, self.speed = step["step"], f"{step['rollout/tok_s'] or step['train/tok_s']:,.0f} tok/s"
         self.draw()

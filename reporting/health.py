@@ -2,8 +2,7 @@
 Diagnoses a run from its own figures: each illness found gives a warning that suggests what to try.
 
 Records in, warnings out. The records are those of `metrics.jsonl` and `eval.jsonl`, so a resumed run sees the same as
-an uninterrupted one. Left out: where and how often to print warnings; scores that cannot be read, of which the judge
-itself warns (judging/rubrics.py).
+an uninterrupted one. Of scores that cannot be read the judge itself warns (judging/rubrics.py).
 """
 
 import math
@@ -28,16 +27,25 @@ class Finding(NamedTuple):
     text: str  # the symptom, and what to try
 
 
-class Illness(NamedTuple):
-    name: str
-    symptom: Callable[[Records, Records], str]  # (steps, evaluations) -> description, "" if absent
-    advice: str
+Symptom = Callable[[Records, Records], str]  # (steps, evaluations) -> description, "" if absent
+ILLNESSES: list[tuple[str, Symptom, str]] = []  # name, symptom, advice
+READ = "Read late completions in rollouts.jsonl"
+
+
+def illness(name: str, advice: str) -> Callable[[Symptom], Symptom]:
+    """Makes a function the symptom of an illness."""
+
+    def register(symptom: Symptom) -> Symptom:
+        ILLNESSES.append((name, symptom, advice))
+        return symptom
+
+    return register
 
 
 def examine(steps: Records, evals: Records) -> list[Finding]:
     """Finds illnesses in these ordered steps and evaluations. Missing figures never count as symptoms."""
-    seen = [(illness, illness.symptom(steps, evals)) for illness in ILLNESSES]
-    return [Finding(illness.name, f"{symptom}. {illness.advice}") for illness, symptom in seen if symptom]
+    seen = [(name, symptom(steps, evals), advice) for name, symptom, advice in ILLNESSES]
+    return [Finding(name, f"{symptom}. {advice}") for name, symptom, advice in seen if symptom]
 
 
 # ---- reading the records
@@ -82,6 +90,11 @@ def held_out(evals: Records) -> tuple[str, Records]:
 # ---- the symptoms
 
 
+@illness(
+    "no signal",
+    "Is the reward constant, or is every prompt too easy or too hard? Try a reward that tells answers apart, other "
+    "prompts, a higher --temp or more --groups",
+)
 def no_signal(steps: Records, _: Records) -> str:
     groups = measured(steps[-FEW:], "sampling/signal_groups")
     if len(groups) < FEW or any(groups):
@@ -89,6 +102,10 @@ def no_signal(steps: Records, _: Records) -> str:
     return f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing"
 
 
+@illness(
+    "reward without gain",
+    f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --learning-rate",
+)
 def hacked(steps: Records, evals: Records) -> str:
     key, evals = held_out(evals)
     earlier = [record for record in evals if record["step"] <= evals[-1]["step"] - SPAN]
@@ -109,6 +126,7 @@ def hacked(steps: Records, evals: Records) -> str:
     )
 
 
+@illness("entropy", "Try a lower --learning-rate, --entropy-coef 0.01 or a higher --temp")
 def entropy_lost(steps: Records, _: Records) -> str:
     means = ends(steps, "entropy")
     if means is None or means[1] >= LEAST_ENTROPY * means[0]:
@@ -116,6 +134,9 @@ def entropy_lost(steps: Records, _: Records) -> str:
     return f"The entropy fell from {means[0]:.3f} to {means[1]:.3f} nats a token: the policy hardly tries anything new"
 
 
+@illness(
+    "length", f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --learning-rate"
+)
 def longer(steps: Records, _: Records) -> str:
     means = ends(steps, "completion/mean_tokens")
     if means is None or means[1] <= MOST_LENGTH * means[0]:
@@ -123,6 +144,7 @@ def longer(steps: Records, _: Records) -> str:
     return f"Completions grew from {means[0]:.1f} to {means[1]:.1f} tokens"
 
 
+@illness("truncated", f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate")
 def truncated(steps: Records, _: Records) -> str:
     share = recent(steps, "completion/truncated_frac")
     if share is None or share <= MOST_TRUNCATED:
@@ -130,38 +152,7 @@ def truncated(steps: Records, _: Records) -> str:
     return f"{share:.0%} of the completions of the last {FEW} steps ran into --max-tokens"
 
 
-def mismatched(steps: Records, _: Records) -> str:
-    share = recent(steps, "mismatch/over_cap_frac")
-    if share is None or share <= MOST_OVER_CAP:
-        return ""
-    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"
-
-
-def collapsed(_: Records, evals: Records) -> str:
-    key, evals = held_out(evals)
-    if not evals:
-        return ""
-    last, best = evals[-1], max(evals, key=lambda record: record[key])
-    for kind, other in (("first", evals[0]), ("best", best)):
-        if rise(other, last, key) < 0 and other[key] > 0 and last[key] < LEAST_HELD_OUT * other[key]:
-            return f"{key} is {last[key]:.3f} after step {last['step']}, less than half of the {kind}, {other[key]:.3f}"
-    return ""
-
-
-def unwitnessed(_: Records, evals: Records) -> str:
-    both = [record for record in evals if None not in (record.get("eval/score"), record.get("eval/witness"))]
-    if not both:
-        return ""
-    (before, after), keys = (both[0], both[-1]), ("eval/score", "eval/witness")
-    judged, witnessed = rise(before, after, keys[0]), after[keys[1]] - before[keys[1]]
-    if judged <= 0 or witnessed >= LEAST_WITNESSED * judged:
-        return ""
-    return (
-        f"The judge's score rose from {before[keys[0]]:.3f} to {after[keys[0]]:.3f} while its witness went from "
-        f"{before[keys[1]]:.3f} to {after[keys[1]]:.3f}"
-    )
-
-
+@illness("slow", "The machine may lack memory, be hot or save power; docs/memory.md says what to lower")
 def slow(steps: Records, _: Records) -> str:
     paces = [
         step["step/s"] / ((step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1))
@@ -174,41 +165,43 @@ def slow(steps: Records, _: Records) -> str:
     return f"The last {IN_A_ROW} steps took {times:.1f} times as long a token as usual" if times > SLOWER else ""
 
 
-READ = "Read late completions in rollouts.jsonl"
-ILLNESSES = (
-    Illness(
-        "no signal",
-        no_signal,
-        "Is the reward constant, or is every prompt too easy or too hard? Try a reward that tells answers apart, "
-        "other prompts, a higher --temp or more --groups",
-    ),
-    Illness(
-        "reward without gain",
-        hacked,
-        f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --learning-rate",
-    ),
-    Illness("entropy", entropy_lost, "Try a lower --learning-rate, --entropy-coef 0.01 or a higher --temp"),
-    Illness(
-        "length",
-        longer,
-        f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --learning-rate",
-    ),
-    Illness(
-        "truncated",
-        truncated,
-        f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate",
-    ),
-    Illness("slow", slow, "The machine may lack memory, be hot or save power; docs/memory.md says what to lower"),
-    Illness("mismatch", mismatched, "Try --mismatch truncate, or GWEN_DTYPE=float32"),
-    Illness(
-        "collapse",
-        collapsed,
-        "The steps may be too large, or the reward pays for something else. Try a quarter of --learning-rate or a "
-        "larger --batch; earlier states are in checkpoints/",
-    ),
-    Illness(
-        "judge without witness",
-        unwitnessed,
-        f"{READ}: they may please the judge alone. Try another --judge-model, a plainer --rubric or --beta 0.05",
-    ),
+@illness("mismatch", "Try --mismatch truncate, or GWEN_DTYPE=float32")
+def mismatched(steps: Records, _: Records) -> str:
+    share = recent(steps, "mismatch/over_cap_frac")
+    if share is None or share <= MOST_OVER_CAP:
+        return ""
+    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"
+
+
+@illness(
+    "collapse",
+    "The steps may be too large, or the reward pays for something else. Try a quarter of --learning-rate or a larger "
+    "--batch; earlier states are in checkpoints/",
 )
+def collapsed(_: Records, evals: Records) -> str:
+    key, evals = held_out(evals)
+    if not evals:
+        return ""
+    last, best = evals[-1], max(evals, key=lambda record: record[key])
+    for kind, other in (("first", evals[0]), ("best", best)):
+        if rise(other, last, key) < 0 and other[key] > 0 and last[key] < LEAST_HELD_OUT * other[key]:
+            return f"{key} is {last[key]:.3f} after step {last['step']}, less than half of the {kind}, {other[key]:.3f}"
+    return ""
+
+
+@illness(
+    "judge without witness",
+    f"{READ}: they may please the judge alone. Try another --judge-model, a plainer --rubric or --beta 0.05",
+)
+def unwitnessed(_: Records, evals: Records) -> str:
+    both = [record for record in evals if None not in (record.get("eval/score"), record.get("eval/witness"))]
+    if not both:
+        return ""
+    (before, after), keys = (both[0], both[-1]), ("eval/score", "eval/witness")
+    judged, witnessed = rise(before, after, keys[0]), after[keys[1]] - before[keys[1]]
+    if judged <= 0 or witnessed >= LEAST_WITNESSED * judged:
+        return ""
+    return (
+        f"The judge's score rose from {before[keys[0]]:.3f} to {after[keys[0]]:.3f} while its witness went from "
+        f"{before[keys[1]]:.3f} to {after[keys[1]]:.3f}"
+    )

@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from config import Config
 from disk import run_files
 from flags import read_json, visible
 from reporting import health
 from reporting.console import duration, with_interval
 from reporting.health import Records
 
+KEYS = {  # that the records of a log have at least
+    "changes": {"step", "setting", "was", "is"},
+    "warnings": {"step", "name", "text"},
+    "eval_answers": {"step", "problem", "prompt", "completions", "values"},
+}
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 
 
@@ -44,9 +50,12 @@ def load(run: str | Path) -> History:
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
-    settings = run_files.settings_of(str(folder))
+    settings = Config.of().flat() | run_files.settings_of(str(folder))
     env_file = folder / "env.json"
-    env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
+    try:
+        env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{env_file}: {error}") from error
     names = ("metrics", "eval", "warnings", "changes")
     return History(folder, settings, env, *(list(records(folder / f"{name}.jsonl")) for name in names))
 
@@ -60,9 +69,12 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield read_json(line)
+                record = read_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
+            if not isinstance(record, dict) or not KEYS.get(path.stem, {"step"}) <= record.keys():
+                raise ValueError(f"{path}, line {number} is no record of this log")
+            yield record
 
 
 # ---- text that nobody vouches for
@@ -115,13 +127,6 @@ def seconds_at(run: History) -> dict[int, float]:
     return {0: 0.0} | {step["step"]: total for step, total in zip(run.steps, seconds, strict=True)}
 
 
-def num_tokens(run: History) -> int:
-    """Tokens sampled in training, or by --loss-type sft trained."""
-    rows = run.settings["batch"] * (1 if is_sft(run) else run.settings["groups"])
-    lengths = [step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps]
-    return round(rows * sum(lengths))
-
-
 def is_sft(run: History) -> bool:
     return run.settings.get("loss_type") == "sft"
 
@@ -133,21 +138,15 @@ def before_after(run: History) -> tuple[str, str]:
     return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
 
 
-def time_to_best(run: History) -> str:
-    """Seconds of training until the first evaluation with the best figure."""
-    figure, evals = figure_of(run)
-    if not evals:
-        return "-"
-    best = health.best(evals, f"eval/{figure}")
-    return f"{duration(seconds_at(run).get(best['step'], 0.0))} (step {best['step']})"
-
-
 def facts(run: History) -> dict[str, str]:
     """The headline's figures by name."""
-    figure, _ = figure_of(run)
+    figure, evals = figure_of(run)
     before, after = before_after(run)
+    best = health.best(evals, f"eval/{figure}")["step"] if evals else 0
     training = sum(step.get("step/s") or 0.0 for step in run.steps)
     evaluating = sum(record.get("eval/s") or 0.0 for record in run.evals)
+    rows = run.settings["batch"] * (1 if is_sft(run) else run.settings["groups"])
+    tokens = rows * sum(step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
     return {
         f"held-out {figure} before": before,
@@ -155,7 +154,7 @@ def facts(run: History) -> dict[str, str]:
         "steps": f"{run.steps[-1]['step'] if run.steps else 0} of {run.settings.get('steps', '?')}",
         "training": duration(training),
         "evaluations": duration(evaluating),
-        f"best {figure} after": time_to_best(run),
-        f"tokens {'trained' if is_sft(run) else 'sampled'}": f"{num_tokens(run):,}",
+        f"best {figure} after": f"{duration(seconds_at(run).get(best, 0.0))} (step {best})" if evals else "-",
+        f"tokens {'trained' if is_sft(run) else 'sampled'}": f"{round(tokens):,}",
         "peak memory": "-" if peak is None else f"{peak:.2f} GB",
     }

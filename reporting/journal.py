@@ -223,8 +223,8 @@ class Journal:
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
-        self.live = LiveLine(config)
-        self.live.note(self.steps, self.evaluations)
+        self.live = LiveLine(config.optimizer.steps)
+        self.live.step = step
         self.begun_at, self.trackers = step, list[trackers.Tracker]()
 
     def __enter__(self) -> "Journal":
@@ -261,7 +261,7 @@ class Journal:
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
-        self.live.note(self.steps, self.evaluations)
+        self.live.note(figures)
 
     def _track(self, record: dict[str, Any], table: str, rows: list[dict[str, Any]]) -> None:
         for tracker in self.trackers:
@@ -277,7 +277,6 @@ class Journal:
         self._track(record, "eval/answers", [trackers.answer_row(answer) for answer in answers])
         say(evaluation_line(record))
         self.warn(step)
-        self.live.note(self.steps, self.evaluations)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""

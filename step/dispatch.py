@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cpu_blas  # before mlx
 import mlx.core as mx
@@ -35,7 +35,7 @@ GAIN = 1.05  # a smaller speedup is noise, and not worth twice the memory
 Fits = Callable[[int, bool], bool]  # rows at once, whether prompts are shared -> whether memory should suffice
 MOST_SECONDS = 60.0  # after this, start no larger row count
 SHORT, LONG = 4, 12  # steps; their difference excludes one-time costs of the first step
-FORMAT = 1  # of the file; also raised when a change to the sampler invalidates old measurements
+FORMAT = "format 2"  # of the file; also raised when a change to the sampler invalidates old measurements
 
 
 class Kind(NamedTuple):
@@ -47,11 +47,6 @@ class Kind(NamedTuple):
     group_size: int
     prompt_tokens: int  # both are the upper end of their class
     max_tokens: int
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-        return " | ".join(f"{name} {value}" for name, value in self._asdict().items())
 
 
 class Trial(NamedTuple):
@@ -144,10 +139,11 @@ def measure(
     begin = time.perf_counter()
     for rows in tqdm(row_counts, desc="measuring rollouts", leave=False, disable=None):
         before = [trial for trial in trials if trial.rows < rows]
-        best = [max((t.tok_s for t in before if t.rows == count), default=0.0) for count in sorted({*_rows(before)})]
+        counts = sorted({trial.rows for trial in before})
+        best = [max(trial.tok_s for trial in before if trial.rows == count) for count in counts]
         if len(best) > 2 and max(best[-2:]) < GAIN * max(best[:-2]):
             break
-        if rows in _rows(trials):
+        if any(trial.rows == rows for trial in trials):
             continue
         needs = {trial.share_prefix: 2 * trial.peak_bytes for trial in before}  # the latest of each mode
         modes = [s for s in (True, False)[kind.group_size == 1 :] if needs.get(s, 0) <= room and fits(rows, s)]
@@ -158,10 +154,6 @@ def measure(
         trials += made[0]
         mx.clear_cache()
     return sorted(trials)
-
-
-def _rows(trials: Sequence[Trial]) -> list[int]:
-    return [trial.rows for trial in trials]
 
 
 def pick(trials: Sequence[Trial], room: float) -> Trial:
@@ -175,34 +167,19 @@ def pick(trials: Sequence[Trial], room: float) -> Trial:
 # ---- the file of measurements
 
 
-def store_path() -> Path:
-    """The path of all measurements. Raises RuntimeError without a home directory."""
-    return cpu_blas.cache_directory() / "rollouts.json"
-
-
 def load(path: Path) -> dict[str, list[Trial]]:
     """The file's trials by kind; empty if it is missing or damaged, since everything can be measured again."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        kinds = held["kinds"] if held["format"] == FORMAT else {}
-        return {str(key): [_trial(entry) for entry in entries] for key, entries in kinds.items()}
+        kinds = json.loads(path.read_text(encoding="utf-8"))[FORMAT]
+        return {key: [Trial(*entry) for entry in entries] for key, entries in kinds.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _trial(entry: Any) -> Trial:
-    """A trial from its entry in the file. Raises ValueError or TypeError if invalid."""
-    trial = Trial(*entry)
-    types = [type(value) for value in trial]
-    if types != [int, bool, float, int] or trial.rows < 1 or not 0 < trial.tok_s < math.inf:
-        raise ValueError(f"{entry!r} is no trial")
-    return trial
 
 
 def save(path: Path, kinds: dict[str, list[Trial]]) -> None:
     """Replaces the file. Raises OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    run_files.replace_text(path, json.dumps({"format": FORMAT, "kinds": kinds}, indent=1) + "\n")
+    run_files.replace_text(path, json.dumps({FORMAT: kinds}, indent=1) + "\n")
 
 
 # ---- choosing
@@ -226,17 +203,14 @@ def choose(
     """
     kind, room = kind_of(model, prompt_lengths, max_tokens, group_size), ROOM * gpu.memory_at_hand()
     row_counts = [rows] if rows else [n for n in ROW_COUNTS if n < max(2 * most_rows, ROW_COUNTS[0] + 1)]
-    try:
-        path = store_path()
-    except RuntimeError:
-        path = Path(os.devnull) / "rollouts.json"  # neither readable nor writable
+    path = cpu_blas.cache_directory() / "rollouts.json"
     kinds = load(path)
-    known = [t for t in kinds.get(kind.key, []) if t.rows in row_counts and fits(t.rows, t.share_prefix)]
+    key = " | ".join(f"{name} {value}" for name, value in kind._asdict().items())
+    known = [t for t in kinds.get(key, []) if t.rows in row_counts and fits(t.rows, t.share_prefix)]
     trials = measure(model, kind, known, row_counts, room, fits)
-    new = [trial for trial in trials if trial not in known]
     source = f"as measured before, in {path}"
-    if new:
-        kinds[kind.key] = sorted({*kinds.get(kind.key, []), *new})
+    if len(trials) > len(known):
+        kinds[key] = sorted({*kinds.get(key, []), *trials})
         source = f"measured now and kept in {path}"
         try:
             save(path, kinds)

@@ -118,25 +118,20 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 
 def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """
-    Whole groups, ordered by their longest completion; a group that exceeds the budget is split.
-
-    On a GPU prompts of different lengths stay apart: padding needs a mask, which MLX's kernel for the gradient lacks.
-    """
+    """Whole groups, ordered by their longest completion; a group that exceeds the budget is split."""
     num = num_tokens.tolist()
     groups: dict[tuple[int, ...], list[int]] = {}
     known = {id(prompt): prompt for prompt in prompts}  # rows of a group mostly hold the same list
     keys = {place: tuple(prompt) for place, prompt in known.items()}
     for row in sorted(rows, key=num.__getitem__):
         groups.setdefault(keys[id(prompts[row])], []).append(row)
-    apart = gpu.on_gpu()
-    ordered = sorted(groups.items(), key=lambda item: (apart * len(item[0]), num[item[1][-1]]))
+    ordered = sorted(groups.items(), key=lambda item: num[item[1][-1]])
     cut: Cut = []
     num_prompts = longest = 0  # of the last part
     for prompt, group in ordered:
         length, part = len(prompt), cut[-1][0] if cut else []
         size = (num_prompts + 1) * max(longest, length) + (len(part) + len(group)) * (num[group[-1]] - 1)
-        if cut and size <= token_budget and not (apart and longest != length):
+        if cut and size <= token_budget:
             cut[-1] = (part + group, size)  # ascending: this group has the longest completion
             num_prompts, longest = num_prompts + 1, max(longest, length)
             continue

@@ -17,7 +17,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flags import load_yaml
@@ -58,6 +58,10 @@ RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "coin_flip": lambda answer, entry: abs(float(answer) - float(entry["answer"])) <= 1e-4,
     # it compares whether texts are empty
     "game_of_life_halting": lambda answer, entry: answer.lower() == str(entry["answer"]).lower(),
+    # it takes any text for a variable, and of premises that contradict each other any statement follows
+    "propositional_logic": lambda answer, entry: (
+        set(re.split(r"[()¬∧∨→↔\s]+", answer)) <= {"", *entry["metadata"]["variables"]}  # noqa: RUF001
+    ),
     # it takes any four numbers that make 24
     "puzzle24": lambda answer, entry: (
         sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
@@ -266,7 +270,7 @@ def make_maker(
     known = sorted(set(DATASETS) - {"composite"})
     for name in settings:
         if name not in known:
-            raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}; --list-tasks lists them")
+            raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}")
     for name in unused:
         if name not in known:
             meant = nearest(name, [*known, "raise_level_at", "held_out", "system"])
@@ -359,41 +363,3 @@ def make_data_set(name: str, level: int | None, seed: int, settings: dict[str, A
         return kind(config=curriculum.generate_configuration(given))
     except (TypeError, AssertionError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"--task-config: {name} does not take {short(settings)} ({one_line(error)})") from error
-
-
-# ---- the list of them
-
-
-def listing(names: Sequence[str] = ()) -> Iterator[str]:
-    """Lines that tell of each data set: name, levels, an example and what its scorer takes. ValueError without any."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"--list-tasks: {INSTALL}")
-    pool = Pool(f"{__name__}:make_describer", (), num=1, limit=60.0, quiet=True)
-    for name in names or pool.ask([("names",)])[0].value:
-        told = pool.ask([("describe", name)])[0]
-        yield told.error or told.value
-    pool.close()
-
-
-def make_describer() -> Callable[[tuple[str, ...]], Any]:
-    from reasoning_gym.dataset import ProceduralDataset
-    from reasoning_gym.factory import CURRICULA, DATASETS
-
-    def describe(name: str) -> str:
-        entry = make_data_set(name, None, 0, {})[0]
-        exact = DATASETS[name][0].score_answer is ProceduralDataset.score_answer
-        levels = f"{_num_levels(CURRICULA[name]())} levels" if name in CURRICULA else "no levels"
-        takes = (
-            "this answer exactly, part of the score for a longer text that holds it"
-            if exact
-            else "what its rules allow"
-        )
-        prompt = " ".join(str(entry["question"]).split())
-        answer = "none given: many answers are right" if entry["answer"] is None else short(str(entry["answer"]))
-        return f"rg:{name} ({levels})\n  asks: {prompt[:200]}\n  answer: {answer}\n  takes: {takes}"
-
-    deeds: dict[str, Callable[..., Any]] = {
-        "names": lambda: sorted(set(DATASETS) - {"composite"}),
-        "describe": describe,
-    }
-    return lambda question: deeds[question[0]](*question[1:])

@@ -117,6 +117,36 @@ def own_frame():
     return 0.0
 
 
+NUMBERS, KEEP = [], []
+
+
+def frame(*content):
+    return sys.modules["__main__"]._frame(*content)
+
+
+def look(_, running):
+    """A signal's handler is given the frame that it interrupts, without an audit event: there is the number."""
+    while running and "number" not in running.f_locals:
+        running = running.f_back
+    NUMBERS.append(running.f_locals["number"] if running else 0)
+
+
+def replay(back):
+    """Sends a frame with the number of this question, or of one that many before it."""
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3)
+    time.sleep(0.01)
+    os.write(channel(), frame(NUMBERS[max(-1 - back, -len(NUMBERS))], 1.0, "", False))
+    return 0.0
+
+
+def later(seconds):
+    """Sends, when the next question is being answered, a frame with a number that is not its own."""
+    number = channel()
+    signal.signal(signal.SIGALRM, lambda *_: os.write(number, frame(7, 1.0, "", False)))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 class Never:
     def __str__(self):
         raise SystemExit("no line of an error")
@@ -144,6 +174,7 @@ DEEDS = {
     "hoard": lambda num: [bytearray(num), time.sleep(60)],
     "print": lambda text: print(text) or print(text, file=sys.stderr) or 1,
     "below": below,
+    "syscall": lambda number: LIBC.syscall(number, 0, 0, 0, 0, 0, 0),
     "fork_exec": fork_exec,
     "switch_off": switch_off,
     "say": say,
@@ -155,10 +186,13 @@ DEEDS = {
 }
 
 
-def answerer(machine=""):
+def answerer(machine="", sources=None, path=""):
+    """sources: expressions by name, where P is the path, compiled before the seal, which refuses `exec`."""
     if machine:
         platform.machine = lambda: machine
     for name in ("sqlite3", "socket", "gc", "_posixsubprocess", "subprocess", "pickle"):
         __import__(name)
+    for name, source in (sources or {}).items():
+        DEEDS[name] = eval(f"lambda: {source}", globals() | sys.modules | {"P": path})
     channel()
     return lambda deed: DEEDS[deed[0]](*deed[1:])

@@ -79,7 +79,7 @@ class Machines:
 
 RUN = [
     *("--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--steps", "100000"),
-    *("--eval-every", "10", "--eval-limit", "16", "--save-every", "3", "--report-every", "0"),
+    *("--eval-every", "10", "--eval-limit", "16", "--save-every", "3"),
 ]
 
 

@@ -15,7 +15,7 @@ import train
 from problems import audit, rewards
 from tasks import demo as sums
 
-ROOT = Path(tasks.__file__).parent
+ROOT = Path(tasks.__file__).parent.parent
 PRODUCTS = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 3, 9, 12)]
 IN_TEXT = (
     "def score(completions, answer, **_): return [float(right in text) for text, right in zip(completions, answer)]"

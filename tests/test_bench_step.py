@@ -35,7 +35,7 @@ NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl":
 def test_every_engine_does_the_work_and_times_every_phase(engine):
     with harness.model_directory("random:2m") as directory:
         steps = step.ENGINES[engine](step.parse([*TINY, "--engine", engine]), directory, 2)
-    assert [set(held) for held in steps] == [{*harness.PHASES, "cpu"}] * 2
+    assert [set(held) for held in steps] == [{*step.PHASES, "cpu"}] * 2
     assert all(seconds > 0 for held in steps for seconds in held.values())
 
 
@@ -58,24 +58,25 @@ def test_the_reward_differs_within_every_group():
 def test_medians_are_taken_over_all_processes():
     steps = [{"cpu": 9.0, "rollout": 1.0, "reward": 0.0, "update": seconds} for seconds in (1.0, 3.0, 8.0)]
     records = [{"steps": steps[:2], "peak_bytes": 5e6}, {"steps": steps[2:], "peak_bytes": 9e6}]
-    entry = harness.medians(records, 10)
+    entry = step.medians(records, 10)
     assert (entry["step_s"], entry["update_s"], entry["min_s"], entry["max_s"]) == (4.0, 3.0, 2.0, 9.0)
     assert (entry["tok_s"], entry["peak_mb"], entry["cpu_s"]) == (2.5, 9.0, 9.0)
 
 
 def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
-    args, ran = step.parse(["--rounds", "2"]), []
+    args, ran = step.parse(["--rounds", "2", "--engines", "ours", "trl"]), []
 
     class Done:
         returncode, stdout, stderr = 0, '{"steps": []}', "warning\nlast line"
 
-    monkeypatch.setattr(harness.subprocess, "run", lambda command, **_: ran.append(command) or Done)
-    harness.in_processes("bench.step", args, "DIR", ["batch", "share_prefix"], {"a": "python-a", "b": "python-b"})
-    assert [command[0] for command in ran] == ["python-a", "python-b", "python-b", "python-a"]
-    assert ran[0][1:] == "-m bench.step --engine a --model DIR --batch 4 --share-prefix auto".split()
+    monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or Done)
+    monkeypatch.setattr(step, "interpreter", lambda engine: f"python-{engine}")
+    step.in_processes(args, "DIR")
+    assert [command[0] for command in ran] == [f"python-{name}" for name in ("ours", "trl", "trl", "ours")]
+    assert ran[0][1:9] == "-m bench.step --engine ours --model DIR --batch 4".split()
     Done.returncode = 3
-    with pytest.raises(ValueError, match=r"a ended with exit status 3: \['last line'\]"):
-        harness.in_processes("bench.step", args, "DIR", [], {"a": "python-a"})
+    with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):
+        step.in_processes(args, "DIR")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def test_a_report_holds_every_figure_and_a_row_for_the_table(tmp_path, capsys):
     assert {"float16", "bfloat16"} == set(held["agreement_16_bits"])
     gaps = [held["agreement_16_bits"][name]["mismatch/logprob_abs_mean"] for name in ("float16", "bfloat16")]
     assert held["agreement"]["mismatch/logprob_abs_mean"] < gaps[0] < gaps[1] < 0.1  # by their digits
+    assert max(held["gradient_error"].values()) < 1e-4  # attention is the expression here, and MLX's is in float32
     assert "float32: " in row and "; float16: " in row and "; bfloat16: " in row
     assert len(row.split(" | ")[-1].split(", ")) == 5
     for name, seconds in held["predicted"].items():

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import cpu_blas
@@ -161,6 +162,12 @@ def test_a_cache_directory_that_cannot_be_written_is_no_crash(tmp_path):
     (tmp_path / "file").write_text("")
     done = run(CHECK, LD_LIBRARY_PATH=search, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert description_and_error(done)[0] == SLOW and done.stderr.count("\n") == 1
+
+
+def test_a_user_without_a_home_directory_has_a_cache_too(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where nobody knows the home
+    assert cpu_blas.cache_directory() == Path(tempfile.gettempdir()) / "gwen"
 
 
 @on_linux

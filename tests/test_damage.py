@@ -18,11 +18,13 @@ import tempfile
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
+import gpu
 import pytest
 
 import config
 import gwen
 import lora
+import report
 import train
 from disk import adapters, checkpoint, hub
 from disk.run_files import START
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 RUN = [
     *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--eval-every", "1", "--eval-limit"),
-    *("4", "--report-every", "0", "--save-every", "1", "--steps", f"{STEPS}", "--lr-schedule", "constant"),
+    *("4", "--save-every", "1", "--steps", f"{STEPS}"),
     *("--lora-rank", "2", "--lora-targets", "o_proj"),
 ]
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
@@ -233,10 +235,10 @@ def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, mon
         state = run.state()
         states.append([state.step, state.extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
 
+    monkeypatch.setattr(gpu, "environment", lambda _: {})  # it asks git
     monkeypatch.setattr(train, "Run", make)
     monkeypatch.setattr(train, "train", look)
     counts = survey(whole, range(300), states)
-    print(counts)
     assert min(counts.values()) > 10, counts
 
 
@@ -342,6 +344,27 @@ def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
     with pytest.raises(SystemExit):
         train.main([*RUN, "--allow-changes"])
     assert "--allow-changes is for a run that goes on; name it with --resume" in capsys.readouterr().err
+
+
+def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tmp_path):
+    counts = {0: 0, 2: 0}
+    for number in range(40):
+        run, out = shutil.copytree(whole, tmp_path / "run", symlinks=True), tmp_path / "out"
+        what = damage(run, number)
+        for command, flags in ((report.main, [run]), (lora.main, ["--export", "peft", "--run", run, "--out", out])):
+            said, status = io.StringIO(), 0
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                try:
+                    command(list(map(str, flags)))
+                except SystemExit as error:
+                    status = error.code
+                except Exception as error:
+                    raise AssertionError(f"after {what}") from error
+            assert len(said.getvalue().splitlines()) == bool(status), what
+            counts[status] += 1
+        shutil.rmtree(run)
+        shutil.rmtree(out, ignore_errors=True)
+    assert min(counts.values()) > 10, counts
 
 
 def main(count, first):

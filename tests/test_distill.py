@@ -17,7 +17,6 @@ import config
 import gwen
 import lora
 import preflight
-import tasks
 import train
 import update
 from disk import checkpoint, hub
@@ -407,7 +406,7 @@ def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_pat
             messages = [message for message in messages if message["role"] != "system"]
         return chat_ids(tokenizer, messages, **how)
 
-    monkeypatch.setattr(tasks, "chat_ids", without_system)
+    monkeypatch.setattr(chat_template, "chat_ids", without_system)
     with pytest.raises(ValueError, match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out"):
         make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
 

@@ -270,8 +270,9 @@ def runs(tmp_path_factory):
     own += f" --eval-rubric {root}/witness.yaml"
     train.main([*SMALL, *own.split(), "--run-dir", str(root / "own")])
     # at 1 the demo says two words to everything that is no sum, and its scores of them are unreadable
-    hot = "--task values --temp 3 --judge-min-mass 0.001"
-    train.main([*SMALL, *hot.split(), "--run-dir", str(root / "values")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rubrics, "MIN_MASS", 0.001)
+        train.main([*SMALL, "--task", "values", "--temp", "3", "--run-dir", str(root / "values")])
     train.main([*SMALL, "--steps", "1", "--run-dir", str(root / "demo")])
     train.main(["--resume", str(root / "demo"), "--steps", "2"])
     return root

@@ -1,4 +1,4 @@
-"""Examples: the loaders against hostile files, the hub, and the order of prompts."""
+"""Examples: what is read from files and the hub, what is refused, and the order of prompts. See also test_fuzz.py."""
 
 import json
 import sys
@@ -13,11 +13,6 @@ from hypothesis import strategies as st
 
 from problems import examples
 from problems.examples import prompt_text
-
-fuzz = settings(
-    max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
 
 # ---- data files
 
@@ -198,18 +193,6 @@ def test_a_hub_dataset_is_named_with_configuration_and_split(monkeypatch):
     ]
 
 
-def loads_or_says_why(path: Path, content: bytes, columns: str | None = None) -> None:
-    """Loading gives examples of equal keys with a good prompt, or one line of our own."""
-    path.write_bytes(content)
-    try:
-        loaded = examples.load_data(str(path), columns)
-    except ValueError as error:
-        assert type(error) is ValueError and "\n" not in str(error) and path.name in str(error), repr(error)
-        return
-    assert loaded and all(list(example) == list(loaded[0]) for example in loaded)
-    assert all(prompt_text(example["prompt"]).strip() for example in loaded)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -226,54 +209,21 @@ RECORD = st.fixed_dictionaries({"prompt": st.text(max_size=8) | MESSAGES | JSON}
 
 
 @pytest.mark.slow
-@fuzz
-@given(st.binary(max_size=80), st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
-def test_random_bytes_are_data_or_one_line(tmp_path, content, ending):
-    loads_or_says_why(tmp_path / f"fuzz{ending}", content)
-
-
-@pytest.mark.slow
-@fuzz
+@settings(
+    max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(RECORD, max_size=4), st.booleans())
-def test_random_json_lines_are_data_or_one_line(tmp_path, records, escape):
+def test_random_json_lines_are_data_of_equal_columns_with_prompts_or_one_line(tmp_path, records, escape):
+    path = tmp_path / "fuzz.jsonl"
     text = "\n".join(json.dumps(record, ensure_ascii=escape) for record in records)
-    loads_or_says_why(tmp_path / "fuzz.jsonl", text.encode("utf-8", "surrogatepass"))
-
-
-@pytest.mark.slow
-@fuzz
-@given(st.lists(RECORD, max_size=4), st.sampled_from([None, "prompt=content", "answer=prompt,prompt=answer"]))
-def test_a_random_json_list_is_data_or_one_line(tmp_path, records, columns):
-    path = tmp_path / "fuzz.json"
-    path.write_text(json.dumps(records))
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        examples.load_data(str(path), columns)
+        loaded = examples.load_data(str(path))
     except ValueError as error:
-        assert type(error) is ValueError and "\n" not in str(error), repr(error)
-
-
-@pytest.mark.slow
-@fuzz
-@given(st.text(alphabet='prompt,"\n\r;\ta\x00', max_size=40) | st.text(max_size=40))
-def test_random_csv_is_data_or_one_line(tmp_path, text):
-    loads_or_says_why(tmp_path / "fuzz.csv", ("prompt,answer\n" + text).encode("utf-8", "surrogatepass"))
-
-
-@pytest.mark.slow
-@fuzz
-@given(st.data())
-def test_a_damaged_parquet_file_is_data_or_one_line(tmp_path, data):
-    import pyarrow
-    import pyarrow.parquet
-
-    path = tmp_path / "fuzz.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": [1, None]}), path, use_dictionary=False)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    loads_or_says_why(
-        path, bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
-    )
+        assert type(error) is ValueError and "\n" not in str(error) and path.name in str(error), repr(error)
+        return
+    assert loaded and all(list(example) == list(loaded[0]) for example in loaded)
+    assert all(prompt_text(example["prompt"]).strip() for example in loaded)
 
 
 # ---- which examples, and in which order

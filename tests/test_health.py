@@ -32,6 +32,12 @@ def names(steps, evals=()):
     return [finding.name for finding in health.examine(list(steps), list(evals))]
 
 
+def changed_last(steps, key, value):
+    """Steps whose last three have another figure too."""
+    return steps[:-3] + [step | {key: value} for step in steps[-3:]]
+
+
+PACE = [10.0, 11, 9, 10, 12, 10]
 RISING = [0.3 + 0.01 * step + 0.02 * (step % 2) for step in range(20)]
 SCORES = [
     {"step": step, "eval/score": score, "eval/score_ci95": 0.1, "eval/witness": witness, "eval/witness_ci95": 0.1}
@@ -74,6 +80,18 @@ ILL_AND_WELL = {
             (steps_of("completion/truncated_frac", then=(0.6, 0.5)),),
         ),
     ],
+    "slow": [
+        ((steps_of("step/s", *PACE, 31, 40, 33),), (steps_of("step/s", *PACE, 31, 12, 33),)),
+        ((steps_of("step/s", *PACE, 31, 40, 33),), (steps_of("step/s", *PACE, 29, 29, 29),)),
+        (
+            (steps_of("step/s", *PACE, 31, 40, 33),),
+            (changed_last(steps_of("step/s", *PACE, 31, 40, 33), "completion/mean_tokens", 40.0),),  # longer
+        ),
+        (
+            (steps_of("step/s", *PACE, 31, 40, 33),),
+            (changed_last(steps_of("step/s", *PACE, 31, 40, 33), "sampling/draws", 4),),  # more of them
+        ),
+    ],
     "mismatch": [
         (
             (steps_of("mismatch/over_cap_frac", then=(0.011,)),),
@@ -94,7 +112,7 @@ ILL_AND_WELL = {
 
 
 def test_every_illness_is_tested():
-    assert [illness.name for illness in health.ILLNESSES] == list(ILL_AND_WELL)
+    assert [name for name, *_ in health.ILLNESSES] == list(ILL_AND_WELL)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +145,7 @@ def lines(path):
 def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--lr-schedule", "constant"]
+    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--warmup-steps", "99"]
     train.main([*flags, "--steps", "8", "--run-dir", str(whole)])
     shown = capsys.readouterr()
     (warned,) = lines(whole / "warnings.jsonl")

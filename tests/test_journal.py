@@ -111,5 +111,4 @@ def test_of_a_step_so_many_tokens_are_recorded_in_whole_completions():
 
 
 def test_what_is_recorded_for_shading_takes_at_most_2_mb_in_100_steps():
-    tokens = Config.of().record_tokens
-    assert 100 * 2 * len(journal.packed(np.zeros(tokens))) <= 2e6
+    assert 100 * 2 * len(journal.packed(np.zeros(journal.RECORDED_TOKENS))) <= 2e6

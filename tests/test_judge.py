@@ -23,9 +23,9 @@ import judge
 import lora
 import sampler
 from bench import judging
-from config import JudgeSettings
+from config import JudgeSettings, checked
 from demo import make
-from judging import prompt_tree, rubrics
+from judging import prompt_tree, remote_judge, rubrics
 from machine import gpu
 from tasks import demo as sums
 
@@ -55,7 +55,13 @@ def evaluate(grader, pairs):
 
 
 def settings_of(**settings):
-    return JudgeSettings(**{f"judge_{name}": value for name, value in settings.items()})
+    return checked({f"judge_{name}": value for name, value in settings.items()}).judge
+
+
+@pytest.fixture
+def any_mass(monkeypatch):
+    """Every score is readable, however little of the judge's mass lies on the digits."""
+    monkeypatch.setattr(rubrics, "MIN_MASS", 1e-9)
 
 
 def some_answers(num, seed=3):
@@ -127,11 +133,11 @@ def test_scores_of_a_tree_are_those_of_each_prompt_alone(checkpoints, tokenizer,
             assert judged.mass[row, column] == pytest.approx(expected_score(alone(model, ids), digits)[1], rel=1e-3)
 
 
-def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(demo):
+def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(demo, any_mass):
     model, tokenizer = demo
     prompts, completions = groups_of_answers(3, 4)
     for rubric in (RUBRIC, UNEVEN):
-        grader = judge.Judge(model, tokenizer, rubric, min_mass=1e-9)
+        grader = judge.Judge(model, tokenizer, rubric)
         judged = evaluate(grader, list(dict.fromkeys(zip(prompts, completions, strict=True))))
         digits = [tokenizer.convert_tokens_to_ids(str(s)) for s in range(1, 6)]
         for row, pair in enumerate(dict.fromkeys(zip(prompts, completions, strict=True))):
@@ -226,12 +232,13 @@ def test_a_judge_that_does_not_answer_with_digits_gives_nan_and_not_neutral_and_
     assert "3 of 3 evaluations" in capsys.readouterr().err
 
 
-def test_a_score_needs_the_mass_that_is_asked_for(demo):
+def test_a_score_needs_the_mass_that_is_asked_for(demo, monkeypatch):
     prompts, completions, _ = some_answers(20)
     pairs = list(zip(prompts, completions, strict=True))
     mass = evaluate(judge.Judge(*demo, RUBRIC), pairs).mass
     middle = float(np.median(mass))
-    found = evaluate(judge.Judge(*demo, RUBRIC, min_mass=middle), pairs)
+    monkeypatch.setattr(rubrics, "MIN_MASS", middle)
+    found = evaluate(judge.Judge(*demo, RUBRIC), pairs)
     np.testing.assert_array_equal(np.isnan(found.scores), mass < middle)
 
 
@@ -241,12 +248,12 @@ def test_logits_that_overflowed_are_unreadable(demo):
     assert np.isnan(judge.Judge(model, tokenizer, RUBRIC).score(["Add one and two."], ["Three."]).scores).all()
 
 
-def test_a_judge_of_another_family_and_vocabulary_works(tmp_path, tokenizer):
+def test_a_judge_of_another_family_and_vocabulary_works(tmp_path, any_mass, tokenizer):
     config = QWEN2 | {"max_position_embeddings": 2048}
     directory = write_checkpoint(tmp_path / "other", config)
     tokenizer.save_pretrained(str(directory))
     other = gwen.load(str(directory))
-    grader = judge.make(JudgeSettings(judge_min_mass=1e-9), RUBRIC, lambda: other)
+    grader = judge.make(JudgeSettings(), RUBRIC, lambda: other)
     judged = grader.score(["Add one and two."] * 2, ["Three.", "Four."])
     assert judged.unparsed == 0 and len(np.unique(judged.scores)) > 1
 
@@ -301,8 +308,10 @@ def test_each_prompt_and_each_completion_is_tokenized_once(demo, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_and_no_other(demo, mode, capsys):
-    grader = judge.Judge(*demo, UNEVEN, mode=mode, min_mass=1e-9)
+def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_and_no_other(
+    demo, any_mass, mode, capsys
+):
+    grader = judge.Judge(*demo, UNEVEN, mode=mode)
     prompt, room = "Add one and two.", rubrics.REPLY_TOKENS if mode == "decode" else 0
     shortest = 1024 - room - max(map(len, grader.prompts(prompt, "")))  # words of the longest answer that fits
     completions = ["Three.", *(" one" * num for num in range(shortest - 1, shortest + 25, 3)), " one" * 2000]
@@ -365,7 +374,6 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
         judge.Judge(model, tokenizer, RUBRIC),
         judge.Judge(model, tokenizer, RUBRIC, mode="decode"),
         judge.Judge(model, tokenizer, RUBRIC, mode="decode", think=5),
-        judge.Judge(model, tokenizer, RUBRIC, min_mass=0.6),
         judge.Judge(model, tokenizer, UNEVEN),
         judge.Judge(model, tokenizer, RUBRIC._replace(preamble="Grade.")),
         judge.Judge(gwen.load("demo", mx.float16)[0], tokenizer, RUBRIC),
@@ -454,13 +462,13 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(demo, monkeypatch):
         judge.Judge(*demo, RUBRIC).score(["Add one and two."], ["Three."])
 
 
-def test_memory_is_that_of_a_chunk_and_not_of_all_evaluations():
+def test_memory_is_that_of_a_chunk_and_not_of_all_evaluations(any_mass):
     model, tokenizer = gwen.load("random:2m")
     peaks = []
     for num_prompts in (2, 8):  # 48 and 192 evaluations
         prompts = [" one" * (50 + place // 8) for place in range(num_prompts * 8)]
         completions = [" two" * 60 + f" {place}" for place in range(num_prompts * 8)]
-        grader = judge.Judge(model, tokenizer, RUBRIC, 24, min_mass=1e-9)
+        grader = judge.Judge(model, tokenizer, RUBRIC, 24)
         grader.identity()
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -573,9 +581,10 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
     assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
-def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_score(no_proxy):
+def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_score(no_proxy, monkeypatch):
+    monkeypatch.setattr(remote_judge, "MOST_REQUESTS", 1)
     server = Server(lambda number, _: (200, completion("4", [("4", -0.01)]) if number else completion(""), {}))
-    judged = remote(server.url, concurrency=1).score(["Add one and two."], ["Three."])
+    judged = remote(server.url).score(["Add one and two."], ["Three."])
     server.close()
     np.testing.assert_array_equal(judged.scores, [[np.nan, 4, 4]])
 
@@ -619,9 +628,10 @@ def test_a_judge_that_could_read_no_prompt_at_all_is_refused_before_it_is_asked(
 
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
+    monkeypatch.setattr(remote_judge, "RETRIES", 0)
     server = Server(lambda *_: (403, "no", {}))
     with pytest.raises(ValueError) as error:
-        remote(server.url, retries=0).score(["Add one and two."], ["Three."])
+        remote(server.url).score(["Add one and two."], ["Three."])
     server.close()
     assert server.requests[0][1]["Authorization"] == "Bearer sesame"
     assert "sesame" not in str(error.value) + capsys.readouterr().err
@@ -662,7 +672,7 @@ def mlx_lm_server(tmp_path_factory):
 @pytest.mark.parametrize("mode", MODES)
 def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_server, no_proxy, mode):
     prompts, completions, _ = some_answers(12, seed=5)
-    options = settings_of(url=mlx_lm_server, model="default_model", mode=mode, concurrency=4)
+    options = settings_of(url=mlx_lm_server, model="default_model", mode=mode)
     theirs = judge.make(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(prompts, completions)
     ours = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     # text of a hostile answer reaches a server with a space more, and ours as it is
@@ -680,14 +690,9 @@ def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_serve
         ({"mode": "guess"}, "--judge-mode is 'guess'; it must be one of logits, decode"),
         ({"think": 5}, "--judge-think 5 needs --judge-mode decode"),
         ({"think": -1, "mode": "decode"}, "--judge-think is -1; it must be at least 0"),
-        ({"min_mass": 0.0}, "--judge-min-mass is 0.0"),
-        ({"min_mass": math.nan}, "--judge-min-mass is nan"),
         ({"chunk_size": 0}, "--judge-chunk-size is 0; it must be at least 1"),
         ({"url": "http://host/v1"}, "name one with --judge-model"),
         ({"url": "host", "model": "m"}, "--judge-url 'host': it must be like http"),
-        ({"timeout": 0.0}, "--judge-timeout is 0.0"),
-        ({"concurrency": 0}, "--judge-concurrency is 0"),
-        ({"retries": -1}, "--judge-retries is -1"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_a_model_is_loaded(options, said):

@@ -17,7 +17,7 @@ import preflight
 import sampler
 import update
 from bench import launches, ledger
-from config import Config, resolve
+from config import Config, Sizes, resolve
 from layers import attention
 from step import micro_batch, policy
 
@@ -87,19 +87,19 @@ def test_a_gradient_of_ones_own_is_in_the_trace_and_its_forward_pass_only_once()
 
 def test_gradients_pulled_through_by_hand_are_those_of_mlx():
     config = settings("random:2m", batch=2, groups=2, max_tokens=6, lora_rank=4)
-    config.optimizer.checkpoint_layers = "2"
     model = gwen.random_model("random:2m")
     lora.apply(model, 4, 2.0)
     for _, layer in lora.layers(model):
         layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.1
-    learner, prompts = update.Learner(model, config), [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    learner = update.Learner(model, config, policy.Reader(config, Sizes(4, "auto", 64, 2)))
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
     rollout = sampler.rollout(model, prompts, sampler.SamplingParams(6), group_size=2, key=1)
     rows = [prompt for prompt in prompts for _ in range(2)]
     (batch,) = micro_batch.micro_batches(rows, rollout, 64, "off")
-    targets = policy.Targets(mx.array([1.0, -1.0, 0.5, -0.5]), None, rollout.mask, 4, 24, 24)
+    targets = policy.Targets(4, 24, advantages=mx.array([1.0, -1.0, 0.5, -0.5]))
 
     def gradients() -> dict[str, mx.array]:
-        return dict(tree_flatten(update.share_and_gradient(learner, batch, policy.PolicyLoss(config, targets))[1]))
+        return dict(tree_flatten(update.share_and_gradient(learner, batch, targets)[1]))
 
     expected = gradients()
     mx.eval(expected)
@@ -214,17 +214,18 @@ def test_a_decode_step_of_a_long_prompt_reads_it_by_groups(length, names):
 def test_the_ledger_of_qwen3_06b_holds():
     """
     B=8 G=8 P=128 T=256, float16, rank 16. Bytes of an update's micro-batch were 68.3 GB with float32 adapters, those of
-    a judge's chunk 45.3 GB with float32 scores.
+    a judge's chunk 45.3 GB with float32 scores. Those of the gradient of attention count since it is our own: 9.7 GB
+    with float32 scores of the columns that a block sees; MLX's moves at least 5.9 GB of 16-bit ones.
 
     These bounds are for lowering: a change that raises one makes a Mac slower, or says why it does not.
     """
     phases = ledger.make(work_of("random:0.6b", prompt_tokens=128, batch=8, groups=8, max_tokens=256, **BUDGET))
     held = {phase.name: phase for phase in phases}
-    most_launches = {"prefill": 510, "decode": 540, "judge": 950, "forward": 935, "backward": 2300, "optimizer": 4050}
+    most_launches = {"prefill": 510, "decode": 540, "judge": 950, "forward": 935, "backward": 2750, "optimizer": 4050}
     assert {name: sum(held[name].kinds.values()) <= most for name, most in most_launches.items()} == dict.fromkeys(
         most_launches, True
     )
-    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 11.5, "forward": 11.9, "backward": 14.0, "optimizer": 5.3}
+    most_ratios = {"prefill": 4.6, "decode": 1.15, "judge": 11.5, "forward": 11.9, "backward": 20.6, "optimizer": 5.3}
     ratios = {name: held[name].num_bytes / held[name].least_bytes for name in most_ratios}
     assert all(1 <= ratios[name] <= most for name, most in most_ratios.items()), ratios
     assert held["forward"].num_bytes + held["backward"].num_bytes < 0.85 * 68.3e9
@@ -235,8 +236,8 @@ def test_a_micro_batch_with_a_shared_prompt_moves_little_more_than_one_without()
     """B=8 G=8 P=512 T=256: 129 GB with float32 scores. The plain one has fewer positions, 1,534 for 2,042."""
     moved = {}
     for sharing in ("on", "off"):
-        flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
-        work = work_of("random:0.6b", prompt_tokens=512, **flags)
+        flags = {"batch": 8, "groups": 8, "max_tokens": 256, **BUDGET}
+        work = work_of("random:0.6b", prompt_tokens=512, **flags)._replace(sharing=sharing)
         phase = ledger.phase_of(work, "gradient", ledger.gradient, 1, 1.0)
         with launches.as_on_a_gpu():
             moved[sharing] = phase.num_bytes / ledger.step_of(work)[0][0].num_positions
@@ -251,18 +252,17 @@ SHAPES = {  # hidden, mlp, heads, kv heads, head dim, vocabulary
 
 
 @pytest.mark.parametrize("layers_again", ["off", "on"])
-@pytest.mark.parametrize(("sharing", "prompt"), [("off", 128), ("on", 512)])
+@pytest.mark.parametrize("prompt", [128, 512])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "Qwen3-0.6B")) for n in SHAPES])
-def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, sharing, prompt, layers_again):
+def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(name, prompt, layers_again):
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
-    flags = {"batch": 8, "groups": 8, "max_tokens": 256, "train_share_prefix": sharing, **BUDGET}
+    flags = {"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": layers_again, **BUDGET}
     work = work_of("random:0.6b", prompt_tokens=prompt, **flags)
-    work.config.optimizer.checkpoint_layers = layers_again
     shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
     shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))
     with launches.as_on_a_gpu():
-        need = preflight.estimate(work.model, work.dtype, work.config, [prompt] * 8, work.config.num_checkpointed(3))
+        need = preflight.estimate(preflight.Demand(work.model, work.dtype, work.config, [prompt] * 8), work.sizes)
         function, inputs = ledger.gradient(work, 3)
         traced = launches.peak_bytes(launches.trace(function, *inputs))
     assert 0.95 * traced < need.activations + max(need.working, need.logprobs) < 1.6 * traced

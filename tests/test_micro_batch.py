@@ -172,17 +172,6 @@ def test_prompts_are_not_shared_unasked_on_a_gpu(monkeypatch):
     assert micro_batch.plan(rows, lengths, 10**6, "on")[0]
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_on_a_gpu_shared_prompts_of_a_micro_batch_have_one_length(on_gpu, monkeypatch):
-    """Where some are padded attention takes a mask, for which MLX has no kernel with a gradient."""
-    monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
-    rows = [[place] * length for place, length in enumerate((5, 9, 5, 2)) for _ in range(2)]
-    _, cut = micro_batch.plan(rows, np.full(8, 3), 10**6, "on")
-    lengths = [{len(rows[row]) for row in part} for part, _ in cut]
-    assert sorted(map(sorted, lengths)) == ([[2], [5], [9]] if on_gpu else [[2, 5, 9]])
-    assert sorted(row for part, _ in cut for row in part) == list(range(8))
-
-
 def test_a_step_without_a_counted_token_has_no_micro_batch():
     assert micro_batch.micro_batches(ROWS, rollout_of(np.zeros(12, int)), 100, "auto") == []
 

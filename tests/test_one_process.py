@@ -27,8 +27,8 @@ from disk import run_files
 
 ROOT = Path(__file__).parent.parent
 RUN = [
-    *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "4", "--eval-every", "0", "--report-every"),
-    *("0", "--save-every", "1", "--lr-schedule", "constant", "--reward-weights", "rubric=0"),
+    *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "4", "--eval-every", "0"),
+    *("--save-every", "1", "--reward-weights", "rubric=0"),
 ]
 BUSY = r"error: {} is being trained by (process \d+|another process); wait for it, or stop it"
 TAKEN = r"error: --run-dir {} exists; give another, or --resume it"
@@ -48,7 +48,10 @@ def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
     assert contents(tmp_path) == {tmp_path / "lock": b""}
 
 
-HOLDER = "import sys, pathlib, run_files; run_files.own(pathlib.Path(sys.argv[1])); print('held', flush=True); {}"
+HOLDER = (
+    "import sys, pathlib; from disk import run_files; "
+    "run_files.own(pathlib.Path(sys.argv[1])); print('held', flush=True); {}"
+)
 
 
 @pytest.mark.parametrize(

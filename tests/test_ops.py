@@ -268,22 +268,22 @@ def test_scores_beyond_the_range_of_float16_are_finite():
     assert out.dtype == mx.float16 and mx.array_equal(out, mx.ones_like(out))
 
 
-@pytest.mark.parametrize(("length", "is_fused"), [(1, False), (8, False), (9, True)])
-def test_a_causal_attention_of_few_queries_takes_no_kernel_that_has_no_gradient(length, is_fused, monkeypatch):
+@pytest.mark.parametrize("length", [1, 8, 9])
+def test_attention_on_a_gpu_takes_mlxs_kernel_and_never_its_gradient(length, monkeypatch):
+    """MLX's kernel for at most 8 queries has none, and the other's rounds scores to 16 bits."""
     called = []
 
     def fused(queries, keys, values, scale, mask):
         called.append(mask)
-        return attention.attention_ref(queries, keys, values, mask)
+        return mx.stop_gradient(attention.attention_ref(queries, keys, values, mask))
 
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu.Op, "runs", lambda *_: False)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
-    queries, keys = mx.random.normal((2, 4, length, 64)), mx.random.normal((2, 2, length, 64))
+    queries, keys = normal(2, 4, length, 64), normal(2, 2, length, 64)
     gradient = mx.grad(lambda x: attention.attention(x, keys, keys, "causal").square().sum())(queries)
     expected = mx.grad(lambda x: attention.attention_ref(x, keys, keys, "causal").square().sum())(queries)
-    assert bool(called) == is_fused and mx.allclose(gradient, expected)
-    attention.attention(queries[:, :, -1:], keys, keys, None)
-    assert called[-1] is None  # a decode step, which has no gradient
+    assert called == ["causal"] and mx.allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
 # ---- attention in a tree

@@ -46,7 +46,7 @@ def one_step(model, config, sizes, prompts):
     mx.eval(learner.trainable, learner.optimizer.state)  # as after the first step
     sampling = config.sampling
     params = sampler.SamplingParams(sampling.max_tokens)
-    how = {"group_size": sampling.groups, "batch_size": sizes.rollout_batch_size, "share_prefix": sampling.sharing}
+    how = {"group_size": sampling.groups, "batch_size": sizes.rollout_batch_size, "share_prefix": sizes.sharing}
     rollout = sampler.rollout(model, prompts, params, key=0, **how)
     rewards = np.arange(sampling.batch * sampling.groups).reshape(sampling.batch, -1) % 3.0
     rows = [prompt for prompt in prompts for _ in range(sampling.groups)]

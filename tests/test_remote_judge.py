@@ -83,9 +83,9 @@ def serve(monkeypatch):
 def make(server, **settings):
     """A client of a server; settings are those of the judge, key or first_pause."""
     given = {name: settings.pop(name) for name in ("key", "first_pause") if name in settings}
-    named = {f"judge_{name}": value for name, value in ({"timeout": 5.0} | settings).items()}
-    settings = JudgeSettings(judge_url=server.url, judge_model="tiny", **named)
-    return remote_judge.Endpoint(settings, **{"first_pause": 0.01} | given)
+    client = remote_judge.Endpoint(JudgeSettings(url=server.url, model="tiny"), **{"first_pause": 0.01} | given)
+    vars(client).update({"timeout": 5.0} | settings)
+    return client
 
 
 def ask(client, conversations=(HELLO,), **settings):
@@ -243,11 +243,12 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     program = f"""
 import config
 from judging import remote_judge
-settings = config.JudgeSettings(judge_url={server.url!r}, judge_model="tiny")
+settings = config.JudgeSettings(url={server.url!r}, model="tiny")
 remote_judge.Endpoint(settings).chat([[]] * 9, print, max_tokens=1)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
+        assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     try:
@@ -288,9 +289,9 @@ RUBRIC = {"criteria": [{"name": "kind", "weight": 1.0, "text": "Is it kind?"}]}
 
 
 def grader_of(server, mode="logits", **settings):
-    named = {f"judge_{name}": value for name, value in settings.items()}
-    settings = JudgeSettings(judge_url=server.url, judge_model="tiny", judge_mode=mode, judge_concurrency=1, **named)
-    return remote_judge.RemoteJudge(settings, RUBRIC, KEY)
+    grader = remote_judge.RemoteJudge(JudgeSettings(url=server.url, model="tiny", mode=mode), RUBRIC, KEY)
+    vars(grader.server).update({"concurrency": 1} | settings)
+    return grader
 
 
 def with_logprob(logprob):
@@ -394,11 +395,11 @@ def test_an_empty_message_is_an_empty_reply(serve):
 )
 def test_a_url_that_is_none_is_refused_without_showing_what_is_secret(url, said):
     with pytest.raises(ValueError, match=said) as error:
-        remote_judge.Endpoint(JudgeSettings(judge_url=url, judge_model="tiny"))
+        remote_judge.Endpoint(JudgeSettings(url=url, model="tiny"))
     assert "me:secret" not in str(error.value)
 
 
 def test_a_key_that_would_break_the_header_is_refused_without_showing_it():
     with pytest.raises(ValueError, match="JUDGE_API_KEY") as error:
-        remote_judge.Endpoint(JudgeSettings(judge_url="http://host/v1", judge_model="tiny"), key="secret\nX-Other: 1")
+        remote_judge.Endpoint(JudgeSettings(url="http://host/v1", model="tiny"), key="secret\nX-Other: 1")
     assert "secret" not in str(error.value)

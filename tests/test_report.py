@@ -375,10 +375,11 @@ def test_a_mistake_is_told_in_one_line(argv, said, capsys):
 
 
 def test_a_broken_record_is_named_by_file_and_line(run, capsys):
-    (run / "eval.jsonl").write_text("{}\nnot JSON\n")
-    with pytest.raises(SystemExit):
-        report.main([str(run)])
-    assert f"error: {run / 'eval.jsonl'}, line 2" in capsys.readouterr().err
+    for line in ("not JSON", "[]", "{}"):
+        (run / "eval.jsonl").write_text('{"step": 0}\n' + line + "\n")
+        with pytest.raises(SystemExit):
+            report.main([str(run)])
+        assert f"error: {run / 'eval.jsonl'}, line 2" in capsys.readouterr().err
 
 
 # ---- in a browser

@@ -21,8 +21,6 @@ import gwen
 import report
 import train
 import update
-from bench import harness
-from bench import sft as bench_sft
 from config import Config, Sizes, given, parse
 from disk import checkpoint, hub, run_files
 from docs import reference
@@ -355,12 +353,3 @@ def test_a_run_is_evaluated_on_the_problems_of_its_task(finished, capsys):
     evaluate.main(["--run", str(finished), "--limit", "4", "--max-tokens", "12"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 4 and "eval/accuracy" in record
-
-
-@pytest.mark.slow
-def test_both_engines_of_the_benchmark_take_every_step():
-    with harness.model_directory("random:2m") as directory:
-        args = SimpleNamespace(batch=2, tokens=9, lora_rank=4, warmup=1, runs=2)
-        for engine in (bench_sft.run_ours, bench_sft.run_mlx_lm):
-            steps = engine(args, directory, 3)
-            assert [set(step) for step in steps] == [{"cpu", "update"}] * 3

@@ -22,7 +22,7 @@ from problems.rewards import extract_answer, math_correct, numbers_in, read_numb
 from tasks import demo as sums
 from tasks import gsm8k
 
-ROOT = Path(tasks.__file__).parent
+ROOT = Path(tasks.__file__).parent.parent
 fuzz = settings(max_examples=500, deadline=None, derandomize=True)
 
 

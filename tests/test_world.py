@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from machines import LIMIT, Machines
-from small_run import SMALL, gradient_of_update, make_run, sample
+from small_run import SMALL, gradient_of_update, make_run, sample, take_step
 
 import grpo
 import train
@@ -60,7 +60,7 @@ def test_what_is_shared_arrives_as_it_was():
 
 VARIANTS = {
     "plain": [],
-    "kl, top entropy, bnpo": ["--beta", "0.1", "--top-entropy-quantile", "0.4", "--loss-type", "bnpo"],
+    "kl, top entropy, grpo": ["--beta", "0.1", "--top-entropy-quantile", "0.4", "--loss-type", "grpo"],
     "all weights": ["--lora-rank", "0"],
 }
 
@@ -86,7 +86,7 @@ def steps_of(run):
     advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part
-        update.update(run.learner, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, 0.004)
+        take_step(run, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, 0.004)
     return run.learner
 
 
@@ -134,14 +134,14 @@ def lines(path):
 
 
 EVERYTHING = [
-    *("--dynamic-sampling", "--beta", "0.02", "--top-entropy-quantile", "0.8", "--loss-type", "bnpo"),
+    *("--dynamic-sampling", "--beta", "0.02", "--top-entropy-quantile", "0.8", "--loss-type", "grpo"),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
 ]
 
 
 @slow
 def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_prints(tmp_path):
-    flags = [*SMALL, *EVERYTHING, "--record-tokens", "0"]
+    flags = [*SMALL, *EVERYTHING]
     train.main([*flags, "--run-dir", str(tmp_path / "one")])
     with Machines(3, tmp_path, "train.py", *flags, "--run-dir", tmp_path / "three") as machines:
         (first, *others) = machines.wait()
@@ -167,7 +167,7 @@ def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_print
 
 # ---- how they end
 
-LONG = [*SMALL, "--steps", "500", "--eval-every", "0", "--report-every", "0"]
+LONG = [*SMALL, "--steps", "500", "--eval-every", "0"]
 
 
 def resumed(directory, steps):

@@ -1,0 +1,176 @@
+"""The gradient of attention: against float64 in a model whose keys have large biases, by blocks, and what it holds."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import QWEN3, normal, relative_error
+from mlx.utils import tree_flatten
+
+import gwen
+import lora
+from bench import launches
+from disk import hub
+from layers import attention, lm_head
+
+QWEN2 = {
+    **QWEN3,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_bias": True,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+TOKENS = mx.array(np.random.default_rng(1).integers(0, 320, (2, 64)))
+LOSS_SCALE = 64  # as a trainer in float16 has one
+
+
+def biased_model(key_bias: float) -> gwen.Model:
+    """A Qwen2 in float32 with adapters, and keys whose bias has this size in every dimension."""
+    model, rng = gwen.Model(hub.make_config(QWEN2)), np.random.default_rng(0)
+    weights = {}
+    for name, array in sorted(tree_flatten(model.parameters())):
+        scale = 0.0 if array.ndim == 1 else 1.0 if "embed" in name else array.shape[-1] ** -0.5
+        weights[name] = rng.normal(0, scale, array.shape) + ("norm" in name)
+        if name.endswith("qkv_proj.bias"):
+            weights[name][4 * 64 : 6 * 64] = rng.normal(0, key_bias, 2 * 64)
+    model.load_weights([(name, mx.array(array.astype(np.float32))) for name, array in weights.items()])
+    lora.apply(model, 8, 2.0)
+    for _, layer in lora.layers(model):
+        layer.lora_b = mx.array(rng.normal(0, 0.01, layer.lora_b.shape).astype(np.float32))
+    return model
+
+
+def by_kv_head(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return x.reshape(*keys.shape[:2], -1, keys.shape[-1])
+
+
+def causal_scores(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Of float64 queries by kv head, (N, K, H / K * L, S), scaled."""
+    scores = queries @ keys.swapaxes(-1, -2) / math.sqrt(keys.shape[-1])
+    seen = np.tile(np.tri(keys.shape[2], dtype=bool), (queries.shape[2] // keys.shape[2], 1))
+    return np.where(seen, scores, -np.inf)
+
+
+def gradient_in_float64(queries, keys, values, d_out, rounded):
+    queries, d_out = by_kv_head(queries, keys), by_kv_head(d_out, keys)
+    scores = causal_scores(queries, keys)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    d_weights = d_out @ values.swapaxes(-1, -2)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) / math.sqrt(keys.shape[-1])
+    return d_scores @ keys, d_scores.swapaxes(-1, -2) @ queries, weights.swapaxes(-1, -2) @ d_out
+
+
+def gradient_of_mlx(queries, keys, values, d_out, rounded):
+    """
+    The arithmetic of MLX 0.32.4's kernels for Metal: q k in 16 bits before the scale, then what is made of it.
+
+    Source: the LLVM IR of sdpa_vjp_ds_float16_t in its metallib.
+    """
+    queries, d_out = by_kv_head(queries, keys), rounded(by_kv_head(d_out, keys))
+    exact, scale = causal_scores(queries, keys), 1 / math.sqrt(keys.shape[-1])
+    peak = exact.max(-1, keepdims=True)
+    weights = np.exp(exact - peak)
+    log_total = np.log(weights.sum(-1, keepdims=True)) + peak
+    out = rounded(weights / weights.sum(-1, keepdims=True) @ values)
+    scores = np.where(np.isfinite(exact), rounded(queries @ keys.swapaxes(-1, -2)) * scale, -np.inf)
+    weights = np.exp(scores - log_total)
+    d_weights = rounded(d_out @ values.swapaxes(-1, -2))
+    d_scores = rounded(weights * (d_weights - (d_out * out).sum(-1, keepdims=True)))
+    d_queries, d_keys = d_scores @ keys * scale, d_scores.swapaxes(-1, -2) @ queries * scale
+    return rounded(d_queries), rounded(d_keys), rounded(rounded(weights).swapaxes(-1, -2) @ d_out)
+
+
+def gradient_of_ours(queries, keys, values, d_out, rounded):
+    given = [mx.array(x.astype(np.float32)).astype(rounded.dtype) for x in (queries, keys, values, d_out)]
+    return [np.array(x.astype(mx.float32)) for x in attention.attention_vjp(*given, "causal")]
+
+
+class Rounded:
+    """Rounds as a type of 16 bits does, and gives float64."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __call__(self, x):
+        return np.array(mx.array(x.astype(np.float32)).astype(self.dtype).astype(mx.float32)).astype(np.float64)
+
+
+def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
+    """With queries, keys and values in 16 bits, the rest in float32, and one or another gradient of attention."""
+    rounded = Rounded(dtype)
+
+    def attend(queries, parts, layout):
+        def forward(*arrays):
+            return attention.attention_ref(*(x.astype(dtype).astype(mx.float32) for x in arrays), "causal")
+
+        def backward(primals, d_out, _):
+            given = [rounded(np.array(x)) for x in primals]
+            found = gradient(*given, np.array(d_out).astype(np.float64), rounded)
+            return tuple(mx.array(x.reshape(p.shape).astype(np.float32)) for x, p in zip(found, primals, strict=True))
+
+        custom = mx.custom_function(forward)
+        custom.vjp(backward)
+        return custom(queries, *parts[0])
+
+    monkeypatch.setattr(attention, "attend", attend)
+
+    def loss(parameters):
+        model.update(parameters)
+        logprobs, _ = lm_head.token_logprobs_ref(model.hidden(TOKENS[:, :-1]), model.head_weight, TOKENS[:, 1:])
+        return (logprobs * mx.array([[1.0], [-1.0]])).mean() * LOSS_SCALE
+
+    found = mx.grad(loss)(model.trainable_parameters())
+    return np.concatenate([np.array(array).reshape(-1) for _, array in sorted(tree_flatten(found))])
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("key_bias", [0, 15, 70, 150])
+def test_an_update_has_the_gradient_of_float64_whatever_bias_keys_have(key_bias, dtype, monkeypatch):
+    """Norms of 120, 560 and 1,200: Qwen2.5-3B has 172, Qwen2.5-1.5B 779."""
+    model = biased_model(key_bias)
+    exact, ours, theirs = (
+        gradient_of_adapters(model, dtype, gradient, monkeypatch)
+        for gradient in (gradient_in_float64, gradient_of_ours, gradient_of_mlx)
+    )
+    error, of_mlx = (np.linalg.norm(found - exact) / np.linalg.norm(exact) for found in (ours, theirs))
+    print(f"key bias {key_bias}, {dtype}: ours {error:.2%}, MLX's {of_mlx:.2%}")
+    assert error < 0.01
+    if key_bias:  # what this would be without a gradient of our own
+        assert of_mlx > 0.01
+
+
+@pytest.mark.parametrize("mask", ["causal", None, "array"])
+@pytest.mark.parametrize(("length", "num_keys", "at_once"), [(9, 9, 4), (5, 9, 5), (7, 12, 2), (1, 4, 1)])
+def test_the_gradient_by_blocks_is_that_of_the_expression(mask, length, num_keys, at_once, monkeypatch):
+    queries, keys, values = normal(2, 6, length, 8), normal(2, 2, num_keys, 8), normal(2, 2, num_keys, 8)
+    if mask == "array":
+        mask = mx.array(np.random.default_rng(3).random((2, 1, length, num_keys)) < 0.5) | (mx.arange(num_keys) == 1)
+
+    def loss(attend):
+        return lambda *arrays: (attend(*arrays, mask) * mx.arange(8)).square().sum()
+
+    expected = mx.grad(loss(attention.attention_ref), argnums=(0, 1, 2))(queries, keys, values)
+    monkeypatch.setattr(attention, "is_fused", lambda _: True)
+    monkeypatch.setattr(attention, "queries_at_once", lambda *_: at_once)
+    found = mx.grad(loss(attention.attention), argnums=(0, 1, 2))(queries, keys, values)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize(("rows", "length"), [(4, 512), (1, 2048)])
+def test_the_gradient_holds_what_the_preflight_counts(rows, length, dtype):
+    queries, keys = mx.zeros((rows, 16, length, 128), dtype), mx.zeros((rows, 8, length, 128), dtype)
+
+    def gradient(queries, keys, values, d_out):
+        return attention.attention_vjp(queries, keys, values, d_out, "causal")
+
+    held = launches.peak_bytes(launches.trace(gradient, queries, keys, keys, queries))
+    assert 0.8 < attention.gradient_bytes(queries.shape, keys.shape, dtype) / held < 1.25

@@ -1,0 +1,337 @@
+"""
+Fuzzers that stay: seeded command lines, recipes, files and models; the worst that any of them gets is one line.
+
+What the line says is tested in test_bad_input.py. A failure names its case, which has the same number the next time.
+"""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+import bench_rollout
+import evaluate
+import gwen
+import judge
+import lora
+import preflight
+import report
+import sampler
+import train
+from bench import harness, ledger, loss, step, survey
+from config import SETTINGS
+from flags import OPTIONAL, choices_of, flag_of
+from judging import remote_judge
+from machine import gpu
+from problems import examples, workers
+from reporting import page
+from tasks import gsm8k
+
+pytestmark = pytest.mark.slow
+NUM_LINES, NUM_RECIPES, NUM_FILES, NUM_MODELS = 1500, 500, 600, 300
+ROOT = Path(__file__).parent.parent
+WORDS = [  # for command lines; no path outside the working directory, as some flags write
+    *("", " ", "0", "1", "-1", "2", "1.5", "1e-4", "nan", "inf", "-inf", "1e999", "2147483648", "65536", "9" * 5000),
+    *("\u0663", "0x10", "1_000", "true", "None", "auto", "on", "off", "demo", "random:2m", "random:9m", "self", "own"),
+    *("rg:", "rg:=1", "gsm8k", "values", "qkv_proj", "correct=1", "correct=nan", "=", ",", "a=b,a=b", "x" * 3000, "\\"),
+    *("\x1b[31mred", "a\rb", "a\nb", "\u202etxt", "\udcff", "\x00", "--", "-", "~", ".", ".."),
+    *(
+        "http://me:pass@host/v1",
+        "http://[",
+        "https://127.0.0.1:9/v1",
+        "owner/name",
+        "owner/name@main",
+        "a/b/c",
+        "file://x",
+    ),
+    *("length:5", "length:" + "9" * 5000, "soft_overlong:9:3", "soft_overlong:0:0", "reward.py:wants", "%s", "{0}"),
+]
+VALUES = [  # for YAML and JSON
+    *(None, True, False, 0, 1, -1, 2.5, 1e-4, float("nan"), float("inf"), 2**31, 10**400, "", "auto", "demo", "1e-4"),
+    *("\x1b[2J", "\ud800", [], [None], ["length:5"], ["qkv_proj", 3], [["a"]], {}, {"correct": 1}, {"a": float("nan")}),
+    *({1: 2}, {"a": {"b": []}}, "x" * 3000, [0] * 300),
+]
+PIECES = [  # for any text
+    *(
+        "criteria:",
+        "- ",
+        "name",
+        "weight: ",
+        "text: ",
+        "batch: ",
+        "reward: ",
+        "!!timestamp ",
+        "!!int ",
+        "!!python/name:os",
+    ),
+    *(
+        "&a ",
+        "*a",
+        "<<: ",
+        "? ",
+        "[",
+        "]",
+        "{",
+        "}",
+        "\n",
+        "  ",
+        "\t",
+        "---\n",
+        "...",
+        "2001-99-99",
+        ".nan",
+        "0x",
+        "1:60",
+    ),
+    *(
+        "=",
+        "1e5",
+        "~",
+        "\ufeff",
+        "\x85",
+        "\u2028",
+        "|\n",
+        ">\n",
+        "'",
+        '"',
+        "#",
+        "%YAML 9\n",
+        "@",
+        "`",
+        "0o8",
+        "9" * 5000,
+    ),
+]
+SUMS = [{"prompt": "a", "answer": "1", "system": None}, {"prompt": "b", "answer": "2", "system": "c"}]
+FILES = {
+    "sums.jsonl": '{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n',
+    "sums.json": json.dumps(SUMS),
+    "sums.csv": 'prompt,answer\n"a\nb",1\nc,2\n',
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20,
+    "labels.jsonl": '{"prompt": "a", "completion": "b", "criterion": "kind", "score": 3}\n',
+    "scores.jsonl": '{"key": "a", "score": 3.0}\n',
+    "rubric.yaml": "criteria: [{name: kind, weight: 1, text: Is it}]",
+    "recipe.yaml": "model: demo\nbatch: 2",
+    "task.yaml": "chain_sum: {level: 0}\nraise_level_at: 0.8\nheld_out: 9",
+    "reward.py": "def fn(completions, **_): return [1.0] * len(completions)\ndef wants(colour): pass",
+    "empty": "",
+    "run/config.yaml": "model: demo\ntask: demo",
+    "run/metrics.jsonl": '{"step": 1, "step/s": 1.0, "completion/mean_tokens": 3.0}\n',
+    "run/eval.jsonl": '{"step": 0, "eval/accuracy": 0.5, "eval/num": 9}\n',
+    "adapter/adapter_config.json": "{}",
+}
+
+
+class Reached(BaseException):
+    """A command got as far as its work, so what it was given is taken."""
+
+
+def reached(*_: Any, **__: Any) -> None:
+    raise Reached
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Commands end where a model, a worker, a server or a browser would begin to work; a directory to work in."""
+    monkeypatch.setattr(gpu, "on_gpu", lambda: False)
+    for owner, name in (
+        *((gwen, "load"), (gwen, "load_model"), (gwen, "open_model"), (workers.Pool, "__init__"), (page, "show")),
+        *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure"), (survey, "write")),
+        *((loss, "measure"), (ledger, "StepWork"), (gsm8k, "hub_records"), (examples, "hub_records")),
+    ):
+        monkeypatch.setattr(owner, name, reached)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_files(directory: Path) -> None:
+    for made in directory.iterdir():
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
+    for name, text in FILES.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def is_taken(capsys: Any, main: Callable[[list[str]], None], argv: list[str], case: Any) -> bool:
+    """Whether a command takes its flags; if not, it ends with status 2 and one readable line."""
+    capsys.readouterr()
+    status: Any = 0
+    try:
+        main(argv)
+    except Reached:
+        pass
+    except SystemExit as ended:
+        status = ended.code or 0
+    except BaseException as error:
+        raise AssertionError(f"{case!r:.3000}: {type(error).__name__}") from error
+    out, err = capsys.readouterr()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|Traceback", out + err), f"{case!r:.3000}: {out} {err}"
+    line = err.splitlines()[-1] if status else ""
+    assert status == 0 or (status == 2 and re.fullmatch("error: .{10,1000}", line)), f"{case!r:.3000}: {status} {err}"
+    return status == 0
+
+
+# ---- flags
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = {
+    "train": (train.main, ["--model", "demo"], ["--run-dir", "new"]),
+    "sft": (train.main, ["--model", "demo", "--loss-type", "sft", "--data", "chats.jsonl"], ["--run-dir", "new"]),
+    "preflight": (preflight.main, ["--model", "demo"], []),
+    "evaluate": (evaluate.main, ["--model", "demo"], []),
+    "sampler": (sampler.main, ["--prompt", "hi"], []),
+    "judge": (judge.main, ["--rubric", "rubric.yaml", "--labels", "labels.jsonl"], []),
+    "lora": (lora.main, ["--fuse", "--adapter", "adapter", "--out", "new"], []),
+    "report": (report.main, ["run"], []),
+    "rollout": (bench_rollout.main, ["--model", "demo"], []),
+    "step": (step.main, ["--model", "demo"], []),
+    "loss": (loss.main, ["--vocab", "9"], []),
+    "ledger": (ledger.main, ["--model", "random:2m"], []),
+    "survey": (survey.main, ["--model", "random:2m"], []),
+}
+
+
+def good_values() -> dict[str, list[str]]:
+    """Values that each setting may have, by its name; of a switch there are none."""
+    usual = {int: ["1", "3"], float: ["0.5", "1"], bool: []}
+    kinds = {name: one.field.type for name, one in SETTINGS.items()}
+    found = {name: [*choices_of(kind)] or usual.get(OPTIONAL.get(kind, kind), ["demo"]) for name, kind in kinds.items()}
+    files = {"data": ["sums.jsonl", "chats.jsonl"], "rubric": ["rubric.yaml"], "reward": ["reward.py:fn", "length:9"]}
+    return found | files | {"columns": ["prompt=answer"], "teacher": ["demo", "self"], "task_config": ["task.yaml"]}
+
+
+def test_any_command_line_is_taken_or_refused_in_one_line(stopped, capsys):
+    flags = {}
+    for name, (main, *_) in COMMANDS.items():
+        with pytest.raises(SystemExit):
+            main(["--help-all" if main is train.main else "--help"])
+        flags[name] = sorted(set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)))
+    flags["preflight"] += flags["train"]
+    words, good = [*WORDS, *FILES, "run", "adapter"], {flag_of(name): words for name, words in good_values().items()}
+    num_taken = 0
+    for number in range(NUM_LINES):
+        make_files(stopped)
+        rng = random.Random(number)
+        name = rng.choice(sorted(COMMANDS))
+        main, argv, last = COMMANDS[name]
+        argv = argv if rng.random() < 0.9 else []
+        for _ in range(rng.choice([1, 2, 2, 3])):
+            flag = rng.choice(flags[name]) if rng.random() < 0.97 else rng.choice(words)
+            values = rng.choices(words, k=rng.choice([0, 1, 1, 1, 1, 2]))
+            if rng.random() < 0.6 and flag in good:
+                values = good[flag] and [rng.choice(good[flag])]
+            argv = [*argv, "=".join([flag, *values])] if rng.random() < 0.1 else [*argv, flag, *values]
+        num_taken += is_taken(capsys, main, [*argv, *last], (number, name, argv))
+    assert 0.1 < num_taken / NUM_LINES < 0.9
+
+
+# ---- files
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """A file's content with bytes changed, lost, doubled or put in."""
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        begin = rng.randrange(len(content) + 1)
+        end = min(begin + rng.choice([1, 1, 2, 8, 100, len(content)]), len(content))
+        deep = rng.choice([b"[", b'{"a":', b"(", b"- "]) * rng.choice([9, 20_000])
+        piece = rng.choice([rng.choice(PIECES).encode("utf-8", "surrogatepass"), rng.randbytes(end - begin), b"", deep])
+        content = content[:begin] + piece + rng.choice([content[end:], content[begin:], b""])
+    return content
+
+
+def changed(held: Any, rng: random.Random) -> Any:
+    """What a JSON file holds, with a value somewhere in it changed, lost, or under another name."""
+    if not held or not isinstance(held, (dict, list)) or rng.random() < 0.1:
+        return rng.choice(VALUES)
+    held, key = held.copy(), rng.choice(list(held) if isinstance(held, dict) else range(len(held)))
+    if rng.random() < 0.2:
+        del held[key]
+    elif isinstance(held, dict) and rng.random() < 0.1:
+        held[rng.choice(["", "a", "\x1b[31m", "\ud800", "x" * 3000])] = held.pop(key)
+    else:
+        held[key] = changed(held[key], rng)
+    return held
+
+
+def spoil(path: Path, rng: random.Random) -> bytes:
+    """Damages a file, by its structure if that is JSON; returns its new content."""
+    content, header = path.read_bytes(), b""
+    if path.suffix == ".safetensors":
+        end = 8 + int.from_bytes(content[:8], "little")
+        content, header = content[end:], content[8:end]
+    structure = content if path.suffix == ".json" else header
+    if structure and rng.random() < 0.7:
+        structure = json.dumps(changed(json.loads(structure), rng)).encode()
+        content = len(structure).to_bytes(8, "little") + structure + content if header else structure
+    else:
+        content = damaged(path.read_bytes(), rng)
+    path.write_bytes(content)
+    return content
+
+
+def test_any_recipe_is_taken_or_refused_in_one_line(stopped, capsys):
+    recipes, good = [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*.yaml"))], good_values()
+    for number in range(NUM_RECIPES):
+        make_files(stopped)
+        rng = random.Random(number)
+        content = damaged(rng.choice(recipes), rng)
+        if rng.random() < 0.6:
+            names = rng.sample(sorted(good), rng.choice([1, 2, 3, 4]))
+            values = [rng.choice([yaml.safe_load(rng.choice(good[n] or ["true"])), rng.choice(VALUES)]) for n in names]
+            settings = dict(zip(names, values, strict=True))
+            content = yaml.dump(settings, allow_unicode=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+        elif rng.random() < 0.3:
+            content = "".join(rng.choices(PIECES, k=rng.randrange(14))).encode()
+        Path("recipe.yaml").write_bytes(content)
+        end = rng.choice([["--run-dir", "new"], ["--print-config"]])
+        is_taken(capsys, train.main, ["--config", "recipe.yaml", *end], (number, content))
+
+
+READERS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
+    "sums.jsonl": (train.main, ["--model", "demo", "--data", "sums.jsonl", "--run-dir", "new"]),
+    "sums.json": (train.main, ["--model", "demo", "--data", "sums.json", "--run-dir", "new"]),
+    "sums.csv": (evaluate.main, ["--model", "demo", "--data", "sums.csv"]),
+    "sums.parquet": (evaluate.main, ["--model", "demo", "--data", "sums.parquet"]),
+    "chats.jsonl": (train.main, [*COMMANDS["sft"][1], "--run-dir", "new"]),
+    "labels.jsonl": (judge.main, COMMANDS["judge"][1]),
+    "rubric.yaml": (judge.main, COMMANDS["judge"][1]),
+    "task.yaml": (preflight.main, ["--model", "demo", "--task", "rg:chain_sum", "--task-config", "task.yaml"]),
+    "scores.jsonl": (evaluate.main, ["--model", "demo", "--task", "values", "--judge-cache", "scores.jsonl"]),
+    "run/config.yaml": (sampler.main, ["--prompt", "hi", "--run", "run"]),
+    "run/metrics.jsonl": (report.main, ["run"]),
+    "run/eval.jsonl": (report.main, ["--list", "."]),
+}
+
+
+def test_any_file_is_read_or_refused_in_one_line(stopped, capsys):
+    for number in range(NUM_FILES):
+        make_files(stopped)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(SUMS), "sums.parquet")
+        rng = random.Random(number)
+        name = rng.choice(sorted(READERS))
+        content = spoil(Path(name), rng)
+        is_taken(capsys, *READERS[name], (number, name, content))
+
+
+def test_any_model_directory_is_loaded_or_refused_in_one_line(model_directory, tmp_path, capsys):
+    whole, num_taken = shutil.copytree(model_directory, tmp_path / "whole"), 0
+    index = {"weight_map": dict.fromkeys(gwen.hub.load_tensors(whole / "model.safetensors"), "model.safetensors")}
+    (whole / "model.safetensors.index.json").write_text(json.dumps(index))
+    for number in range(NUM_MODELS):
+        rng, directory = random.Random(number), tmp_path / f"model{number}"
+        shutil.copytree(whole, directory)
+        path = rng.choice(sorted(directory.iterdir()))
+        content = spoil(path, rng)
+        if rng.random() < 0.05:
+            path.unlink()
+        argv = ["--model", str(directory), "--prompt", "hi", "--max-tokens", "3"]
+        num_taken += is_taken(capsys, sampler.main, argv, (number, path.name, content))
+        shutil.rmtree(directory)
+    assert 0.1 < num_taken / NUM_MODELS < 0.9

@@ -9,6 +9,8 @@ reader of `problems/formulas.py` takes its place.
 What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
 """
 
+# ruff: noqa: RUF001  (logic has an or that looks like a v)
+
 import functools
 import importlib.util
 import itertools

@@ -95,7 +95,7 @@ class Pool:
                 for worker in self._next_ready():
                     place, answer = worker.take()
                     answers[place] = answer
-                    if answer.broken and self.sealed and worker.num_answered > 1:
+                    if answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1:
                         again.append(place)
                 self.workers = [worker for worker in self.workers if worker.process.poll() is None]
             for place in again:  # what broke the worker may have been an answer before this one: now it has its own
@@ -202,7 +202,8 @@ class _Worker:
         elif closed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
-            self._give_up(f"ended its process with status {self.process.poll()}")
+            status = self.process.poll()
+            self._give_up("closed its channel" if status is None else f"ended its process with status {status}")
 
     def _receive(self) -> bool:
         try:
@@ -314,7 +315,7 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
             said = _frame(number, None, LATE, False)
         except BaseException as error:
             signal.setitimer(timer, 0)
-            said = _frame(number, None, _said(error), False)
+            said = _frame(number, None, _said(error), sealed and isinstance(error, MemoryError))
         if refused:
             said = _frame(number, None, f"tried what is refused here: {refused[0]}", True)
         say(said)

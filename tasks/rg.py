@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import os
 import random
 import re
 import sys
@@ -33,7 +34,7 @@ SYSTEM = (
 )
 FIRST = 2**20  # numbers of the held-out side, and of each seed of a run
 SEEDS = 2**12 - 1  # seeds that have numbers of their own: reasoning-gym's must stay below 2^32
-WORKERS = 2  # processes that make problems, and as many that score; each takes 120 MB
+MAKERS, SCORERS = 2, 4  # processes at most, of 100 MB each
 SIZE = 500  # problems of one data set object, which is its default; four of them know no more than their size
 LIMIT = 5.0  # seconds for one score
 MAKING = 60.0  # and for one problem
@@ -147,8 +148,9 @@ class Problems:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
         given = (mix.settings, mix.levels, mix.unused)
-        self.makers = Pool(f"{__name__}:make_maker", given, num=WORKERS, limit=MAKING, quiet=True)
-        self.scorers = Pool(f"{__name__}:make_scorer", given[:2], num=WORKERS, limit=LIMIT, sealed=True)
+        self.makers = Pool(f"{__name__}:make_maker", given, num=MAKERS, limit=MAKING, quiet=True)
+        num = min(SCORERS, os.cpu_count() or 1)
+        self.scorers = Pool(f"{__name__}:make_scorer", given[:2], num=num, limit=LIMIT, sealed=True)
         self.num_levels: dict[str, int] = self._ask([()])[0]
         self.held_out = self._make_held_out()
 

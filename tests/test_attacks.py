@@ -247,7 +247,8 @@ def test_code_inside_a_worker_reaches_nothing_and_costs_the_next_answer_nothing(
 
 @on_linux
 def test_every_system_call_by_its_number_is_refused_but_those_of_the_table(inside):
-    allowed = {call[seal._MACHINES[os.uname().machine][0]] for call in seal._CALLS.values()}
+    column = seal._MACHINES[os.uname().machine][0]
+    allowed = {int(call.split()[column]) for call in seal._CALLS.split(",")}
     numbers = [number for number in range(470) if number not in allowed]
     numbers += [number + 2**30 for number in allowed]  # the same by x32, another table of the same kernel
     told = inside(*(("syscall", number) for number in numbers))[:-1]  # of uretprobe, beyond filters, a worker dies

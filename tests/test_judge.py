@@ -582,7 +582,7 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
 
 
 def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_score(no_proxy, monkeypatch):
-    monkeypatch.setattr(remote_judge, "MOST_REQUESTS", 1)
+    monkeypatch.setattr(remote_judge.Endpoint, "concurrency", 1)
     server = Server(lambda number, _: (200, completion("4", [("4", -0.01)]) if number else completion(""), {}))
     judged = remote(server.url).score(["Add one and two."], ["Three."])
     server.close()
@@ -628,7 +628,7 @@ def test_a_judge_that_could_read_no_prompt_at_all_is_refused_before_it_is_asked(
 
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
-    monkeypatch.setattr(remote_judge, "RETRIES", 0)
+    monkeypatch.setattr(remote_judge.Endpoint, "retries", 0)
     server = Server(lambda *_: (403, "no", {}))
     with pytest.raises(ValueError) as error:
         remote(server.url).score(["Add one and two."], ["Three."])

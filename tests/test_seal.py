@@ -28,7 +28,7 @@ def sealed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))
         patch.setenv("JUDGE_API_KEY", "of-the-judge")
-        pool = workers.Pool("attacks:answerer", (), num=1, limit=1.0, sealed=True)
+        pool = workers.Pool("attacks:answerer", (), num=1, limit=0.5, sealed=True)
         yield pool
         pool.close()
 
@@ -111,7 +111,7 @@ def test_what_raises_no_audit_event_starts_no_program_and_no_thread(sealed, tmp_
 
 @on_linux
 def test_memory_is_limited_on_linux(sealed):
-    assert "MemoryError" in attack(sealed, "hoard", seal.MEMORY).error
+    assert attack(sealed, "hoard", seal.MEMORY) == (None, "MemoryError:", True)
 
 
 @on_linux
@@ -186,14 +186,14 @@ def test_a_worker_that_closes_its_channel_or_ears_or_says_too_much_harms_only_it
 
 
 def test_what_an_answer_leaves_behind_to_speak_later_costs_the_next_answer_nothing(sealed):
-    told = sealed.ask([("say_later", FRAMES["another's number"]), ("sleep", 0.5), ("double", 4)])
+    told = sealed.ask([("say_later", FRAMES["another's number"]), ("sleep", 0.4), ("double", 4)])
     assert told[1] == (None, "", False) and told[2].value == 8
 
 
 # ---- which scorers would run an answer
 
 gym = needs("reasoning_gym", "tasks")
-WORDS = set("eval exec compile __import__ import_module parse_expr sympify S lambdify pickle marshal dill".split())
+WORDS = set("eval exec __import__ import_module parse_expr sympify S lambdify pickle marshal dill".split())
 WORDS |= set("getattr globals system popen Popen subprocess ctypes".split())
 
 
@@ -211,6 +211,11 @@ def definitions(path):
     return by_name, {file for file in imports if file.is_file()}
 
 
+@functools.cache
+def names(node):
+    return {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)}
+
+
 def reached(path, node):
     """All names that a function uses, and those of its package that it may call."""
     todo, seen, words = [(path, node)], set(), set()
@@ -218,8 +223,7 @@ def reached(path, node):
         path, node = todo.pop()
         if node not in seen:
             seen.add(node)
-            inside = [part for part in ast.walk(node) if ast.unparse(part) != "re.compile"]
-            used = {getattr(part, "id", getattr(part, "attr", "")) for part in inside}
+            used = names(node)
             words |= used
             for file in (path, *definitions(path)[1]):
                 todo += [(file, found) for name in used for found in definitions(file)[0].get(name, [])]
@@ -229,7 +233,8 @@ def reached(path, node):
 @gym
 def test_every_scorer_that_may_evaluate_its_answer_has_a_reader_in_its_place():
     root = Path(find_spec("reasoning_gym").origin).parent
-    scorers = [(path, node) for path in root.rglob("*.py") for node in definitions(path)[0].get("score_answer", [])]
+    paths = [path for path in root.rglob("*.py") if "def score_answer" in path.read_text(encoding="utf-8")]
+    scorers = [(path, node) for path in paths for node in definitions(path)[0].get("score_answer", [])]
     assert len(scorers) >= 75
     found = {path.stem for path, node in scorers if reached(path, node) & WORDS}
     own_parser = {"propositional_logic"}  # its parse_expr is a function of its own, which reads logic

@@ -588,7 +588,7 @@ def test_a_resumed_run_may_change_its_judge_and_keeps_a_record_of_it(tmp_path, s
 
 
 def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote_judge, "RETRIES", 0)
+    monkeypatch.setattr(remote_judge.Endpoint, "retries", 0)
     flags = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "demo", "--lora-rank", "0")
     run = train.GrpoRun(make_config(*flags), tmp_path)
     assert run.base is None and isinstance(run.judge, remote_judge.RemoteJudge)

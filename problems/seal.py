@@ -62,7 +62,6 @@ def put_on(refused: list[str]) -> str:
 def _refuse(refused: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
     """The audit hook. It uses no global name: text that runs could give that another meaning."""
     harmless, error = HARMLESS, RuntimeError
-    signature = frozenset({"__code__", "__defaults__", "__kwdefaults__"})  # read for the f of a formula like f(1)
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if (arguments[1] if event == "object.__getattr__" else event) not in harmless:

@@ -162,7 +162,7 @@ def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do():
     done = run_doctor()
     assert (done.returncode, done.stderr) == (0, "")
     lines = dict(line.strip().split(" ", 1) for line in done.stdout.splitlines())
-    assert list(lines) == [*"versions: machine: memory: device: BLAS: rope: hub: kernels:".split(), *gpu.OPS]
+    assert list(lines) == [*"versions: machine: memory: wired: device: BLAS: rope: hub: kernels:".split(), *gpu.OPS]
     assert "mlx 0." in lines["versions:"] and lines["device:"] == "cpu, where models are float32"
     assert lines["rope:"].startswith("right, within ") and "is out of reach (OfflineModeIsEnabled)" in lines["hub:"]
     assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.OPS)

@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
-import gpu
 import pytest
 
 import config
@@ -28,6 +27,7 @@ import report
 import train
 from disk import adapters, checkpoint, hub
 from disk.run_files import START
+from machine import gpu
 
 pytestmark = pytest.mark.slow
 STEPS = 3

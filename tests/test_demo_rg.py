@@ -13,7 +13,7 @@ import train
 from config import Config
 from disk import hub
 from reporting import page
-from run import Run
+from run import GrpoRun
 from tasks import rg
 from tasks.rg import parse_mix
 
@@ -143,7 +143,7 @@ def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys
 @pytest.mark.slow
 def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_path):
     """Sampled: 36% of 254 before and 64% after 16 steps; showing working 40% and 100%."""
-    run = Run(resolve({"model": "demo:rg", "steps": 16, "eval_every": 16, "eval_limit": 128})[0], tmp_path)
+    run = GrpoRun(resolve({"model": "demo:rg", "steps": 16, "eval_every": 16, "eval_limit": 128})[0], tmp_path)
     run.open()
     train.train(run.config, run)
     first, last = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]

@@ -413,6 +413,10 @@ class Template:
     """Stands in for a tokenizer: a template that shows what it was given, ids that are characters."""
 
     name_or_path = chat_template = "none"
+
+    def __len__(self):
+        return 128
+
     added_tokens_decoder = added_tokens_encoder = types.MappingProxyType({})
 
     def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking):

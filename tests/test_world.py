@@ -93,7 +93,8 @@ def steps_of(run):
 COMPARE = """
 import sys
 from pathlib import Path
-import cpu_blas, mlx.core as mx, test_world, world
+import cpu_blas, mlx.core as mx, test_world
+from machine import world
 from small_run import make_run
 from mlx.utils import tree_flatten
 out = Path(sys.argv[1])
@@ -227,7 +228,8 @@ def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path):
 
 HANGING = """
 import time
-import cpu_blas, world
+import cpu_blas
+from machine import world
 from flags import fail
 try:
     with world.joined():
@@ -258,7 +260,8 @@ def test_machines_that_are_not_alike_are_refused(tmp_path):
 
 
 ALONE = """
-import cpu_blas, world
+import cpu_blas
+from machine import world
 world.JOIN = 2.0
 with world.joined():
     pass

@@ -35,7 +35,8 @@ TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
 BEST = "adapter-best"
 CUT = [f"{name}.jsonl" for name in ("metrics", "rollouts", "eval", "eval_answers", "warnings")]  # at a checkpoint
-LOGS = [*CUT, "judge_scores.jsonl", "changes.jsonl"]
+SCORES = "judge_scores.jsonl"  # of a judge elsewhere they were paid for, and stay
+LOGS = [*CUT, SCORES, "changes.jsonl"]
 RANGES: dict[str, tuple[type, Any, Any]] = {  # of the small values, by name
     **dict.fromkeys("step best_step num_draws failures num_skipped good_steps good_chunks".split(), (int, 0, 2**40)),
     **dict.fromkeys(("rollout_batch_size", "chunk_size"), (int, 1, 2**31)),
@@ -304,7 +305,8 @@ def go_on(run_dir: Path, state: State, now: dict[str, Any]) -> None:
             with path.open("rb") as file:
                 file.seek(size)
                 later = file.read().splitlines(keepends=True)
-            steps = [] if path.name in CUT else [re.match(rb'\{"step": (\d{1,9}),.*\n', line) for line in later]
+            drop = path.name in CUT or (path.name == SCORES and not now.get("judge_url"))
+            steps = [] if drop else [re.match(rb'\{"step": (\d{1,9}),.*\n', line) for line in later]
             since = [step[0] for step in steps if step and int(step[1]) >= state.step]
             if not since:
                 os.truncate(path, size)

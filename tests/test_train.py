@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -39,7 +40,7 @@ from judging import remote_judge, rubrics
 from machine import gpu
 from problems import chat_template
 from reporting import journal
-from reporting.journal import records_of_draw
+from reporting.journal import completion_records
 from step import dispatch, groups, micro_batch, trust_region
 
 pytestmark = pytest.mark.slow
@@ -1023,16 +1024,17 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
     examples, _, rollout = sample(run)
     rewards = train.reward_completions(run, examples, rollout)
-    draw = train.Draw(examples, [], rollout, rewards)
-    for row, record in enumerate(records_of_draw(run.config, draw, 6)):
+    draw, untrained = train.Draw(examples, [], rollout, rewards), SimpleNamespace(groups=[])
+    step = SimpleNamespace(number=1, draws=[draw], choice=untrained, result=None)
+    for row, record in enumerate(completion_records(run.config, step)):
         example = examples[row // 4]
-        assert record["group"] == 6 + row // 4 and record["category"] == "sums"
+        assert record["group"] == row // 4 and record["category"] == "sums"
         assert (record["prompt"], record["answer"]) == (example["prompt"], example["answer"])
         logprobs = np.frombuffer(base64.b64decode(record["logprobs"]), "<f2")
         assert len(logprobs) == len(record["ids"]) == int(rollout.mask[row].sum().item())
         np.testing.assert_allclose(logprobs, np.array(rollout.logprobs)[row, : len(logprobs)], rtol=1e-3, atol=1e-7)
     examples[0]["answer"], examples[1]["answer"] = {"sum": float("nan")}, None  # as a user's own data may have it
-    answers = [record["answer"] for record in records_of_draw(run.config, draw, 0)]
+    answers = [record["answer"] for record in completion_records(run.config, step)]
     assert answers[:8] == ["{'sum': nan}"] * 4 + [None] * 4
 
 

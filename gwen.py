@@ -481,7 +481,7 @@ def doctor() -> tuple[list[str], bool]:
         f"versions: Python {found['python']}, {versions}",
         f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
         f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process",
-        f"wired memory: {wired}",
+        f"wired: {wired}",
         f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
         f"BLAS: {found['blas']}",
         f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",

@@ -236,7 +236,7 @@ def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, mon
         states.append([state.step, state.extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
 
     monkeypatch.setattr(gpu, "environment", lambda _: {})  # it asks git
-    monkeypatch.setattr(train, "Run", make)
+    monkeypatch.setattr(train, "GrpoRun", make)
     monkeypatch.setattr(train, "train", look)
     counts = survey(whole, range(300), states)
     assert min(counts.values()) > 10, counts

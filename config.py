@@ -100,12 +100,14 @@ class ObjectiveSettings:
     """Objective"""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = flag(
-        "dapo", "the loss; sft: cross-entropy on the replies in --data", first=True
-    )
+        "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data; or your own, FILE.py:fn",
+        own=True, also=("loss",), first=True,
+    )  # fmt: skip
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence", of="grpo")
     advantage: Literal["group", "rloo", "reinforce"] = flag(
-        "group", "what a reward is compared with: the mean of its group, of the others in it, of the step", of="grpo"
-    )
+        "group", "what a reward is compared with: the mean of its group, of its others, of the step; or FILE.py:fn",
+        own=True, of="grpo",
+    )  # fmt: skip
     scale_rewards: Literal["group", "batch", "none"] = flag("group", "deviation that divides advantages", of="grpo")
     combine_rewards: Literal["sum", "normalize"] = flag(
         "sum", "sum several rewards, or normalize each first", of="grpo"
@@ -267,6 +269,13 @@ def _settings() -> Iterator[tuple[str, Setting]]:
 
 
 SETTINGS: dict[str, Setting] = dict(_settings())
+
+
+def is_own(value: str) -> bool:
+    """Whether a setting with choices names a user's function instead."""
+    return ":" in value
+
+
 JUDGE = [key for key, one in SETTINGS.items() if one.group == "judge"]
 
 
@@ -487,6 +496,8 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--teacher self knows no more than the student; give it a --teacher-prompt"
     if groups == 1 and not objective.teacher:  # with one, see `tasks.refuse_useless_rewards`
         yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
+    if is_own(objective.advantage) and objective.scale_rewards != "group":
+        yield f"--scale-rewards {objective.scale_rewards} is for our advantages; --advantage is yours, leave it out"
     if objective.advantage == "reinforce" and objective.scale_rewards == "group":
         yield "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"
     by_group = (objective.advantage, objective.scale_rewards) == ("group", "group")

@@ -217,11 +217,14 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], ever
         else:
             options["type"] = metadata.get("parse", kind if kind in (int, float) else None)
             options["choices"] = choices_of(field.type) or None
+            if metadata.get("own"):  # `check_values` looks at the words
+                options |= {"choices": None, "metavar": "{" + ",".join(choices_of(field.type)) + ",FILE.py:fn}"}
         if "nargs" in metadata:
             options["nargs"] = metadata["nargs"]
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.title)
-        groups[setting.group].add_argument(flag_of(setting.key), dest=setting.key, default=None, **options)
+        words = [flag_of(name) for name in (setting.key, *metadata.get("also", ()))]
+        groups[setting.group].add_argument(*words, dest=setting.key, default=None, **options)
 
 
 def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> None:
@@ -251,8 +254,10 @@ def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> Non
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, str) and _CONTROL.search(one):
                 raise ValueError(f"{name} is {one!r:.60}; it must hold no control characters")
-            if choices and one not in choices:
-                raise ValueError(f"{name} is {one!r:.60}; it must be one of {', '.join(choices)}")
+            is_own = field.metadata.get("own") and ":" in one
+            if choices and one not in choices and not is_own:
+                known = ", ".join(choices) + (" or FILE.py:function" if field.metadata.get("own") else "")
+                raise ValueError(f"{name} is {one!r:.60}; it must be one of {known}")
 
 
 def _is_a(value: Any, kind: Any) -> bool:

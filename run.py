@@ -31,7 +31,7 @@ from disk import checkpoint
 from disk.run_files import START
 from distill.teacher import Teacher
 from machine import gpu, world
-from problems import audit, chat_template, rewards
+from problems import audit, chat_template, objectives, rewards
 from problems.examples import Example, epoch_indices, short, split_examples, spread
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
@@ -54,6 +54,7 @@ class Run:
     longest: int  # positions of the longest row that it may train
     sizes: Sizes
     base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
+    own = objectives.Own()  # a user's own loss and advantage
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
 
     def __init__(self, config: Config, run_dir: Path):
@@ -103,7 +104,9 @@ class Run:
         self.sizes = preflight.agree(preflight.settle(demand, rows, sharing))
         self.need = preflight.estimate(demand, self.sizes)
         self.memory = preflight.line(demand, self.sizes)
-        self.learner = update.Learner(self.model, self.config, policy.Reader(self.config, self.sizes), self.base)
+        self.learner = update.Learner(
+            self.model, self.config, policy.Reader(self.config, self.sizes, self.own.loss), self.base
+        )
 
     def keep_start(self) -> None:
         """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
@@ -223,6 +226,7 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
+        self.own = objectives.load(config)
         for line in world.first(self._audit):
             say(line)
         super().__init__(config, run_dir)
@@ -271,7 +275,8 @@ class GrpoRun(Run):
     def _own_sources(self) -> dict[str, str]:
         """Digests of the examples, and of the files that judge and teach."""
         config, task = self.config, self.task
-        names = [*(spec.rpartition(":")[0] for spec in config.data.reward), config.objective.teacher_prompt]
+        specs = [*config.data.reward, config.objective.loss_type, config.objective.advantage]
+        names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
         rubrics = {
             config.data.rubric or "task's rubric": task.rubric,
             config.evaluation.rubric or "witness's rubric": task.witness,

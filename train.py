@@ -55,7 +55,7 @@ def train(config: Config, run: GrpoRun) -> None:
         clock.lap()  # evaluating and saving belong to no step
         mx.reset_peak_memory()
         draws = draw_groups(run)
-        choice = choose_groups(config, draws)  # and their advantages
+        choice = choose_groups(config, draws, run.own.advantage)  # and their advantages
 
         with clock.phase("batch") as done:
             prompts, rollout = gather(config, draws, choice.groups)
@@ -151,7 +151,7 @@ def draw_groups(run: GrpoRun) -> list[Draw]:
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout)))
-        if not config.sampling.dynamic_sampling or choose_groups(config, draws).is_full:
+        if not config.sampling.dynamic_sampling or choose_groups(config, draws, run.own.advantage).is_full:
             break
     return draws
 

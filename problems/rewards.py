@@ -8,6 +8,7 @@ is a ValueError of one line that names it.
 
 import asyncio
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -58,7 +59,10 @@ class UserReward:
         self.name, self.fn, self.calling, self.step = name, fn, calling, 0
         self.pool = None
         if calling.num_workers:
-            given = (str(Path(spec.rpartition(":")[0]).absolute()), name, calling.messages)
+            file = spec.rpartition(":")[0]
+            if not file.endswith(".py"):
+                raise ValueError(f"--reward {spec} is no file, which --reward-workers needs; write FILE.py:function")
+            given = (str(Path(file).absolute()), name, calling.messages)
             self.pool = Pool(f"{__name__}:row_scorer", given, num=calling.num_workers, limit=calling.timeout)
 
     def __call__(self, **arguments: Any) -> Any:
@@ -139,25 +143,44 @@ def load_reward(spec: str, calling: Calling | None = None) -> tuple[str, Reward]
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
     """
-    (name, function) of FILE.py:function, which a flag names. The file is executed with its own directory on the path.
+    (name, function) of FILE.py:function or MODULE:function, which a flag names.
 
-    Raises ValueError when the file, the function or an import in it is missing, or it is no function. hint: what else
-    the flag could name.
+    A file is executed with its own directory on the path. A module is imported; `__main__` is the caller's program or
+    notebook. Raises ValueError when one of them, the function or an import in it is missing, or it is no function.
+    hint: what else the flag could name.
     """
     file, colon, name = spec.rpartition(":")
     if not (colon and file and name.isidentifier()):
         raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
     path = Path(file).absolute()
-    if not os.path.isfile(path) or path.suffix != ".py":
+    if path.suffix == ".py" and os.path.isfile(path):
+        module = _import_file(f"{flag} {spec}", path)
+    elif all(part.isidentifier() for part in file.split(".")):
+        module = _import_module(f"{flag} {spec}", file)
+    else:
         raise ValueError(f"{flag} {spec}: {file} is not a Python file; write FILE.py:function")
-    module = _import_file(f"{flag} {spec}", path)
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         known = f"{nearest(name, functions)}; it has {', '.join(functions) or 'none'}"
-        raise ValueError(f"{flag} {spec}: the file has no function {name!r}{known}")
+        raise ValueError(f"{flag} {spec}: {file} has no function {name!r}{known}")
     if not callable(fn := getattr(module, name)):
         raise ValueError(f"{flag} {spec}: {name} is of type {type(fn).__name__}, not a function")
     return name, fn
+
+
+def file_of(spec: str) -> str:
+    """The file that holds the function of FILE.py:function or MODULE:function; the name itself where there is none."""
+    name = spec.rpartition(":")[0]
+    return getattr(sys.modules.get(name), "__file__", None) or name
+
+
+def _import_module(what: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
+            raise ValueError(f"{what}: {name} is neither a Python file nor an installed module") from error
+        raise ValueError(f"{what}: importing {name} failed, {one_line(error)}") from error
 
 
 def _import_file(what: str, path: Path) -> Any:

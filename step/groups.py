@@ -15,7 +15,9 @@ import grpo
 import sampler
 from config import Config
 from judging import rubrics
+from problems import objectives
 from problems.examples import Example
+from problems.objectives import Advantage
 
 
 class Rewards(NamedTuple):
@@ -79,9 +81,9 @@ def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
     return np.where(readable, values, total / np.maximum(number, 1))
 
 
-def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.ndarray:
+def advantages_of(config: Config, draws: list[Draw], chosen: list[int], own: Advantage | None = None) -> np.ndarray:
     """
-    Advantages of the chosen groups, (B, G) float32. Groups are numbered through all draws.
+    Advantages of the chosen groups, (B, G) float32, by `own` if a user has one. Groups are numbered through all draws.
 
     They are 0 in groups of one, which only a teacher trains.
     """
@@ -91,6 +93,8 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int]) -> np.nd
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
         return grpo.decoupled_advantages(parts, draws[0].rewards.weights, grpo.SIGNAL_FLOOR)
     rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
+    if own is not None:
+        return objectives.advantages(config.objective.advantage, own, rewards)
     return grpo.group_advantages(rewards, config.objective.scale_rewards, config.objective.advantage, grpo.SIGNAL_FLOOR)
 
 
@@ -112,15 +116,19 @@ class Choice(NamedTuple):
         return bool(has_signal(self.advantages).all())
 
 
-def choose_groups(config: Config, draws: list[Draw]) -> Choice:
-    """Takes the first groups with a signal; if there are too few, the first without one fill up the batch."""
+def choose_groups(config: Config, draws: list[Draw], own: Advantage | None = None) -> Choice:
+    """
+    Takes the first groups with a signal; if there are too few, the first without one fill up the batch.
+
+    own: a user's advantages, in place of ours.
+    """
     everything = list(range(len(draws) * config.sampling.batch))
-    advantages = advantages_of(config, draws, everything)
+    advantages = advantages_of(config, draws, everything, own)
     signal = has_signal(advantages)
     if len(draws) == 1:
         return Choice(everything, advantages, int(signal.sum()))
     chosen = sorted(np.argsort(~signal, kind="stable")[: config.sampling.batch].tolist())
-    return Choice(chosen, advantages_of(config, draws, chosen), int(signal.sum()))
+    return Choice(chosen, advantages_of(config, draws, chosen, own), int(signal.sum()))
 
 
 def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:

@@ -15,6 +15,7 @@ import gwen
 from config import Config, Sizes
 from kv_cache import TreeCache
 from layers import divergence, lm_head, softmax
+from problems.objectives import objective_of
 from step.micro_batch import MicroBatch
 from step.result import MISMATCH
 
@@ -46,8 +47,7 @@ class Reader:
     def __init__(self, config: Config, sizes: Sizes, loss: grpo.LossFunction | None = None):
         """loss: in place of that of `--loss-type`."""
         self.config, self.checkpoint_layers = config, sizes.checkpoint_layers
-        named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}
-        self.objective = grpo.Objective(**named, max_tokens=config.sampling.max_tokens)
+        self.objective = objective_of(config)
         self.loss = loss or grpo.LOSSES[config.objective.loss_type]
         self.temperature, self.head = config.sampling.temp, "frozen" if config.model.lora_rank else "trained"
         sampling = config.sampling

@@ -1,0 +1,97 @@
+"""
+A user's own loss or advantage: loaded, and tried on a few tokens before a model is.
+
+    --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
+    --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
+
+Left out: the losses and advantages that are ours (grpo.py).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+
+import grpo
+from config import Config, is_own
+from problems.examples import short
+from problems.rewards import load_function, place_of, raised
+
+Advantage = Callable[[np.ndarray], Any]
+
+
+class Own(NamedTuple):
+    """What a user put in place of ours; None is ours."""
+
+    loss: grpo.LossFunction | None = None
+    advantage: Advantage | None = None
+
+
+def load(config: Config) -> Own:
+    """What the settings name. Raises ValueError, naming file and line, for what is missing, fails or trains nothing."""
+    settings = config.objective
+    loss = _load_loss(settings.loss_type, config) if is_own(settings.loss_type) else None
+    advantage = _load_advantage(settings.advantage) if is_own(settings.advantage) else None
+    return Own(loss, advantage)
+
+
+def objective_of(config: Config) -> grpo.Objective:
+    """The settings of a loss."""
+    named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}
+    return grpo.Objective(**named, max_tokens=config.sampling.max_tokens)
+
+
+def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
+    _, fn = load_function("--loss-type", spec)
+    what, mask = f"--loss-type {spec}{place_of(fn)}", mx.array([[1.0, 1, 1], [1, 1, 0]])
+    logprobs = mx.array([[-0.5, -1.5, -1.0], [-2.0, -0.1, 7.0]])  # the last is padding
+    tokens = grpo.Tokens(
+        logprobs,
+        old_logprobs=logprobs + 0.1,
+        advantages=mx.array([[1.0], [-0.5]]),
+        mask=mask,
+        ref_logprobs=logprobs - 0.2 if config.objective.beta else None,
+        weights=mask,
+        num_items=5,
+        num_rows=2,
+    )
+
+    loss = _tried(what, fn, lambda: fn(tokens, objective_of(config)))
+    if not isinstance(loss, grpo.Loss) or not isinstance(loss.value, mx.array) or loss.value.shape != ():
+        raise ValueError(f"{what} gave {short(loss)}; return grpo.Loss(value, sums), with a value of no axes")
+    slope_of = mx.grad(lambda logprobs: fn(tokens._replace(logprobs=logprobs), objective_of(config)).value)
+    slope = _tried(what, fn, lambda: slope_of(logprobs))
+    found = loss.value.item(), slope.tolist()
+    if not (mx.isfinite(loss.value) & mx.isfinite(slope).all()).item():
+        raise ValueError(f"{what} gave the loss {found[0]} with the gradient {found[1]}; both must be finite")
+    if (slope * (1 - mask) != 0).any().item():
+        raise ValueError(f"{what} has a gradient where tokens.mask is 0, which is padding; multiply by the mask")
+    if not (slope != 0).any().item():
+        raise ValueError(f"{what} has no gradient with respect to tokens.logprobs, so it trains nothing")
+    return fn
+
+
+def _tried(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> Any:
+    try:
+        return compute()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} {raised(error, fn)}") from error
+
+
+def _load_advantage(spec: str) -> Advantage:
+    _, fn = load_function("--advantage", spec)
+    advantages(spec, fn, np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
+    return fn
+
+
+def advantages(spec: str, fn: Advantage, rewards: np.ndarray) -> np.ndarray:
+    """What `fn` makes of rewards, (B, G) float64 -> (B, G) float32. Raises ValueError for anything else."""
+    what = f"--advantage {spec}{place_of(fn)}"
+    found = _tried(what, fn, lambda: np.asarray(fn(rewards.copy()), np.float32))
+    if found.shape != rewards.shape:
+        raise ValueError(f"{what} gave the shape {found.shape} for rewards of shape {rewards.shape}; give the same")
+    if not np.isfinite(found).all():
+        raise ValueError(f"{what} gave {short(found.tolist())} for the rewards {short(rewards.tolist())}; be finite")
+    return found

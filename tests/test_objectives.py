@@ -1,0 +1,128 @@
+"""A user's own loss and advantage: what they get, that they train, and what is told of bad ones."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo
+import train
+from config import Config
+from problems import objectives
+from tests.small_run import SMALL
+
+MINE = '''
+import grpo
+import mlx.core as mx
+
+def reinforce(tokens, objective):
+    """The plain policy gradient: no ratio, no clip."""
+    each = -tokens.advantages * tokens.logprobs * tokens.mask
+    return grpo.Loss(each.sum() / tokens.num_items, {})
+
+def dapo_again(tokens, objective):
+    return grpo.LOSSES["dapo"](tokens, objective)
+
+def of_one(rewards):
+    return rewards - rewards[:, :1]
+
+def group_again(rewards):
+    return grpo.group_advantages(rewards, signal_floor=grpo.SIGNAL_FLOOR)
+
+no_function = 3
+def raises(tokens, objective): return tokens.nothing
+def a_number(tokens, objective): return 1.0
+def unmasked(tokens, objective): return grpo.Loss((tokens.logprobs * tokens.advantages).sum(), {})
+def constant(tokens, objective): return grpo.Loss(mx.array(1.0), {})
+def infinite(tokens, objective): return grpo.Loss((tokens.logprobs * tokens.mask).sum() / 0, {})
+def too_small(rewards): return rewards.mean(axis=1)
+def not_a_number(rewards): return rewards * float("nan")
+def fails(rewards): return rewards / "1"
+'''
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return str(tmp_path / "mine.py")
+
+
+def train_two_steps(tmp_path, name, *flags):
+    run = tmp_path / name
+    train.main(
+        [*SMALL, *"--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split(), *flags, "--run-dir", str(run)]
+    )
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(one["loss"], one["grad_norm"], one["reward/mean"]) for one in records]
+
+
+@pytest.mark.slow
+def test_an_own_loss_or_advantage_that_equals_ours_trains_the_same(tmp_path, mine):
+    ours = train_two_steps(tmp_path, "ours")
+    loss = train_two_steps(tmp_path, "loss", "--loss", f"{mine}:dapo_again")
+    both = train_two_steps(tmp_path, "both", "--loss-type", f"{mine}:dapo_again", "--advantage", f"{mine}:group_again")
+    assert loss == both
+    np.testing.assert_allclose(ours, loss, rtol=1e-4)  # ours may be computed from the logits by tiles
+    other = train_two_steps(tmp_path, "other", "--loss", f"{mine}:reinforce")
+    assert other[0][2] == ours[0][2] and other[0][0] != ours[0][0]
+
+
+def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import grpo\nseen = []\n"
+        "def look(tokens, objective):\n"
+        "    seen.append((tokens, objective))\n"
+        "    return grpo.Loss((tokens.logprobs * tokens.mask).sum(), {})\n"
+    )
+    config = Config.of(loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7)
+    fn = objectives.load(config).loss
+    tokens, objective = fn.__globals__["seen"][0]
+    assert (objective.beta, objective.epsilon, objective.max_tokens) == (0.1, 0.3, 7)
+    assert tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
+    assert objectives.load(Config.of()) == objectives.Own()
+
+
+BAD = [
+    ("loss", "raises", "raised AttributeError"),
+    ("loss", "a_number", "gave 1.0; return grpo.Loss(value, sums)"),
+    ("loss", "unmasked", "has a gradient where tokens.mask is 0"),
+    ("loss", "constant", "has no gradient with respect to tokens.logprobs"),
+    ("loss", "infinite", "both must be finite"),
+    ("loss", "no_function", "no_function is of type int, not a function"),
+    ("loss", "dapo_agin", "has no function 'dapo_agin', did you mean 'dapo_again'"),
+    ("advantage", "too_small", "gave the shape (2,) for rewards of shape (2, 3)"),
+    ("advantage", "not_a_number", "be finite"),
+    ("advantage", "fails", "raised"),
+]
+
+
+@pytest.mark.parametrize(("flag", "name", "words"), BAD, ids=[name for _, name, _ in BAD])
+def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(mine, flag, name, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.main([*SMALL, "--task", "demo", f"--{flag}", f"{mine}:{name}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and said.count("\n") == 1
+    assert f"{mine}:{name}" in said
+
+
+def test_an_own_loss_is_checked_like_a_word_of_ours():
+    with pytest.raises(ValueError, match=r"'dapoo'; it must be one of grpo, .* or FILE\.py:function"):
+        train.resolve({"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, ""))
+
+
+def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
+    rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
+    config = Config.of(advantage=f"{mine}:of_one")
+    fn = objectives.load(config).advantage
+    assert objectives.advantages("spec", fn, rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
+    with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
+        train.resolve(flags, None, None, lambda name: (name, ""))
+
+
+def test_the_plain_policy_gradient_is_what_a_pencil_says(mine):
+    fn = objectives.load(Config.of(loss_type=f"{mine}:reinforce")).loss
+    logprobs, mask = mx.array([[-1.0, -2.0]]), mx.array([[1.0, 0.0]])
+    tokens = grpo.Tokens(logprobs, logprobs, mx.array([[3.0]]), mask, num_items=1, num_rows=1)
+    assert fn(tokens, grpo.Objective()).value.item() == 3.0

@@ -390,11 +390,16 @@ def load_recipe(path: Path) -> dict[str, Any]:
     held = load_yaml(path, f"--config {path}")
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    for key in held:
+    refuse_unknown(held, f"--config {path}: ")
+    return held
+
+
+def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
+    """Raises ValueError naming a setting that does not exist, and the nearest that does."""
+    for key in settings:
         if key not in SETTINGS:
             near = difflib.get_close_matches(str(key)[:40], SETTINGS, 1, 0.0)[0]
-            raise ValueError(f"--config {path}: unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
-    return held
+            raise ValueError(f"{where}unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
 
 
 def as_yaml(config: Config, sizes: Sizes | None = None) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import gwen
 import lora

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx.utils import tree_flatten
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import evaluate
 import gwen
@@ -400,13 +400,16 @@ class SftRun(Run):
         self.keep_start()
         self.journal = Journal(self.config, self.dir, "loss", self.step, keep_scores=False)
 
-    def write_step(self, seconds: dict[str, float], targets: policy.Targets, result: UpdateResult, peak: int) -> None:
-        """Writes a step's figures and prints its line."""
+    def write_step(
+        self, seconds: dict[str, float], targets: policy.Targets, result: UpdateResult, peak: int
+    ) -> dict[str, Any]:
+        """Writes a step's figures and prints its line; returns the figures."""
         recent, batch = self.journal.recent, self.config.sampling.batch
         recent.append(seconds["step"])
         figures = tuning.step_metrics(result, seconds, targets.num_rows, batch, recent)
         figures = {"step": self.step} | figures | {"mem/peak_gb": peak / 1e9}
         self.journal.record(figures, sft_line(figures, self.config.optimizer.steps))
+        return figures
 
     def evaluate(self) -> None:
         record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
@@ -448,6 +451,7 @@ def stoppable(run: Run) -> Iterator[None]:
         if number == signal.SIGINT:
             warn("\nfinishing this step; press Ctrl-C again to abandon it")
 
+    run.stopping = False
     before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
     try:
         yield
@@ -482,9 +486,7 @@ def stoppable(run: Run) -> Iterator[None]:
         if isinstance(error, ValueError) or gpu.is_too_much(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
-        if what:  # a bug of ours or of MLX's: show the traceback
-            raise
-        sys.exit(130)
+        raise  # after a bug of ours or of MLX's with its traceback
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import gwen
 from kv_cache import KVCache, SlotCache, TreeCache

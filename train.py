@@ -18,8 +18,9 @@ Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion pos
 import argparse
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -28,16 +29,17 @@ import numpy as np
 import gwen
 import sampler
 import update
-from config import Config, as_yaml, given, parse, resolve
+from config import Config, as_yaml, given, parse, refuse_unknown, resolve
 from disk import checkpoint, run_files
 from flags import fail
 from machine import gpu, power, world
+from problems import chat_template, examples, rewards
 from problems.examples import Example, prompt_text
 from problems.rewards import call_rewards
 from reporting import page, trackers
 from reporting.console import say
 from reporting.journal import Step, evaluation_is_due
-from run import GrpoRun, SftRun, stoppable
+from run import GrpoRun, SftRun, sampling_of, stoppable
 from sft import tuning
 from step.groups import Draw, Rewards, choose_groups, gather, weigh
 from step.micro_batch import micro_batches
@@ -45,8 +47,12 @@ from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
 
 
-def train(config: Config, run: GrpoRun) -> None:
-    """Runs the steps from `run.step` to `config.optimizer.steps`; `run` holds everything that outlives a step."""
+def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
+    """
+    Runs the steps from `run.step` to `config.optimizer.steps`, and yields the figures of each.
+
+    `run` holds everything that outlives a step.
+    """
     learner, clock = run.learner, run.clock
     if run.evaluate_if_due():
         run.save()
@@ -85,16 +91,18 @@ def train(config: Config, run: GrpoRun) -> None:
         run.prompts.note(draws)
         # ---- everything below is reporting
         seconds, peak = clock.lap(), mx.get_peak_memory()
-        run.journal.write_step(Step(run.step, seconds, draws, choice, rollout, result, peak, run.prompts.figures()))
+        step = Step(run.step, seconds, draws, choice, rollout, result, peak, run.prompts.figures())
+        figures = run.journal.write_step(step)
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
         if is_best or run.is_done or run.step % config.records.save_every == 0:
             run.save()
         run.show()
+        yield figures
 
 
-def tune(config: Config, run: SftRun) -> None:
+def tune(config: Config, run: SftRun) -> Iterator[dict[str, Any]]:
     """Supervised fine-tuning: the same steps, on given replies; they end where --early-stopping says so."""
     learner, clock = run.learner, run.clock
     if run.evaluate_if_due():
@@ -112,12 +120,13 @@ def tune(config: Config, run: SftRun) -> None:
             done(learner.trainable, learner.optimizer.state)
         run.step += 1
         seconds, peak = clock.lap(), mx.get_peak_memory()
-        run.write_step(seconds, targets, result, peak)
+        figures = run.write_step(seconds, targets, result, peak)
         run.end_step()
         is_best = run.evaluate_if_due()
         if is_best or run.is_done or run.step % config.records.save_every == 0:
             run.save()
         run.show()
+        yield figures
     if run.step < config.optimizer.steps:
         patience = config.evaluation.early_stopping
         said = f"stopped after step {run.step}: {patience} evaluations in a row had no lower eval/loss"
@@ -175,7 +184,188 @@ def reward_completions(run: GrpoRun, examples: list[Example], rollout: sampler.R
     return weigh(config, weights, components, judgement, completions)
 
 
-# ---- the command
+# ---- a run, from Python or from the command
+
+
+class Trainer:
+    """
+    A run from Python, as in a notebook. `start` and `resume` make one; settings go by the names of their flags.
+
+        trainer = Trainer.start(task="demo", steps=20, reward=my_reward)
+        for figures in trainer.steps():
+            print(figures["step"], figures["reward/mean"])
+
+    A break or an interrupt ends the loop after a whole step, which is saved; `steps` or `fit` goes on from there.
+    """
+
+    def __init__(self, begun: "Begun"):
+        """Raises ValueError in one line for what the user got wrong; no directory is left then."""
+        config, state, path = begun.config, begun.state, begun.path
+        kind: Any = SftRun if config.objective.loss_type == "sft" else GrpoRun
+        run = self.run = kind(config, Path(path))
+        if state:
+            run.restore(state)
+            if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
+                run.batch_size.rows = run.sizes.rollout_batch_size
+            state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
+        # only after everything has loaded, so that a user's mistake leaves no directory behind
+        run.dir = Path(world.first(lambda: make_dir(run, begun._replace(state=state))))
+        self._is_owner = True  # until the loop ends
+        run.open()
+        print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
+        print(run.memory)
+        print(run.legend, flush=True)
+
+    @classmethod
+    def start(cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any) -> "Trainer":
+        """
+        A new run. recipe: YAML of settings, in place of the task's.
+
+        `data` may be rows as dictionaries, `reward` a function or a list of them, `loss_type` and `advantage` a
+        function: one at the top level of a notebook or module, which a resumed run finds there again.
+        """
+        return cls(begin(as_settings(settings), recipe, run_dir=run_dir))
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any) -> "Trainer":
+        """Goes on with a run; allow_changes: though its data, rewards or files changed."""
+        return cls(begin(as_settings(settings), resume=str(run_dir), allow_changes=allow_changes))
+
+    @property
+    def config(self) -> Config:
+        """Its settings."""
+        return self.run.config
+
+    @property
+    def dir(self) -> Path:
+        """Where it is recorded."""
+        return self.run.dir
+
+    @property
+    def model(self) -> gwen.Model:
+        """The model as it is now, with its adapters."""
+        return self.run.model
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """Trains, and yields each step's figures, as in `metrics.jsonl`."""
+        if not self._is_owner and world.is_first():
+            run_files.own(self.dir)
+        try:
+            with self.run.shown(), stoppable(self.run):
+                yield from (tune if isinstance(self.run, SftRun) else train)(self.config, self.run)
+        except GeneratorExit:
+            self.save()
+            say(f"saved after step {self.run.step}: {self.dir}")
+            raise
+        finally:
+            run_files.let_go(self.dir)
+            self._is_owner = False
+
+    def fit(self) -> "Trainer":
+        """Trains to the last step."""
+        for _ in self.steps():
+            pass
+        return self
+
+    def save(self) -> None:
+        """Saves a checkpoint and the adapter."""
+        self.run.save()
+
+    def evaluate(self) -> dict[str, Any]:
+        """The figures on what is held out, as in `eval.jsonl`."""
+        journal = self.run.journal
+        if not journal.evaluations or journal.evaluations[-1]["step"] != self.run.step:
+            self.run.evaluate()
+        return journal.evaluations[-1]
+
+    def sample(self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None) -> list[list[str]]:
+        """`n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily."""
+        run, settings = self.run, self.config.sampling
+        ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
+        eos_ids = run.model.config.eos_ids
+        params = sampling_of(self.config, eos_ids, next(iter(eos_ids)))._replace(entropy=False)
+        if temp is not None:
+            params = params._replace(temperature=temp)
+        rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
+        texts = sampler.texts(run.tokenizer, rollout, eos_ids)
+        return [texts[first : first + n] for first in range(0, len(texts), n)]
+
+
+def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as flags hold them: a function by its name in its module, rows as a file of the cache."""
+    refuse_unknown(settings)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    for name in ("loss_type", "advantage"):
+        if callable(settings.get(name)):
+            settings[name] = rewards.spec_of(settings[name])
+    if (named := settings.get("reward")) is not None:
+        named = [named] if callable(named) or isinstance(named, str) else named
+        settings["reward"] = [rewards.spec_of(one) if callable(one) else one for one in named]
+    if not isinstance(settings.get("data", ""), str):
+        settings["data"] = examples.keep(settings["data"])
+    return settings
+
+
+class Begun(NamedTuple):
+    """A run that is to be made, or to go on."""
+
+    config: Config
+    state: checkpoint.State | None  # to go on from
+    path: str  # its directory
+    run_dir: str | None  # the directory that was asked for
+    allow_changes: bool
+    flags: dict[str, Any]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to be done."""
+        if self.state is None or self.state.step < self.config.optimizer.steps:
+            return False
+        evaluations = run_files.JsonLines(Path(self.path) / "eval.jsonl").read()
+        return not evaluation_is_due(self.config, self.state.step, evaluations)
+
+
+def begin(
+    flags: dict[str, Any],
+    recipe: str | None = None,
+    *,
+    resume: str | None = None,
+    run_dir: str | None = None,
+    allow_changes: bool = False,
+) -> Begun:
+    """The settings, the state to go on from, and the directory of the run, which is not made yet."""
+
+    def read() -> list[Any]:
+        config, choice = resolve(flags, recipe, resume, gwen.choose_model)
+        trackers.check(config.records.report_to)
+        print(choice, flush=True)
+        settings = config.flat()
+        if resume is None:
+            return [settings, None, str(run_files.choose_run_dir(config.data.task, run_dir))]
+        path = Path(resume)
+        run_files.own(path)
+        state = checkpoint.load(path)
+        unasked = {name: value for name, value in settings.items() if name not in flags}
+        changed = [*checkpoint.changes(path, state, unasked), *checkpoint.changed_files(path, state)]
+        checkpoint.refuse_changes(path, state, changed, allow_changes)
+        checkpoint.publish(path, state)  # a killed process may not have got this far
+        return [settings, state, resume]
+
+    settings, state, path = world.first(read)
+    return Begun(
+        Config.of(**settings), checkpoint.State(*state) if state else None, path, run_dir, allow_changes, flags
+    )
+
+
+def make_dir(run: Any, begun: Begun) -> str:
+    """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
+    state = begun.state
+    if not state:
+        return str(run_files.make_run_dir(as_yaml(run.config, run.sizes), run.dir, begun.run_dir))
+    checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, run.sources), begun.allow_changes)
+    checkpoint.go_on(run.dir, state, run.config.flat(run.sizes) | run.sources)
+    run_files.write(as_yaml(run.config, run.sizes), run.dir)
+    return str(run.dir)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -184,6 +374,8 @@ def main(argv: list[str] | None = None) -> None:
             command(parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as error:
         fail(world.signed(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def command(args: argparse.Namespace) -> None:
@@ -193,76 +385,27 @@ def command(args: argparse.Namespace) -> None:
         raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
     if args.resume and args.run_dir:
         raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
-    config, state, path = begin(args)
+    resume = world.first(checkpoint.newest_unfinished) if args.resume is True else args.resume
     if args.print_config:
+        config, choice = resolve(flags, args.config, resume, gwen.choose_model)
+        print(choice, file=sys.stderr, flush=True)
         print(as_yaml(config), end="")
         return
-    if not path:
+    begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
+    if world.first(lambda: begun.is_finished):
+        if world.is_first():
+            said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
+            print(f"{begun.path} is finished: {said}")
         return
     if args.wired_limit:
         os.environ[gpu.WIRED_LIMIT] = args.wired_limit
     if not args.let_sleep:
         power.keep_awake()
-    make, loop = (SftRun, tune) if config.objective.loss_type == "sft" else (GrpoRun, train)
-    run: Any = make(config, Path(path))
-    if state:
-        run.restore(state)
-        if "rollout_batch_size" in flags:  # may exceed what the checkpoint had backed off to
-            run.batch_size.rows = run.sizes.rollout_batch_size
-        state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
-    # only after everything has loaded, so that a user's mistake leaves no directory behind
-    run.dir = Path(world.first(lambda: make_dir(run, args, state)))
-    run.open()
-    print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters", flush=True)
-    print(run.memory, flush=True)
-    print(run.legend, flush=True)
-    with run.shown(), stoppable(run):
-        loop(config, run)
+    trainer = Trainer(begun).fit()
     if world.is_first():
-        run.journal.print_summary()
-        if args.open and (written := run.dir / "report.html").is_file():
+        trainer.run.journal.print_summary()
+        if args.open and (written := trainer.dir / "report.html").is_file():
             page.show(written)
-
-
-def begin(args: argparse.Namespace) -> tuple[Config, checkpoint.State | None, str]:
-    """The settings, the state to go on from, and the directory of the run; no directory where nothing is to be done."""
-
-    def read() -> list[Any]:
-        if args.resume is True:
-            args.resume = checkpoint.newest_unfinished()
-        config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
-        trackers.check(config.records.report_to)
-        print(choice, file=sys.stderr if args.print_config else sys.stdout, flush=True)
-        settings = config.flat()
-        if args.print_config:
-            return [settings, None, ""]
-        if not args.resume:
-            return [settings, None, str(run_files.choose_run_dir(config.data.task, args.run_dir))]
-        run_dir = Path(args.resume)
-        run_files.own(run_dir)
-        state = checkpoint.load(run_dir)
-        unasked = {name: value for name, value in settings.items() if name not in given(args)}
-        changed = [*checkpoint.changes(run_dir, state, unasked), *checkpoint.changed_files(run_dir, state)]
-        checkpoint.refuse_changes(run_dir, state, changed, args.allow_changes)
-        checkpoint.publish(args.resume, state)  # a killed process may not have got this far
-        log = run_files.JsonLines(Path(args.resume) / "eval.jsonl")
-        if state.step >= config.optimizer.steps and not evaluation_is_due(config, state.step, log.read()):
-            print(f"{args.resume} is finished: {state.step} of {config.optimizer.steps} steps are done")
-            return [settings, None, ""]
-        return [settings, state, args.resume]
-
-    settings, state, path = world.first(read)
-    return Config.of(**settings), checkpoint.State(*state) if state else None, path
-
-
-def make_dir(run: Any, args: argparse.Namespace, state: checkpoint.State | None) -> str:
-    """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
-    if not state:
-        return str(run_files.make_run_dir(as_yaml(run.config, run.sizes), run.dir, args.run_dir))
-    checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, run.sources), args.allow_changes)
-    checkpoint.go_on(run.dir, state, run.config.flat(run.sizes) | run.sources)
-    run_files.write(as_yaml(run.config, run.sizes), run.dir)
-    return str(run.dir)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import grpo
 import gwen

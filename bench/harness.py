@@ -22,7 +22,7 @@ import cpu_blas
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import gwen
 from config import Config, resolve

@@ -130,13 +130,13 @@ def model_card(run: str, step: int | None) -> str:
 
 # ---- one process a run
 
-_locks: list[int] = []  # open files whose locks this process holds
+_locks: dict[Path, int] = {}  # directories that this process owns, and the open files whose locks say so
 
 
 def _forget_locks() -> None:
     """In the child of a fork: a reward's process that lives on must not keep the lock of a run that is dead."""
     while _locks:
-        os.close(_locks.pop())
+        os.close(_locks.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_forget_locks)
@@ -145,18 +145,26 @@ os.register_at_fork(after_in_child=_forget_locks)
 @contextlib.contextmanager
 def owner() -> Iterator[None]:
     """Lets go at its end of the directories that this process owns by then."""
-    before = len(_locks)
+    before = set(_locks)
     try:
         yield
     finally:
-        while len(_locks) > before:
-            os.ftruncate(_locks[-1], 0)
-            os.close(_locks.pop())
+        for run_dir in _locks.keys() - before:
+            let_go(run_dir)
+
+
+def let_go(run_dir: Path) -> None:
+    """Lets others own a directory, if this process does."""
+    file = _locks.pop(run_dir.resolve(), None)
+    if file is not None:
+        os.ftruncate(file, 0)
+        os.close(file)
 
 
 def own(run_dir: Path) -> None:
     """
-    Makes this process the only one that trains in a directory, until `owner` ends; nothing may be written there before.
+    Makes this process the only one that trains in a directory, until `let_go` or the end of `owner`; nothing may be
+    written there before.
 
     The system lets go of a dead process's lock. Raises ValueError naming the process that has it, or why none can.
     """
@@ -176,7 +184,7 @@ def own(run_dir: Path) -> None:
     except OSError as error:
         os.close(file)
         raise ValueError(f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can") from error
-    _locks.append(file)
+    _locks[run_dir.resolve()] = file
 
 
 # ---- creating a run

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import gwen
 from kv_cache import TreeCache

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from config import JudgeSettings
 from flags import read_json, redacted

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import flags
 from problems import chat_template

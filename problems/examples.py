@@ -25,6 +25,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import cpu_blas
+
 from flags import read_json
 
 Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
@@ -72,6 +74,19 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     Raises ValueError naming file, line or record, value and fix.
     """
     return make_examples(spec, read_records(spec), columns)
+
+
+def keep(rows: Iterable[Any]) -> str:
+    """Writes a program's rows to a file of the cache, named by what it holds, and returns its path for `load_data`."""
+    rows = list(rows)
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"data: a row is no JSON ({one_line(error)}); give texts, numbers and lists") from error
+    path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
 
 
 def read_records(spec: str) -> Records:

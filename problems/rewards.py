@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
 from problems.formulas import prepare_sympy
@@ -166,6 +166,15 @@ def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[.
     if not callable(fn := getattr(module, name)):
         raise ValueError(f"{flag} {spec}: {name} is of type {type(fn).__name__}, not a function")
     return name, fn
+
+
+def spec_of(fn: Callable[..., Any]) -> str:
+    """A function as MODULE:function. Raises ValueError for one that cannot be found by its name."""
+    module, name = fn.__module__, getattr(fn, "__qualname__", type(fn).__name__)
+    if getattr(sys.modules[module], name, None) is not fn:
+        where = "at the top level of a module or notebook"
+        raise ValueError(f"{name}: a run finds its functions by their names; define it {where}")
+    return f"{module}:{name}"
 
 
 def file_of(spec: str) -> str:

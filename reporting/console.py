@@ -6,7 +6,7 @@ left, for a terminal only.
 import sys
 from typing import Any, TextIO
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from config import Config
 from flags import safe

@@ -240,11 +240,12 @@ class Journal:
         with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
             trackers.finish(self.trackers)
 
-    def write_step(self, step: Step) -> None:
-        """Writes a step's figures and all sampled completions, and prints its line."""
+    def write_step(self, step: Step) -> dict[str, Any]:
+        """Writes a step's figures and all sampled completions, and prints its line; returns the figures."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
         self.record(figures, console_line(figures, self.config.optimizer.steps), completion_records(self.config, step))
+        return figures
 
     def record(self, figures: dict[str, Any], line: str, completions: Iterable[dict[str, Any]] = ()) -> None:
         """Writes a step's figures and completions, prints its line, and warns of what they show."""

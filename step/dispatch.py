@@ -19,7 +19,7 @@ from typing import NamedTuple
 import cpu_blas  # before mlx
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import gwen
 import sampler

@@ -145,7 +145,7 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     """Sampled: 36% of 254 before and 64% after 16 steps; showing working 40% and 100%."""
     run = GrpoRun(resolve({"model": "demo:rg", "steps": 16, "eval_every": 16, "eval_limit": 128})[0], tmp_path)
     run.open()
-    train.train(run.config, run)
+    list(train.train(run.config, run))
     first, last = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4
     assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1

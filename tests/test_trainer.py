@@ -1,0 +1,115 @@
+"""A run from Python: started, looped over, left, gone on with, sampled; functions and rows in place of files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+from disk import run_files
+from problems import examples, rewards
+from train import Trainer
+
+ROOT = Path(__file__).parent.parent
+SMALL = dict(model="demo", batch=3, groups=4, max_tokens=12, eval_limit=16)
+QUICK = SMALL | dict(judge_chunk_size=64, eval_every=0)
+
+
+def short_answers(completions, **_):
+    """A reward of this module."""
+    return [-float(len(text)) for text in completions]
+
+
+def plain(tokens, objective):
+    """A loss of this module."""
+    return train.update.grpo.Loss(-(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.num_items, {})
+
+
+@pytest.mark.slow
+def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(tmp_path, capsys):
+    flags = "--model demo --task demo --batch 3 --groups 4 --max-tokens 12 --eval-limit 16 --judge-chunk-size 64"
+    train.main([*flags.split(), "--eval-every", "0", "--steps", "3", "--run-dir", str(tmp_path / "command")])
+    trainer = Trainer.start(task="demo", steps=3, run_dir=str(tmp_path / "python"), **QUICK)
+    for figures in trainer.steps():
+        assert figures["step"] == 1 and figures["reward/mean"] is not None
+        break
+    assert (trainer.dir / "checkpoints" / "step-000001").is_dir()  # a break saves
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in trainer.steps():
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before and "saved after step 2" in capsys.readouterr().out
+    trainer = Trainer.resume(trainer.dir)
+    assert [figures["step"] for figures in trainer.steps()] == [3]
+    one, other = (
+        [json.loads(line)["ids"] for line in (tmp_path / name / "rollouts.jsonl").open()]
+        for name in ("command", "python")
+    )
+    assert one == other
+    assert trainer.evaluate() is trainer.evaluate() and trainer.evaluate()["eval/num"] == 16
+    [[greedy, again]] = trainer.sample(["What is two plus three?"], n=2, temp=0)
+    assert greedy == again and greedy
+    with run_files.owner():
+        run_files.own(trainer.dir)  # the lock is free once the loop has ended
+
+
+@pytest.mark.slow
+def test_functions_and_rows_of_a_program_are_found_again_by_a_resumed_run(tmp_path):
+    rows = [{"prompt": f"What is {word} plus one?"} for word in ("one", "two", "six")]
+    settings = dict(task="values", data=rows, reward=short_answers, loss_type=plain, steps=1)
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), **settings, **QUICK)
+    assert trainer.config.data.reward == [f"{__name__}:short_answers"]
+    assert trainer.config.objective.loss_type == f"{__name__}:plain"
+    [figures] = trainer.steps()
+    assert figures["reward/short_answers"] == figures["reward/mean"] < 0
+    trainer = Trainer.resume(tmp_path / "run", steps=2)
+    assert trainer.run.own.loss is plain
+    assert [figures["step"] for figures in trainer.steps()] == [2]
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
+    shown = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in shown["cells"] if cell["cell_type"] == "code"]
+    program = "import sys; sys.path.insert(0, sys.argv[1])\nexec(compile(sys.stdin.read(), 'notebook', 'exec'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(ROOT)],
+        input="\n".join(
+            [*code, "assert len(rewards) == 15 and second.config.objective.loss_type == '__main__:reinforce'"]
+        ),
+        cwd=tmp_path,
+        env=os.environ | {"MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_function_without_a_name_of_its_own_is_refused():
+    for fn in (lambda **_: [], np.random.default_rng().normal):
+        with pytest.raises(ValueError, match="define it at the top level"):
+            rewards.spec_of(fn)
+    assert rewards.load_function("--reward", rewards.spec_of(short_answers)) == ("short_answers", short_answers)
+
+
+def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = [{"prompt": "Grüße", "answer": "1"}]
+    kept = examples.keep(rows)
+    assert examples.keep(iter(rows)) == kept and examples.load_data(kept) == rows
+    with pytest.raises(ValueError, match="a row is no JSON"):
+        examples.keep([{"prompt": object()}])
+
+
+def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for settings, words in (({"task": "demoo"}, "demoo"), ({"steps": 0}, "--steps"), ({"stepps": 3}, "stepps")):
+        with pytest.raises(ValueError, match=words):
+            Trainer.start(**{"model": "demo", "task": "demo"} | settings)
+    assert not (tmp_path / "runs").exists()

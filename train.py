@@ -374,8 +374,6 @@ def main(argv: list[str] | None = None) -> None:
             command(parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as error:
         fail(world.signed(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def command(args: argparse.Namespace) -> None:
@@ -401,7 +399,13 @@ def command(args: argparse.Namespace) -> None:
         os.environ[gpu.WIRED_LIMIT] = args.wired_limit
     if not args.let_sleep:
         power.keep_awake()
-    trainer = Trainer(begun).fit()
+    trainer = Trainer(begun)
+    try:
+        trainer.fit()
+    except KeyboardInterrupt:  # which the first machine has told
+        if not world.is_first():
+            raise
+        sys.exit(130)
     if world.is_first():
         trainer.run.journal.print_summary()
         if args.open and (written := trainer.dir / "report.html").is_file():

@@ -25,8 +25,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import cpu_blas
-
 from flags import read_json
 
 Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
@@ -83,6 +81,8 @@ def keep(rows: Iterable[Any]) -> str:
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
         raise ValueError(f"data: a row is no JSON ({one_line(error)}); give texts, numbers and lists") from error
+    import cpu_blas  # a worker that reads answers needs none of it
+
     path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

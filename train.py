@@ -42,7 +42,6 @@ from reporting.journal import Step, evaluation_is_due
 from run import GrpoRun, SftRun, sampling_of, stoppable
 from sft import tuning
 from step.groups import Draw, Rewards, choose_groups, gather, weigh
-from step.micro_batch import micro_batches
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
 
@@ -65,7 +64,7 @@ def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
 
         with clock.phase("batch") as done:
             prompts, rollout = gather(config, draws, choice.groups)
-            batches = micro_batches(prompts, rollout, run.sizes.train_token_budget, "auto")
+            batches = learner.reader.cut(prompts, rollout, choice.advantages, run.step)
             done(batches)
 
         ref_logprobs = None

@@ -115,19 +115,19 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
 
     The old policy is the one before the first of them. Its log-probabilities come from the first forward pass, so they
-    cost no extra one. Completions bound how far it moves (`--target-kl`).
+    cost no extra one. Completions bound how far it moves (`--target-kl`). Without a row that teaches there is no step.
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer, num_items = learner.config.optimizer, targets.num_items
-    nothing = dict.fromkeys(MEASURED)
-    if not batches:  # every row was truncated and left out
-        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
+    taught = [batch for batch in batches if batch.teaches]
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     bounded = lr and targets.advantages is not None
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     pushes: dict[int, np.ndarray] = {}
-    for _ in range(optimizer.num_iterations):
+    if batches and not taught:
+        steps.append(gradient(learner, batches, targets)[2])
+    for _ in range(optimizer.num_iterations if taught else 0):
         before = learner.trainable if target else None  # else it need not be kept alive
         logprobs, measured = optimizer_step(learner, batches, targets, lr * learner.rate)
         present = [batch._replace(old_logprobs=new) for batch, new in zip(batches, logprobs, strict=True)]
@@ -147,27 +147,34 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
-    def mean(name: str) -> float:
-        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps)]
+    def mean(name: str) -> float | None:
+        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps) if name in one]
+        if not values:
+            return None
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
-    means = {name: mean(name) / (1 if name.endswith("_max") else num_items) for name in steps[0] if name in nothing}
+    totals = {name: mean(name) for name in MEASURED}
+    means = {
+        name: total if total is None or name.endswith("_max") else total / num_items for name, total in totals.items()
+    }
+    num_positions = sum(batch.num_positions for batch in batches)
     num_forwards, learner.num_forwards = learner.num_forwards, 0
     return UpdateResult(
         lr,
         rate,
         learner.num_skipped,
         learner.loss_scale.value,
-        nothing | means,
+        means,
         pushes,
         num_items,
-        loss=mean("loss"),
+        sum(len(batch.rows) for batch in taught),
+        loss=mean("loss") if taught else None,
         grad_norm=mean("grad_norm"),
         moved=moved,
         repeats=repeats,
-        skipped=int(sum(one["skipped"] for one in steps)),
+        skipped=int(sum(one.get("skipped", 0) for one in steps)),
         num_forwards=num_forwards,
-        pad_frac=1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
+        pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions if num_positions else None,
     )
 
 
@@ -202,11 +209,21 @@ def optimizer_step(
 def gradient(
     learner: Learner, batches: list[MicroBatch], targets: Targets
 ) -> tuple[Any, list[mx.array], dict[str, float]]:
-    """The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements."""
+    """
+    The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements.
+
+    Micro-batches that do not teach are measured for the rows that they stand for.
+    """
     grads: dict[str, Any] = {}
     found: list[Any] = []
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     for batch in tqdm(my_part(batches), desc="update", leave=False, disable=None):
+        if not batch.teaches:
+            _, logprobs, sums = learner.reader.share(learner.model, batch, targets)
+            mx.eval(logprobs, sums)
+            weights = {name: 1 if name.endswith("_max") else batch.stands_for for name in sums}
+            found.append((logprobs, {name: weights[name] * value.item() for name, value in sums.items()}))
+            continue
         (_, logprobs, sums), tree = share_and_gradient(learner, batch, targets)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed

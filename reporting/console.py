@@ -53,7 +53,9 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
         if len(line) <= WIDTH:
             break
     share = metrics["reward/zero_std_frac"]
-    end = "" if share is None else f" | {share:.0%}"
+    last = [] if share is None else [f"{share:.0%}"]
+    last += [] if metrics["update/rows"] else ["no step"]  # as nothing teaches
+    end = " | " + ", ".join(last) if last else ""
     return line + (end if len(line + end) <= WIDTH else "")
 
 

@@ -55,6 +55,8 @@ class MicroBatch(NamedTuple):
     mask: mx.array  # (M, T)
     sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
     old_logprobs: mx.array | None = None  # (M, T) of the policy before the update, where that is known
+    teaches: bool = True  # whether it has a gradient; else it is only measured
+    stands_for: float = 1.0  # tokens of the step that each of its tokens is measured for
 
     @property
     def num_positions(self) -> int:
@@ -68,15 +70,21 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    prompts: list[list[int]], rollout: Completions, token_budget: int, sharing: str = "off"
+    prompts: list[list[int]],
+    rollout: Completions,
+    token_budget: int,
+    sharing: str = "off",
+    only: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """
     The step's rows in micro-batches of at most `token_budget` positions, or of one row.
 
-    prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`.
+    prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`. only: (N,) bool, the rows
+    that are wanted.
     """
     completions = rollout.ids
-    shared, cut = plan(prompts, np.array(list(map(len, completions))), token_budget, sharing)
+    lengths = np.array(list(map(len, completions)))
+    shared, cut = plan(prompts, lengths if only is None else lengths * only, token_budget, sharing)
     make = _make_shared if shared else _make_plain
     return [make(part, prompts, completions, rollout) for part, _ in cut]
 
@@ -209,8 +217,9 @@ def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
             [prefix.lengths[parent] for parent in kept],
             [kept.index(parent) for parent in parents],
         )
-    arrays = {name: value[index] for name, value in batch._asdict().items() if isinstance(value, mx.array)}
-    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **arrays)
+    of_rows: dict[str, Any] = {name: value for name, value in batch._asdict().items() if isinstance(value, mx.array)}
+    of_rows = {name: value[index] for name, value in of_rows.items()}
+    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **of_rows)
 
 
 def in_rows(found: Iterable[tuple[MicroBatch, Sequence[mx.array]]], empty: list[mx.array]) -> list[mx.array]:

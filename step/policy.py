@@ -9,6 +9,7 @@ Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt posit
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 import grpo
 import gwen
@@ -16,8 +17,9 @@ from config import Config, Sizes
 from kv_cache import TreeCache
 from layers import divergence, lm_head, softmax
 from problems.objectives import objective_of
-from step.micro_batch import MicroBatch
+from step.micro_batch import Completions, MicroBatch, micro_batches
 from step.result import MISMATCH
+from step.trust_region import stride_of
 
 
 class Targets(NamedTuple):
@@ -46,7 +48,7 @@ class Reader:
 
     def __init__(self, config: Config, sizes: Sizes, loss: grpo.LossFunction | None = None):
         """loss: in place of that of `--loss-type`."""
-        self.config, self.checkpoint_layers = config, sizes.checkpoint_layers
+        self.config, self.sizes = config, sizes
         self.objective = objective_of(config)
         self.loss = loss or grpo.LOSSES[config.objective.loss_type]
         self.temperature, self.head = config.sampling.temp, "frozen" if config.model.lora_rank else "trained"
@@ -54,11 +56,43 @@ class Reader:
         # the tokens that the sampler may draw; None: all
         self.support = softmax.Support.of(sampling.top_p, sampling.top_k, sampling.min_p)
         by_token = config.objective.loss_type in grpo.CLIPPED and self.objective.importance_sampling_level == "token"
+        # whether a row may have a gradient though its advantage is 0
+        self.all_teach = bool(
+            self.objective.beta
+            or config.objective.entropy_coef
+            or config.objective.top_entropy_quantile < 1
+            or config.objective.teacher
+            or loss is not None
+        )
         self.may_fuse = by_token and loss is None and self.head == "frozen" and not config.objective.entropy_coef
+
+    def cut(
+        self, prompts: list[list[int]], rollout: Completions, advantages: np.ndarray, turn: int
+    ) -> list[MicroBatch]:
+        """
+        The micro-batches of a step. A row whose advantage is 0 has no gradient and is left out, unless `all_teach`.
+
+        Of the rows left out every k-th is measured, from another offset every turn. prompts: N, one per row;
+        advantages: (B, G).
+        """
+
+        def batches(only: np.ndarray) -> list[MicroBatch]:
+            return micro_batches(prompts, rollout, self.sizes.train_token_budget, "auto", only)
+
+        lengths = np.array(list(map(len, rollout.ids)))
+        teaching = (advantages.reshape(-1) != 0) | self.all_teach
+        idle = np.flatnonzero(~teaching & (lengths > 0))
+        if not len(idle):
+            return batches(teaching)
+        stride = min(stride_of(lengths.sum()), len(idle))
+        watched = idle[turn % stride :: stride]
+        stands_for = float(lengths[idle].sum() / lengths[watched].sum())
+        measured = batches(np.isin(np.arange(len(lengths)), watched))
+        return batches(teaching) + [batch._replace(teaches=False, stands_for=stands_for) for batch in measured]
 
     def hidden(self, model: gwen.Model, batch: MicroBatch) -> mx.array:
         """The hidden states that predict the completion tokens, (M, T, C)."""
-        return completion_hidden(model, batch, self.checkpoint_layers)
+        return completion_hidden(model, batch, self.sizes.checkpoint_layers)
 
     def logprobs(self, model: gwen.Model, batch: MicroBatch, gradient: str = "none") -> tuple[mx.array, mx.array]:
         """

@@ -25,7 +25,8 @@ class UpdateResult(NamedTuple):
     # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
     means: dict[str, float | None]
     pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
-    num_items: int = 0  # trained tokens
+    num_items: int = 0  # counted tokens
+    num_taught: int = 0  # rows with a gradient
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
     moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
@@ -56,6 +57,7 @@ class UpdateResult(NamedTuple):
             "loss_scale": self.loss_scale,
             "lr": self.lr,
             "update/kl": self.moved,
+            "update/rows": self.num_taught,
             "update/rate": self.rate,
             "update/repeats": self.repeats,
             "skipped": self.skipped,

@@ -29,18 +29,27 @@ MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, a
 Weights = dict[str, mx.array]  # float32 masters by name
 
 
+def stride_of(num_items: int) -> int:
+    """Every how many rows a step of `num_items` tokens is measured or probed."""
+    return max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
+
+
 def make_probe(batches: list[MicroBatch], num_items: int, turn: int) -> list[MicroBatch]:
     """
-    Every k-th micro-batch, or every k-th row if there are too few, with an offset that changes every turn.
+    Every k-th micro-batch that teaches, or every k-th row if there are too few, with an offset that changes every turn,
+    and those that stand for the other rows.
 
     Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
     """
-    stride = max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
-    if len(batches) >= stride:
-        return batches[turn % stride :: stride]
-    stride = min(stride, max(len(batch.rows) for batch in batches))
-    places = [list(range(turn % stride, len(batch.rows), stride)) for batch in batches]
-    return [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some]
+    stride, taught = stride_of(num_items), [batch for batch in batches if batch.teaches]
+    if len(taught) >= stride:
+        probe = taught[turn % stride :: stride]
+    else:
+        stride = min(stride, max(len(batch.rows) for batch in taught))
+        places = [list(range(turn % stride, len(batch.rows), stride)) for batch in taught]
+        probe = [take_rows(batch, some) for batch, some in zip(taught, places, strict=True) if some]
+    others = [batch for batch in batches if not batch.teaches]
+    return probe + [batch._replace(stands_for=batch.stands_for / stride) for batch in others]
 
 
 def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
@@ -55,8 +64,8 @@ def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
     for batch, new in zip(probe, present, strict=True):
         assert batch.old_logprobs is not None
         new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
-        total += (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
-        count += batch.mask.sum()
+        total += batch.stands_for * (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
+        count += batch.stands_for * batch.mask.sum()
     return float(total / count)
 
 

@@ -641,7 +641,7 @@ def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_r
 
 def test_the_distance_of_two_policies_is_that_of_the_counted_tokens_whatever_the_padding_holds():
     old, new = mx.array([[-1.0, -2.0, -120.0]]), mx.array([[-1.5, -1.8, -20.0]])
-    probe = [SimpleNamespace(mask=mx.array([[1.0, 1.0, 0.0]]), old_logprobs=old)]
+    probe = [SimpleNamespace(mask=mx.array([[1.0, 1.0, 0.0]]), old_logprobs=old, stands_for=1.0)]
     change = np.array([-0.5, 0.2])
     assert trust_region.distance(probe, [new]) == pytest.approx((np.exp(change) - change - 1).mean(), rel=1e-5)
 

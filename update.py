@@ -102,7 +102,9 @@ def targets_of(
         _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
         chosen = grpo.top_entropy_mask(entropy, rollout.mask, objective.top_entropy_quantile)
     num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
+    has_gradient = (rollout.mask.sum(axis=1) > 0) & ((advantages != 0) | learner.reader.all_teach)
     targets = Targets(len(advantages), num_items, chosen, num_chosen, advantages, ref_logprobs)
+    targets = targets._replace(num_taught=round(float(has_gradient.sum())))
     if taught is not None:
         targets = targets._replace(**taught)
     if targets.gains is not None:
@@ -115,19 +117,22 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
 
     The old policy is the one before the first of them. Its log-probabilities come from the first forward pass, so they
-    cost no extra one. Completions bound how far it moves (`--target-kl`). Without a row that teaches there is no step.
+    cost no extra one. Completions bound how far it moves (`--target-kl`). Where no row teaches there is no step.
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer, num_items = learner.config.optimizer, targets.num_items
-    taught = [batch for batch in batches if batch.teaches]
+    nothing = dict.fromkeys(MEASURED)
+    if not batches:  # every row was truncated and left out
+        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     bounded = lr and targets.advantages is not None
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     pushes: dict[int, np.ndarray] = {}
-    if batches and not taught:
-        steps.append(gradient(learner, batches, targets)[2])
-    for _ in range(optimizer.num_iterations if taught else 0):
+    num_taught = targets.num_rows if targets.num_taught is None else targets.num_taught
+    if not num_taught:
+        steps.append(gradient(learner, batches, targets)[2] | {"skipped": 0})
+    for _ in range(optimizer.num_iterations if num_taught else 0):
         before = learner.trainable if target else None  # else it need not be kept alive
         logprobs, measured = optimizer_step(learner, batches, targets, lr * learner.rate)
         present = [batch._replace(old_logprobs=new) for batch, new in zip(batches, logprobs, strict=True)]
@@ -147,34 +152,28 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
-    def mean(name: str) -> float | None:
-        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps) if name in one]
-        if not values:
-            return None
+    def mean(name: str) -> float:
+        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps)]
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
-    totals = {name: mean(name) for name in MEASURED}
-    means = {
-        name: total if total is None or name.endswith("_max") else total / num_items for name, total in totals.items()
-    }
-    num_positions = sum(batch.num_positions for batch in batches)
+    means = {name: mean(name) / (1 if name.endswith("_max") else num_items) for name in steps[0] if name in nothing}
     num_forwards, learner.num_forwards = learner.num_forwards, 0
     return UpdateResult(
         lr,
         rate,
         learner.num_skipped,
         learner.loss_scale.value,
-        means,
+        nothing | means,
         pushes,
         num_items,
-        sum(len(batch.rows) for batch in taught),
-        loss=mean("loss") if taught else None,
-        grad_norm=mean("grad_norm"),
+        num_taught,
+        loss=mean("loss"),
+        grad_norm=mean("grad_norm") if num_taught else None,
         moved=moved,
         repeats=repeats,
-        skipped=int(sum(one.get("skipped", 0) for one in steps)),
+        skipped=int(sum(one["skipped"] for one in steps)),
         num_forwards=num_forwards,
-        pad_frac=1 - sum(batch.num_tokens for batch in batches) / num_positions if num_positions else None,
+        pad_frac=1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
     )
 
 
@@ -209,21 +208,11 @@ def optimizer_step(
 def gradient(
     learner: Learner, batches: list[MicroBatch], targets: Targets
 ) -> tuple[Any, list[mx.array], dict[str, float]]:
-    """
-    The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements.
-
-    Micro-batches that do not teach are measured for the rows that they stand for.
-    """
+    """The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements."""
     grads: dict[str, Any] = {}
     found: list[Any] = []
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     for batch in tqdm(my_part(batches), desc="update", leave=False, disable=None):
-        if not batch.teaches:
-            _, logprobs, sums = learner.reader.share(learner.model, batch, targets)
-            mx.eval(logprobs, sums)
-            weights = {name: 1 if name.endswith("_max") else batch.stands_for for name in sums}
-            found.append((logprobs, {name: weights[name] * value.item() for name, value in sums.items()}))
-            continue
         (_, logprobs, sums), tree = share_and_gradient(learner, batch, targets)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed

@@ -53,9 +53,8 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
         if len(line) <= WIDTH:
             break
     share = metrics["reward/zero_std_frac"]
-    last = [] if share is None else [f"{share:.0%}"]
-    last += [] if metrics["update/rows"] else ["no step"]  # as nothing teaches
-    end = " | " + ", ".join(last) if last else ""
+    end = "" if share is None else f" | {share:.0%}"
+    end = end if metrics["update/rows"] else " | no step"  # as nothing teaches
     return line + (end if len(line + end) <= WIDTH else "")
 
 

@@ -52,11 +52,9 @@ class MicroBatch(NamedTuple):
     lengths: list[int]  # M, of `tokens`
     positions: mx.array  # (M, T) index of each token's prediction: in L, or in the prompt's last position and L
     completion_ids: mx.array  # (M, T)
-    mask: mx.array  # (M, T)
+    mask: mx.array  # (M, T); above 1 in a row that is measured for others
     sampled_logprobs: mx.array  # (M, T) as the sampler recorded them
     old_logprobs: mx.array | None = None  # (M, T) of the policy before the update, where that is known
-    teaches: bool = True  # whether it has a gradient; else it is only measured
-    stands_for: float = 1.0  # tokens of the step that each of its tokens is measured for
 
     @property
     def num_positions(self) -> int:
@@ -74,19 +72,23 @@ def micro_batches(
     rollout: Completions,
     token_budget: int,
     sharing: str = "off",
-    only: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """
     The step's rows in micro-batches of at most `token_budget` positions, or of one row.
 
-    prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`. only: (N,) bool, the rows
-    that are wanted.
+    prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`. weights: (N,), factors of
+    the rows' masks; rows with 0 are left out too.
     """
     completions = rollout.ids
-    lengths = np.array(list(map(len, completions)))
-    shared, cut = plan(prompts, lengths if only is None else lengths * only, token_budget, sharing)
+    weights = np.ones(len(completions)) if weights is None else weights
+    shared, cut = plan(prompts, np.array(list(map(len, completions))) * (weights > 0), token_budget, sharing)
     make = _make_shared if shared else _make_plain
-    return [make(part, prompts, completions, rollout) for part, _ in cut]
+    made = [make(part, prompts, completions, rollout) for part, _ in cut]
+    return [
+        batch._replace(mask=batch.mask * mx.array(weights[part])[:, None])
+        for batch, (part, _) in zip(made, cut, strict=True)
+    ]
 
 
 Cut = list[tuple[list[int], int]]  # each micro-batch's rows, and its positions with padding
@@ -217,9 +219,8 @@ def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
             [prefix.lengths[parent] for parent in kept],
             [kept.index(parent) for parent in parents],
         )
-    of_rows: dict[str, Any] = {name: value for name, value in batch._asdict().items() if isinstance(value, mx.array)}
-    of_rows = {name: value[index] for name, value in of_rows.items()}
-    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **of_rows)
+    arrays = {name: value[index] for name, value in batch._asdict().items() if isinstance(value, mx.array)}
+    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **arrays)
 
 
 def in_rows(found: Iterable[tuple[MicroBatch, Sequence[mx.array]]], empty: list[mx.array]) -> list[mx.array]:

@@ -19,7 +19,8 @@ from layers import divergence, lm_head, softmax
 from problems.objectives import objective_of
 from step.micro_batch import Completions, MicroBatch, micro_batches
 from step.result import MISMATCH
-from step.trust_region import stride_of
+
+MEASURED_OF = 8  # of so many groups with rows that have no gradient, those of one are measured
 
 
 class Targets(NamedTuple):
@@ -33,6 +34,7 @@ class Targets(NamedTuple):
     ref_logprobs: mx.array | None = None  # (N, T)
     lesson: divergence.Lesson | None = None  # a teacher's hidden states of the tokens
     gains: mx.array | None = None  # (N, T) log teacher - log student
+    num_taught: int | None = None  # rows with a gradient; None: all
 
 
 class Share(NamedTuple):
@@ -72,23 +74,18 @@ class Reader:
         """
         The micro-batches of a step. A row whose advantage is 0 has no gradient and is left out, unless `all_teach`.
 
-        Of the rows left out every k-th is measured, from another offset every turn. prompts: N, one per row;
-        advantages: (B, G).
+        Of the groups with such rows one in MEASURED_OF, another every turn, is measured for the others, by their share
+        of the tokens. prompts: N, one per row; advantages: (B, G).
         """
-
-        def batches(only: np.ndarray) -> list[MicroBatch]:
-            return micro_batches(prompts, rollout, self.sizes.train_token_budget, "auto", only)
-
-        lengths = np.array(list(map(len, rollout.ids)))
-        teaching = (advantages.reshape(-1) != 0) | self.all_teach
-        idle = np.flatnonzero(~teaching & (lengths > 0))
-        if not len(idle):
-            return batches(teaching)
-        stride = min(stride_of(lengths.sum()), len(idle))
-        watched = idle[turn % stride :: stride]
-        stands_for = float(lengths[idle].sum() / lengths[watched].sum())
-        measured = batches(np.isin(np.arange(len(lengths)), watched))
-        return batches(teaching) + [batch._replace(teaches=False, stands_for=stands_for) for batch in measured]
+        lengths, weights = np.array(list(map(len, rollout.ids))), np.ones(advantages.size)
+        idle = np.flatnonzero((advantages.reshape(-1) == 0) & (lengths > 0) & (not self.all_teach))
+        if len(idle):
+            groups = np.unique(idle // advantages.shape[1])
+            stride = min(MEASURED_OF, len(groups))
+            measured = idle[np.isin(idle // advantages.shape[1], groups[turn % stride :: stride])]
+            weights[idle] = 0
+            weights[measured] = lengths[idle].sum() / lengths[measured].sum()
+        return micro_batches(prompts, rollout, self.sizes.train_token_budget, "auto", weights)
 
     def hidden(self, model: gwen.Model, batch: MicroBatch) -> mx.array:
         """The hidden states that predict the completion tokens, (M, T, C)."""
@@ -194,7 +191,8 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
 def gaps(logprobs: mx.array, batch: MicroBatch) -> dict[str, mx.array]:
     """How far log-probabilities (M, T) are from the sampler's: the sums called MISMATCH."""
     mask, sampled = batch.mask, batch.sampled_logprobs
-    trust = grpo.importance_ratio(logprobs, sampled, mask, "token") * mask
-    gap = mx.abs(logprobs - sampled) * mask
-    sums = gap.sum(), gap.max(), trust.sum(), trust.max(), (trust > grpo.MISMATCH_CAP).sum()
+    counted = mask > 0
+    gap, trust = mx.abs(logprobs - sampled) * counted, grpo.importance_ratio(logprobs, sampled, mask, "token") * counted
+    over = trust > grpo.MISMATCH_CAP
+    sums = (gap * mask).sum(), gap.max(), (trust * mask).sum(), trust.max(), (over * mask).sum()
     return dict(zip(MISMATCH, sums, strict=True))

@@ -29,27 +29,28 @@ MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, a
 Weights = dict[str, mx.array]  # float32 masters by name
 
 
-def stride_of(num_items: int) -> int:
-    """Every how many rows a step of `num_items` tokens is measured or probed."""
-    return max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
-
-
 def make_probe(batches: list[MicroBatch], num_items: int, turn: int) -> list[MicroBatch]:
     """
-    Every k-th micro-batch that teaches, or every k-th row if there are too few, with an offset that changes every turn,
-    and those that stand for the other rows.
+    A k-th of the micro-batches, or of each one's rows if there are too few, another every turn. Rows that share a
+    prompt stay together, as it is computed once.
 
     Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
     """
-    stride, taught = stride_of(num_items), [batch for batch in batches if batch.teaches]
-    if len(taught) >= stride:
-        probe = taught[turn % stride :: stride]
-    else:
-        stride = min(stride, max(len(batch.rows) for batch in taught))
-        places = [list(range(turn % stride, len(batch.rows), stride)) for batch in taught]
-        probe = [take_rows(batch, some) for batch, some in zip(taught, places, strict=True) if some]
-    others = [batch for batch in batches if not batch.teaches]
-    return probe + [batch._replace(stands_for=batch.stands_for / stride) for batch in others]
+    stride = max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
+    if len(batches) >= stride:
+        return batches[turn % stride :: stride]
+    stride = min(stride, max(len(batch.rows) for batch in batches))
+    places = [_part(batch, turn % stride, stride) for batch in batches]
+    return [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some]
+
+
+def _part(batch: MicroBatch, number: int, stride: int) -> list[int]:
+    """The places of one of `stride` parts of a micro-batch's rows."""
+    num_rows = len(batch.rows)
+    if batch.prefix is None:
+        return list(range(number, num_rows, stride))
+    ordered = sorted(range(num_rows), key=batch.prefix.parents.__getitem__)
+    return ordered[num_rows * number // stride : num_rows * (number + 1) // stride]
 
 
 def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
@@ -64,8 +65,8 @@ def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
     for batch, new in zip(probe, present, strict=True):
         assert batch.old_logprobs is not None
         new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
-        total += batch.stands_for * (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
-        count += batch.stands_for * batch.mask.sum()
+        total += (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
+        count += batch.mask.sum()
     return float(total / count)
 
 
@@ -110,7 +111,7 @@ def _pushes(probe: list[MicroBatch], present: list[mx.array]) -> dict[int, np.nd
     found = {}
     for batch, new in zip(probe, present, strict=True):
         assert batch.old_logprobs is not None
-        lengths, changes = np.array(batch.mask).sum(-1).astype(int), np.array(new - batch.old_logprobs)
+        lengths, changes = np.array(batch.mask > 0).sum(-1), np.array(new - batch.old_logprobs)
         for place, row in enumerate(np.array(batch.rows)):
             found[int(row)] = changes[place, : lengths[place]]
     return found

@@ -7,6 +7,7 @@ from mlx.utils import tree_flatten
 from small_run import gradient_of_update, make_run, sample, take_step, update_once
 from test_grpo import LOSSES
 
+import update
 from reporting.console import console_line
 from step import trust_region
 
@@ -37,7 +38,7 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
     advantages = mx.array(ADVANTAGES.reshape(-1), mx.float32)
     whole = gradient_of_update(run, everything(run, rows, rollout), rollout, advantages)
     taught = gradient_of_update(run, cut(run, rows, rollout), rollout, advantages)
-    assert (whole[0].num_taught, taught[0].num_taught) == (12, 6)
+    assert whole[0].num_taught == taught[0].num_taught == 6 and len(rows_of(cut(run, rows, rollout))) < 12
     assert taught[0].loss == pytest.approx(whole[0].loss, abs=1e-6)
     largest = max(mx.abs(array).max().item() for array in whole[1].values())
     for name, array in whole[1].items():
@@ -61,41 +62,39 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
     run = make_run(tmp_path, *flags)
     _, rows, rollout = sample(run)
     batches = cut(run, rows, rollout)
-    assert all(batch.teaches for batch in batches) and rows_of(batches) == list(range(12))
+    assert rows_of(batches) == list(range(12)) and all((batch.mask <= 1).all().item() for batch in batches)
+    assert update.targets_of(run.learner, batches, rollout, mx.zeros(12)).num_taught == 12
 
 
-def test_every_idle_row_is_measured_in_its_turn_and_for_all_tokens_that_are_left_out(tmp_path, monkeypatch):
+def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--target-kl", "0")
     _, rows, rollout = sample(run)
-    lengths = np.array(list(map(len, rollout.ids)))
-    monkeypatch.setattr(trust_region, "PROBE_TOKENS", lengths.sum() // 3)
-    advantages, seen, weights, entropies = mx.array(ADVANTAGES.reshape(-1), mx.float32), [], [], []
-    for turn in range(5, 8):
+    advantages, idle = mx.array(ADVANTAGES.reshape(-1), mx.float32), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
+    lengths, seen, weights, found = np.array(list(map(len, rollout.ids))), [], [], []
+    for turn in range(5, 7):  # two of the groups have idle rows
         batches = cut(run, rows, rollout, turn=turn)
-        watched = [batch for batch in batches if not batch.teaches]
-        seen += rows_of(watched)
-        stands_for = [batch.stands_for * batch.mask.sum().item() for batch in watched]
-        assert sum(stands_for) == pytest.approx(lengths[ADVANTAGES.reshape(-1) == 0].sum())
-        weights.append(sum(batch.mask.sum().item() for batch in watched))
-        entropies.append(gradient_of_update(run, batches, rollout, advantages)[0].means["entropy"])
-    assert sorted(seen) == np.flatnonzero(ADVANTAGES.reshape(-1) == 0).tolist()
-    whole = gradient_of_update(run, everything(run, rows, rollout), rollout, advantages)[0].means["entropy"]
-    assert np.average(entropies, weights=weights) == pytest.approx(whole, rel=1e-5)
+        assert sum(batch.mask.sum().item() for batch in batches) == pytest.approx(lengths.sum())
+        measured = sorted(set(rows_of(batches)) & set(idle.tolist()))
+        seen += measured
+        weights.append(lengths[measured].sum())
+        found.append(gradient_of_update(run, batches, rollout, advantages)[0].means)
+    assert sorted(seen) == idle.tolist()
+    whole = gradient_of_update(run, everything(run, rows, rollout), rollout, advantages)[0].means
+    for name in ("entropy", "ratio_mean"):
+        assert np.average([means[name] for means in found], weights=weights) == pytest.approx(whole[name], rel=1e-5)
 
 
 def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
-    run = make_run(tmp_path, "--target-kl", "1000")
+    run = make_run(tmp_path)
     _, rows, rollout = sample(run)
-    known = [
-        batch._replace(old_logprobs=rollout.logprobs[batch.rows, : batch.mask.shape[1]] + 0.1 * batch.teaches)
-        for batch in cut(run, rows, rollout)
-    ]
+    pushed = ADVANTAGES.reshape(-1) != 0
+    moved = rollout.logprobs + 0.1 * mx.array(pushed)[:, None]
+    known = [b._replace(old_logprobs=moved[b.rows, : b.mask.shape[1]]) for b in cut(run, rows, rollout)]
     probe = trust_region.make_probe(known, int(rollout.mask.sum()), 0)
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
     lengths, gap = np.array(list(map(len, rollout.ids))), np.exp(-0.1) - 1 + 0.1
-    teaching = lengths[ADVANTAGES.reshape(-1) != 0].sum() / lengths.sum()
     present = [rollout.logprobs[batch.rows, : batch.mask.shape[1]] for batch in probe]
-    assert trust_region.distance(probe, present) == pytest.approx(teaching * gap, rel=1e-4)
+    assert trust_region.distance(probe, present) == pytest.approx(gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4)
 
 
 def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path):
@@ -106,8 +105,8 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path):
     zeros = np.zeros((3, 4))
     result = take_step(run, cut(run, rows, rollout, zeros), rollout, mx.array(zeros.reshape(-1)), 1e-3)
     assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
-    assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, None, None)
+    assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, 0, None)
     assert result.means["entropy"] > 0 and result.means["logprob_abs_mean"] < 1e-4
     figures = result.metrics({"update": 1, "other": 0, "step": 2}, 12, [2])
     line = console_line(figures | {"step": 3, "reward/mean": 1, "rollout/tok_s": 9, "reward/zero_std_frac": 1}, 60)
-    assert line.endswith("| 100%, no step")
+    assert line.endswith("| no step")

@@ -41,7 +41,7 @@ from machine import gpu
 from problems import chat_template
 from reporting import journal
 from reporting.journal import completion_records
-from step import dispatch, groups, micro_batch, trust_region
+from step import dispatch, groups, micro_batch, policy, trust_region
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -258,7 +258,8 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
         return update_whole(learner, batches, targets, lr)
 
     monkeypatch.setattr(update, "update", spied)
-    monkeypatch.setattr(train, "micro_batches", lambda *given: micro_batch.micro_batches(*given[:3]))  # plain rows
+    plain_rows = micro_batch.micro_batches
+    monkeypatch.setattr(policy, "micro_batches", lambda *given: plain_rows(*given[:3], weights=given[4]))
     flags = ["--steps", "1", "--eval-every", "0", "--dynamic-sampling"]
     run = make_run(tmp_path, *flags, "--target-kl", "0")  # which takes passes of its own
     list(train.train(run.config, run))
@@ -271,14 +272,19 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
     rows = [row for group in chosen for row in range(4 * group, 4 * group + 4)]
     for place, row in enumerate(rows):
         assert advantages[place].item() == pytest.approx(lines[row]["advantage"], abs=1e-6)
-        batch = next(b for b in batches if place in b.rows.tolist())
+        batch = next((b for b in batches if place in b.rows.tolist()), None)
+        if batch is None:  # its group has no signal, and another one is measured for it
+            assert lines[row]["advantage"] == 0
+            continue
         tokens = batch.tokens[batch.rows.tolist().index(place)].tolist()
         prompt = run.prompt_ids[[str(e["prompt"]) for e in run.task.train].index(str(lines[row]["prompt"]))]
         whole = prompt + lines[row]["ids"]
         assert tokens[: len(whole) - 1] == whole[:-1]
     assert metrics["mismatch/logprob_abs_max"] < 1e-4
-    assert metrics["forwards_per_completion"] == 1
-    assert (metrics["grad_norm"] > 0) == (signal > 0)
+    taught = min(signal, 3)
+    assert metrics["update/rows"] == 4 * taught
+    assert metrics["forwards_per_completion"] == pytest.approx((taught + (taught < 3)) / 3)
+    assert metrics["grad_norm"] > 0 if taught else metrics["grad_norm"] is None
 
 
 def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
@@ -465,7 +471,8 @@ UNMEASURED = {
     "without a reference": ((), {"kl"}),
     "without a judge": (
         ("--reward-weights", "rubric=0"),
-        {"kl", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"},
+        {"grad_norm", "update/kl"}  # as no group has a signal
+        | {"kl", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"},
     ),
     "without a clip": (("--loss-type", "sapo", "--beta", "0.1"), {"clip_frac"}),
     "with nothing trained": (
@@ -937,7 +944,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
 def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
     moments = [(gwen, "load"), (dispatch, "settle"), (gpu, "environment")]
     for owner, name in moments:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
             train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
         assert not list(tmp_path.rglob("*.*"))

@@ -79,7 +79,7 @@ METRICS = {
     "update/kl": "KL from the policy before the update to the one after, nats per token, on part of the rollout. Null "
     "with `--target-kl 0`.",
     "update/rows": "Rows with a gradient. Rows whose advantage is 0 are left out unless another term of the loss needs "
-    "them; one in 8 groups of them is measured for the others (entropy, mismatch, KL). With 0 there is no step.",
+    "them; one in 8 of them is measured for all (entropy, mismatch, KL, pushes). With 0 there is no step.",
     "update/rate": "Share of the scheduled learning rate that `--target-kl` left.",
     "update/repeats": "Updates that went too far and were shortened.",
     "train/s": "Seconds of everything after the rollout.",

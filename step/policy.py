@@ -6,6 +6,7 @@ Left out: the arithmetic of the losses (grpo.py), the gradient and the optimizer
 Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, T completion positions, C hidden.
 """
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from problems.objectives import objective_of
 from step.micro_batch import Completions, MicroBatch, micro_batches
 from step.result import MISMATCH
 
-MEASURED_OF = 8  # of so many groups with rows that have no gradient, those of one are measured
+MEASURED_OF = 8  # one of so many rows without a gradient is measured
 
 
 class Targets(NamedTuple):
@@ -74,15 +75,14 @@ class Reader:
         """
         The micro-batches of a step. A row whose advantage is 0 has no gradient and is left out, unless `all_teach`.
 
-        Of the groups with such rows one in MEASURED_OF, another every turn, is measured for the others, by their share
-        of the tokens. prompts: N, one per row; advantages: (B, G).
+        One in MEASURED_OF of these rows, others every turn, is measured for all of them, by their share of the tokens.
+        prompts: N, one per row; advantages: (B, G).
         """
         lengths, weights = np.array(list(map(len, rollout.ids))), np.ones(advantages.size)
         idle = np.flatnonzero((advantages.reshape(-1) == 0) & (lengths > 0) & (not self.all_teach))
         if len(idle):
-            groups = np.unique(idle // advantages.shape[1])
-            stride = min(MEASURED_OF, len(groups))
-            measured = idle[np.isin(idle // advantages.shape[1], groups[turn % stride :: stride])]
+            num = math.ceil(len(idle) / MEASURED_OF)  # neighbours, which mostly share a prompt
+            measured = idle.take(range(turn * num, (turn + 1) * num), mode="wrap")
             weights[idle] = 0
             weights[measured] = lengths[idle].sum() / lengths[measured].sum()
         return micro_batches(prompts, rollout, self.sizes.train_token_budget, "auto", weights)

@@ -9,7 +9,7 @@ from test_grpo import LOSSES
 
 import update
 from reporting.console import console_line
-from step import trust_region
+from step import policy, trust_region
 
 pytestmark = pytest.mark.slow
 ADVANTAGES = np.array([[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]])  # six rows of twelve teach
@@ -67,11 +67,12 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
 
 
 def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy, "MEASURED_OF", 3)
     run = make_run(tmp_path, "--target-kl", "0")
     _, rows, rollout = sample(run)
     advantages, idle = mx.array(ADVANTAGES.reshape(-1), mx.float32), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
     lengths, seen, weights, found = np.array(list(map(len, rollout.ids))), [], [], []
-    for turn in range(5, 7):  # two of the groups have idle rows
+    for turn in range(6, 9):  # two of the six idle rows in each
         batches = cut(run, rows, rollout, turn=turn)
         assert sum(batch.mask.sum().item() for batch in batches) == pytest.approx(lengths.sum())
         measured = sorted(set(rows_of(batches)) & set(idle.tolist()))

@@ -108,7 +108,9 @@ class ObjectiveSettings:
         "group", "what a reward is compared with: the mean of its group, of its others, of the step; or FILE.py:fn",
         own=True, of="grpo",
     )  # fmt: skip
-    scale_rewards: Literal["group", "batch", "none"] = flag("group", "deviation that divides advantages", of="grpo")
+    scale_rewards: Literal["group", "batch", "mean", "none"] = flag(
+        "group", "what divides advantages: the deviation in the group or the batch, or the group's mean", of="grpo"
+    )
     combine_rewards: Literal["sum", "normalize"] = flag(
         "sum", "sum several rewards, or normalize each first", of="grpo"
     )
@@ -503,7 +505,7 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
     if is_own(objective.advantage) and objective.scale_rewards != "group":
         yield f"--scale-rewards {objective.scale_rewards} is for our advantages; --advantage is yours, leave it out"
-    if objective.advantage == "reinforce" and objective.scale_rewards == "group":
+    if objective.advantage == "reinforce" and objective.scale_rewards in ("group", "mean"):
         yield "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"
     by_group = (objective.advantage, objective.scale_rewards) == ("group", "group")
     if objective.combine_rewards == "normalize" and not by_group:

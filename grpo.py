@@ -70,18 +70,19 @@ def group_advantages(
     How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
     baseline: the mean reward of its "group", of the others in its group ("rloo") or of the whole step ("reinforce").
-    scale: divide by the deviation within the "group" (GRPO) or over the "batch", or "none" (Dr. GRPO, RLOO).
+    scale: divide by the deviation within the "group" (GRPO) or over the "batch", by the group's "mean" (MaxRL: of right
+    and wrong, 1 and 0, the gradient of log p to order G - 1; below 0 its size), or "none" (Dr. GRPO, RLOO).
     signal_floor: a group (with "reinforce" a step) is noise and gets exactly 0 if its rewards' range is at most this
     share of the step's deviation plus 1e-4, which every division adds. Equal rewards get exactly 0 at any floor.
     Rewards are measured from a first member, because a common offset may dwarf their differences, as in seconds since
     1970.
     Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
-    arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262.
+    arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262; MaxRL: arXiv:2602.02710.
     """
-    assert scale in ("group", "batch", "none"), scale
+    assert scale in ("group", "batch", "mean", "none"), scale
     assert baseline in ("group", "rloo", "reinforce"), baseline
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
-    assert scale != "group" or baseline != "reinforce", "a group of equal rewards would be divided by a deviation of 0"
+    assert scale not in ("group", "mean") or baseline != "reinforce", "the whole step is compared, not a group"
     size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
     compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # one row per comparison
     centered = compared - compared[:, :1]
@@ -91,6 +92,8 @@ def group_advantages(
         centered = centered / (np.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
     elif scale == "batch":
         centered = centered / (step_deviation + 1e-4)
+    elif scale == "mean":
+        centered = centered / np.maximum(np.abs(rewards.mean(axis=1, keepdims=True)), 1e-4)
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
     return (centered * (size / (size - 1)) if baseline == "rloo" else centered).astype(np.float32)
 

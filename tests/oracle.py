@@ -136,7 +136,9 @@ def advantages(rewards, scale="group", baseline="group"):
         else:
             reference = sum(everything) / len(everything)
         out[b, i] = group[i] - reference
-        if scale != "none":
+        if scale == "mean":
+            out[b, i] /= abs(sum(group) / size)
+        elif scale != "none":
             out[b, i] /= deviation(group if scale == "group" else everything) + 1e-4
     return out
 

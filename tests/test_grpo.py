@@ -50,7 +50,7 @@ def ours(case, new, *, rows=None, mismatch="off", fraction=1.0, **settings):
 
 
 LOSSES = [name for name in grpo.LOSSES if name not in ("distill", "sft")]  # those of a policy with advantages
-LEVELS, SCALES = ("token", "sequence"), ("group", "batch", "none")
+LEVELS, SCALES = ("token", "sequence"), ("group", "batch", "mean", "none")
 KLS = [{}, *({"beta": 0.3, "kl_estimator": name} for name in ("k3", "k3_corrected"))]
 TRUSTS = [{}, {"mismatch": "truncate"}]
 CLIPS = [{}, {"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon": 0.05, "epsilon_high": 0.05}]
@@ -181,6 +181,17 @@ def test_advantages_equal_the_oracle(baseline, scale):
     ours = grpo.group_advantages(rewards, scale, baseline)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, oracle.advantages(rewards, scale, baseline), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("chance", [0.01, 0.3, 0.9])
+def test_divided_by_the_mean_the_expected_gradient_is_that_of_log_p_to_order_g_minus_1(size, chance):
+    """Over all outcomes of a group: E[mean of advantage * d log P(outcome) / dp] = sum of (1 - p)^(k - 1), k < G."""
+    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=size)))
+    slopes = outcomes / chance - (1 - outcomes) / (1 - chance)
+    probabilities = np.prod(np.where(outcomes == 1, chance, 1 - chance), axis=1)
+    found = (grpo.group_advantages(outcomes, "mean") * slopes).mean(axis=1) @ probabilities
+    assert found == pytest.approx(sum((1 - chance) ** k for k in range(size - 1)), rel=1e-5)
 
 
 def test_rewards_normalized_one_by_one_equal_the_oracle():

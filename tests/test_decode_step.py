@@ -1,5 +1,7 @@
 """A decode step without gradients, compiled between its attentions: the same states from a quarter of the calls."""
 
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import pytest
 import gwen
 import lora
 import sampler
-from bench import graph
+from bench import launches, ledger
+from config import resolve
 from kv_cache import KVCache, SlotCache
 from machine import gpu
 
@@ -48,15 +51,38 @@ def test_on_a_cpu_a_step_is_the_models_own(model):
     assert gwen.decode_step(model) == model.hidden
 
 
-@pytest.mark.slow
-def test_python_makes_a_third_of_the_calls_for_a_step_that_mlx_lm_makes():
-    """1,076 and 3,978; 1.4 and 4.2 ms."""
-    with graph.hollow():
-        steps = [graph.ours(), graph.of_mlx_lm()]
-        for step in steps:
-            step()
-        ours, theirs = map(graph.num_calls, steps)
-    assert ours < theirs / 3
+def num_calls(num_layers, monkeypatch):
+    """Calls that Python makes to queue the layers of a decode step on a GPU, of its own functions and of MLX's."""
+    config = resolve({"model": "random:2m", "task": "demo", "lora_rank": 16}, None, None, gwen.choose_model)[0]
+    work = ledger.StepWork(gwen.load_config("random:2m"), mx.float16, config, 16)
+    make_step, calls = gwen.decode_step, [0]
+
+    def note(_, event, __):
+        calls[-1] += event in ("call", "c_call")
+
+    def counted(model):
+        step = make_step(model)
+
+        def call(tokens, cache):
+            calls.append(0)
+            sys.setprofile(note)
+            hidden = step(tokens, cache)
+            sys.setprofile(None)
+            return hidden
+
+        return call
+
+    monkeypatch.setattr(gwen, "decode_step", counted)
+    with launches.as_on_a_gpu():
+        function, inputs = ledger.decode(work, num_layers)
+        launches.build_seconds(function, *inputs)
+    monkeypatch.undo()
+    return calls[-1]
+
+
+def test_python_makes_few_calls_for_a_layer_of_a_step(monkeypatch):
+    """36, where mlx_lm, which compiles nothing there, makes 142."""
+    assert num_calls(3, monkeypatch) - num_calls(2, monkeypatch) < 142 / 3
 
 
 def test_sampling_and_the_frozen_base_make_no_function_with_a_gradient(model, monkeypatch):

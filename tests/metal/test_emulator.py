@@ -27,23 +27,27 @@ def as_float64(x: mx.array) -> np.ndarray:
     return np.asarray(x.astype(mx.float32)).astype(np.float64)
 
 
+def call(
+    source: str,
+    inputs: list[mx.array],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    threadgroup: tuple[int, int, int] = (64, 1, 1),
+    making: dict[str, Any] | None = None,
+    **options: Any,
+) -> mx.array:
+    """The output of a kernel whose inputs are x, y and z; making: what the kernel itself is made with."""
+    names = ["x", "y", "z"][: len(inputs)]
+    kernel = mx.fast.metal_kernel(name="k", input_names=names, output_names=["out"], source=source, **(making or {}))
+    how: Any = {"grid": grid, "threadgroup": threadgroup} | options
+    return kernel(inputs=inputs, output_shapes=[shape], output_dtypes=[dtype], **how)[0]
+
+
 def elementwise(source: str, inputs: list[mx.array], dtype: mx.Dtype, **options: Any) -> mx.array:
     """One output element for each element of the first input; the body's index is `i`."""
-    kernel = mx.fast.metal_kernel(
-        name="elementwise",
-        input_names=["x", "y", "z"][: len(inputs)],
-        output_names=["out"],
-        source=f"uint i = thread_position_in_grid.x;\n{source}",
-    )
-    (out,) = kernel(
-        inputs=inputs,
-        output_shapes=[inputs[0].shape],
-        output_dtypes=[dtype],
-        grid=(inputs[0].size, 1, 1),
-        threadgroup=(64, 1, 1),
-        **options,
-    )
-    return out
+    source = f"uint i = thread_position_in_grid.x;\n{source}"
+    return call(source, inputs, inputs[0].shape, dtype, (inputs[0].size, 1, 1), **options)
 
 
 # ---- whole kernels
@@ -125,45 +129,22 @@ SCAN = """
 
 
 def run_rows(source: str, x: mx.array, output_shape: tuple[int, ...], dtype: mx.Dtype, group: int = 128) -> np.ndarray:
-    kernel = mx.fast.metal_kernel(name="rows", input_names=["x"], output_names=["out"], source=source)
-    (out,) = kernel(
-        inputs=[x],
-        template=[("T", x.dtype), ("GROUP", group)],
-        output_shapes=[output_shape],
-        output_dtypes=[dtype],
-        grid=(x.shape[0] * group, 1, 1),
-        threadgroup=(group, 1, 1),
-    )
-    return as_float64(out)
+    template = [("T", x.dtype), ("GROUP", group)]
+    grid = (x.shape[0] * group, 1, 1)
+    return as_float64(call(source, [x], output_shape, dtype, grid, (group, 1, 1), template=template))
 
 
 @each_mode
 @each_dtype
 @pytest.mark.parametrize("size", [8, 33, 1000])
-def test_a_sum_over_rows_agrees_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
+def test_sums_softmax_and_scans_of_rows_agree_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
     x = random((3, size), dtype)
-    sums = run_rows(ROW_SUM, x, (3,), mx.float32)
-    np.testing.assert_allclose(sums, as_float64(x).sum(1), atol=1e-4)
-
-
-@each_mode
-@each_dtype
-@pytest.mark.parametrize("size", [8, 33, 1000])
-def test_a_softmax_in_threadgroup_memory_agrees_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
-    x = random((3, size), dtype)
-    exact = np.exp(as_float64(x))
-    exact /= exact.sum(1, keepdims=True)
+    held = as_float64(x)
+    np.testing.assert_allclose(run_rows(ROW_SUM, x, (3,), mx.float32), held.sum(1), atol=1e-4)
+    np.testing.assert_allclose(run_rows(SCAN, x, (3, size), mx.float32), held.cumsum(1), atol=1e-4)
+    exact = np.exp(held) / np.exp(held).sum(1, keepdims=True)
     probabilities = run_rows(SOFTMAX, x, (3, size), dtype)
     np.testing.assert_allclose(probabilities, exact, rtol=4 * ROUNDING[dtype], atol=ROUNDING[dtype] * 2**-13)
-
-
-@each_mode
-@each_dtype
-@pytest.mark.parametrize("size", [8, 33, 1000])
-def test_a_scan_agrees_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
-    x = random((3, size), dtype)
-    sums = run_rows(SCAN, x, (3, size), mx.float32)
-    np.testing.assert_allclose(sums, as_float64(x).cumsum(1), atol=1e-4)
 
 
 def test_a_row_of_a_real_vocabulary_is_summed_in_fast_mode(compiler: None) -> None:
@@ -196,21 +177,10 @@ SIMD_OPERATIONS = {  # and what each lane gets
 
 @pytest.mark.parametrize("dtype", [*DTYPES, mx.int32], ids=["float32", "float16", "bfloat16", "int32"])
 def test_simdgroup_operations_do_what_they_say(metal: str, dtype: mx.Dtype) -> None:
-    kernel = mx.fast.metal_kernel(
-        name="simdgroup",
-        input_names=["x"],
-        output_names=["out"],
-        source="uint i = thread_index_in_simdgroup;\n"
-        + "\n".join(f"out[32 * {row} + i] = {operation};" for row, operation in enumerate(SIMD_OPERATIONS)),
-    )
-    (out,) = kernel(
-        inputs=[mx.array(VALUES).astype(dtype)],
-        template=[("T", dtype)],
-        output_shapes=[(len(SIMD_OPERATIONS), 32)],
-        output_dtypes=[dtype],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-    )
+    source = "uint i = thread_index_in_simdgroup;\n"
+    source += "\n".join(f"out[32 * {row} + i] = {operation};" for row, operation in enumerate(SIMD_OPERATIONS))
+    x, shape = mx.array(VALUES).astype(dtype), (len(SIMD_OPERATIONS), 32)
+    out = call(source, [x], shape, dtype, (32, 1, 1), (32, 1, 1), template=[("T", dtype)])
     for row, (operation, expected) in zip(as_float64(out), SIMD_OPERATIONS.items(), strict=True):
         np.testing.assert_array_equal(row, expected, err_msg=operation)
 
@@ -320,44 +290,21 @@ def test_an_input_in_another_layout_is_copied_or_read_by_its_strides(metal: str,
     x = mx.arange(60, dtype=mx.float32).reshape(6, 10)
     x = {"transposed": x.T, "every second": x[::2, 1::2], "backwards": x[::-1]}[view]
     index = "i" if contiguous else "int(i / x_shape[1]) * x_strides[0] + int(i % x_shape[1]) * x_strides[1]"
-    kernel = mx.fast.metal_kernel(
-        name="copy",
-        input_names=["x"],
-        output_names=["out"],
-        source=f"uint i = thread_position_in_grid.x; out[i] = x[{index}];",
-        ensure_row_contiguous=contiguous,
-    )
-    (out,) = kernel(
-        inputs=[x],
-        output_shapes=[x.shape],
-        output_dtypes=[mx.float32],
-        grid=(x.size, 1, 1),
-        threadgroup=(64, 1, 1),
-    )
+    source = f"uint i = thread_position_in_grid.x; out[i] = x[{index}];"
+    out = call(source, [x], x.shape, x.dtype, (x.size, 1, 1), making={"ensure_row_contiguous": contiguous})
     np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
 
 
 def test_a_grid_that_threadgroups_do_not_divide_ends_in_smaller_ones(metal: str) -> None:
-    kernel = mx.fast.metal_kernel(
-        name="grid",
-        input_names=["unused"],
-        output_names=["out"],
-        source="""
-            uint3 p = thread_position_in_grid;
-            uint i = (p.z * threads_per_grid.y + p.y) * threads_per_grid.x + p.x;
-            uint3 q = threadgroup_position_in_grid * dispatch_threads_per_threadgroup + thread_position_in_threadgroup;
-            bool same = p.x == q.x && p.y == q.y && p.z == q.z;
-            out[i] = same ? threads_per_threadgroup.x * threads_per_threadgroup.y + 1000 * simdgroups_per_threadgroup
-                            + 10000 * threadgroups_per_grid.x : 0;
-        """,
-    )
-    (out,) = kernel(
-        inputs=[mx.zeros(1)],
-        output_shapes=[(2, 5, 20)],
-        output_dtypes=[mx.uint32],
-        grid=(20, 5, 2),
-        threadgroup=(16, 4, 1),
-    )
+    source = """
+        uint3 p = thread_position_in_grid;
+        uint i = (p.z * threads_per_grid.y + p.y) * threads_per_grid.x + p.x;
+        uint3 q = threadgroup_position_in_grid * dispatch_threads_per_threadgroup + thread_position_in_threadgroup;
+        bool same = p.x == q.x && p.y == q.y && p.z == q.z;
+        out[i] = same ? threads_per_threadgroup.x * threads_per_threadgroup.y + 1000 * simdgroups_per_threadgroup
+                        + 10000 * threadgroups_per_grid.x : 0;
+    """
+    out = call(source, [mx.zeros(1)], (2, 5, 20), mx.uint32, (20, 5, 2), (16, 4, 1))
     columns, rows = np.array([16] * 16 + [4] * 4), np.array([4] * 4 + [1])
     sizes = rows[:, None] * columns
     np.testing.assert_array_equal(np.asarray(out), [20000 + 1000 * -(-sizes // 32) + sizes] * 2)
@@ -372,48 +319,23 @@ def test_templates_take_types_integers_and_truth_values(metal: str) -> None:
 
 def test_outputs_of_every_type_start_at_the_initial_value(metal: str) -> None:
     dtypes = [mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.uint32, mx.int64, mx.uint64, mx.uint8, mx.bool_]
-    kernel = mx.fast.metal_kernel(
-        name="init", input_names=["x"], output_names=[f"out{i}" for i in range(len(dtypes))], source="// nothing"
-    )
-    outputs = kernel(
-        inputs=[mx.zeros(9)],
-        output_shapes=[(2, 3)] * len(dtypes),
-        output_dtypes=dtypes,
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        init_value=1,
-    )
-    for output, dtype in zip(outputs, dtypes, strict=True):
+    for dtype in dtypes:
+        output = call("// nothing", [mx.zeros(9)], (2, 3), dtype, init_value=1)
         assert output.dtype == dtype and output.shape == (2, 3)
         np.testing.assert_array_equal(np.asarray(output.astype(mx.float32)), np.ones((2, 3)))
 
 
 def test_atomic_outputs_add_up_over_threadgroups(metal: str) -> None:
-    kernel = mx.fast.metal_kernel(
-        name="histogram",
-        input_names=["x"],
-        output_names=["out"],
-        source="atomic_fetch_add_explicit(&out[x[thread_position_in_grid.x]], 1, memory_order_relaxed);",
-        atomic_outputs=True,
-    )
+    source = "atomic_fetch_add_explicit(&out[x[thread_position_in_grid.x]], 1, memory_order_relaxed);"
     x = np.random.default_rng(0).integers(0, 5, 1000)
-    (out,) = kernel(
-        inputs=[mx.array(x, dtype=mx.int32)],
-        output_shapes=[(5,)],
-        output_dtypes=[mx.int32],
-        grid=(1000, 1, 1),
-        threadgroup=(128, 1, 1),
-        init_value=0,
-    )
+    how = {"making": {"atomic_outputs": True}, "init_value": 0}
+    out = call(source, [mx.array(x, dtype=mx.int32)], (5,), mx.int32, (1000, 1, 1), (128, 1, 1), **how)
     np.testing.assert_array_equal(np.asarray(out), np.bincount(x))
 
 
 def test_a_kernel_without_a_gradient_says_so_instead_of_giving_zeros(metal: str) -> None:
-    kernel = mx.fast.metal_kernel(name="twice", input_names=["x"], output_names=["out"], source="out[0] = 2 * x[0];")
-
     def twice(x: mx.array) -> mx.array:
-        shape = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-        return kernel(inputs=[x], **shape)[0].sum()
+        return call("out[0] = 2 * x[0];", [x], (1,), mx.float32, threadgroup=(1, 1, 1)).sum()
 
     assert twice(mx.ones(9)).item() == 2
     with pytest.raises(ValueError, match="Not implemented for CustomKernel"):

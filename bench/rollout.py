@@ -4,8 +4,8 @@ share.
 
 All engines get the same token ids, temperature, completion lengths and, at their best, number of rows at once. Before
 anything is timed, greedy completions must show that they compute the same. Where end tokens end rows, as they do in a
-trained model, every engine draws its own completions and lengths; with `--ignore-eos`, `--lengths` or a random model
-the work is the same to the token, and every length is asserted.
+trained model, every engine draws its own completions and lengths; with `--ignore-eos` or a random model the work is
+the same to the token, and every length is asserted.
 
 `prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` bill a prompt's last token to
 decoding. `decode_ms` is the rest of the run. Left out: text, prompts of unequal length, judging (`bench/judging.py`).
@@ -14,7 +14,6 @@ Axes: B prompts, G completions of each, N = B * G rows, prompt-major, P prompt p
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import math
@@ -34,7 +33,7 @@ import sampler
 from bench import harness, judging
 from bench.harness import Sample
 from disk import hub
-from flags import Parser, fail, size
+from flags import Parser, fail
 from machine import gpu
 from step import dispatch
 
@@ -88,12 +87,12 @@ class Disagreement(Exception):
     """Two engines do not compute the same, so their times must not be compared."""
 
 
-def run_ours(work: Work, *, model: gwen.Model, share_prefix: bool | None) -> Timing:
+def run_ours(work: Work, *, model: gwen.Model) -> Timing:
     """The work done by `sampler.rollout`."""
     params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
     how: Any = {"group_size": work.group_size, "key": work.seed, "batch_size": work.batch_size}
     begin = time.perf_counter()
-    result = sampler.rollout(model, work.prompts, params, **how, share_prefix=share_prefix)
+    result = sampler.rollout(model, work.prompts, params, **how)
     seconds, prefill_s = time.perf_counter() - begin, result.stats.prefill_s
     logprobs = [row[:length] for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)]
     return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
@@ -158,12 +157,12 @@ def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
 # ---- the roofline
 
 
-def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: bool) -> tuple[int, float]:
+def least_work(model: gwen.Model, work: Work, lengths: list[int]) -> tuple[int, float]:
     """
     Steps of decoding rows of these lengths (N,), and the bytes that each must read; first tokens are the prefill's.
 
-    A step reads all weights once, the head among them, the prompts' cache (a group's once when it is shared, else once
-    a row) and each row's own. Activations, logits and what is written count for nothing.
+    A step reads all weights once, the head among them, the prompts' cache once a group and each row's own.
+    Activations, logits and what is written count for nothing.
     """
     config = model.config
     parameters = dict(tree_flatten(model.parameters()))
@@ -172,7 +171,7 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: 
     forwards = np.array(lengths) - 1  # of each row
     steps = max(int(forwards.max()), math.ceil(forwards.sum() / work.batch_size), 1)
     by_group = forwards.reshape(len(work.prompts), -1)
-    prompt_reads = len(work.prompts[0]) * (by_group.max(-1) if share_prefix else by_group).sum()
+    prompt_reads = len(work.prompts[0]) * by_group.max(-1).sum()
     own_reads = (forwards * (forwards + 1) / 2).sum()
     numbers_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # keys and values
     cache_bytes = (prompt_reads + own_reads) * numbers_per_token * model.head_weight.itemsize
@@ -180,10 +179,10 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int], share_prefix: 
     return steps, weight_bytes + cache_bytes / steps
 
 
-def print_roofline(model: gwen.Model, work: Work, samples: list[Sample], share_prefix: bool) -> float:
+def print_roofline(model: gwen.Model, work: Work, samples: list[Sample]) -> float:
     """Says what bounds a decode step of ours from below, and returns the fraction that memory alone would need."""
     lengths = [len(row) for row in samples[-1].run.completions]
-    steps, num_bytes = least_work(model, work, lengths, share_prefix)
+    steps, num_bytes = least_work(model, work, lengths)
     step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / steps
     bandwidth = harness.memory_bandwidth()
     memory_ms = num_bytes / bandwidth * 1e3
@@ -216,65 +215,21 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     least = harness.add_numbers(parser, NUMBERS)
     parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
     parser.add_argument("--model", help="as train.py's (default: train.py's on a GPU, else random:30m)")
-    parser.add_argument(
-        "--rollout-batch-size",
-        type=size,
-        help="rows decoded at once; auto: what is fastest for ours, by measurement (default: all, at most 64)",
-    )
+    parser.add_argument("--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)")
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
-    parser.add_argument("--lengths", metavar="geometric:MEAN:CAP", help="draws each row's length; ignores end tokens")
-    parser.add_argument(
-        "--no-share",
-        dest="share_prefix",
-        action="store_const",
-        const=False,
-        help="ours copies prompts to their rows (default: as the sampler chooses, or the measurement of auto)",
-    )
     parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
     args = harness.parse(parser, argv, least | {"rollout_batch_size": 1, "temp": 0})
     args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, dispatch.USUAL_ROWS)
-    if args.lengths:
-        args.max_tokens = parse_lengths(args.lengths)[1]
     args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
     return args
-
-
-def parse_lengths(text: str) -> tuple[float, int]:
-    """Mean and cap of "geometric:64:256". ValueError for anything else."""
-    kind, _, numbers = text.partition(":")
-    with contextlib.suppress(ValueError):
-        mean, cap = (float(number) for number in numbers.split(":"))
-        if kind == "geometric" and cap.is_integer() and 1 <= mean <= cap < 2**31:
-            return mean, int(cap)
-    raise ValueError(f"--lengths {text}: it must be like geometric:64:256, with a mean from 1 to the cap")
-
-
-def geometric_lengths(num_rows: int, mean: float, cap: int, seed: int) -> list[int]:
-    """Completion lengths (num_rows,) of 1 to `cap`: geometric of this mean, and what is longer is cut to the cap."""
-    return np.minimum(np.random.default_rng(seed).geometric(1 / mean, num_rows), cap).tolist()
 
 
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
     """The work that the settings describe, for a model of this configuration."""
     limits = [args.max_tokens] * (args.batch * args.groups)
-    if args.lengths:
-        limits = geometric_lengths(len(limits), *parse_lengths(args.lengths), args.seed)
     prompts = harness.random_prompts(config, args.batch, args.prompt_tokens, args.seed)
-    eos_ids = () if args.ignore_eos or args.lengths else config.eos_ids
+    eos_ids = () if args.ignore_eos else config.eos_ids
     return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
-
-
-def settle_size(args: argparse.Namespace, model: gwen.Model) -> str:
-    """Replaces `--rollout-batch-size auto` by what a measurement of ours finds, on a CPU too; says what and why."""
-    if args.rollout_batch_size != "auto":
-        return ""
-    pairs = args.batch * args.groups
-    work: Any = {"max_tokens": args.max_tokens, "group_size": args.groups, "most_rows": pairs}
-    chosen, why = dispatch.choose(model, [args.prompt_tokens], **work)
-    args.rollout_batch_size = chosen.rows
-    if args.share_prefix is None:
-        args.share_prefix = chosen.share_prefix
-    return why
 
 
 def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]) -> None:
@@ -285,10 +240,9 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     fastest of all where none does.
     """
     model = gwen.load_model(directory)
-    why = settle_size(args, model)
     rival = make_rival(harness.load_peer(directory, model.head_weight.dtype), directory)
     work = make_work(args, model.config)
-    ours = functools.partial(run_ours, model=model, share_prefix=args.share_prefix)
+    ours = functools.partial(run_ours, model=model)
     engines: dict[str, Engine] = {"ours": ours, **rival.engines}
     check_agreement(model, engines, work)
     config = vars(args) | {"pairs": args.batch * args.groups}
@@ -297,10 +251,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
         "Config: B={batch} G={groups} pairs={pairs} max_tokens={max_tokens} temp={temp:g} warmup={warmup} "
         "runs={runs}".format(**config)
     )
-    print(
-        f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once, "
-        f"lengths {args.lengths or 'all alike'}" + (f"\n{why}" if why else "")
-    )
+    print(f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once")
     samples = measure(engines, work, args.warmup, args.runs)
     entries = {name: summary(samples[name], model) for name in engines}
     for name, entry in entries.items():  # in the form and width that other people's scripts know
@@ -316,7 +267,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
     best = min(useful, key=lambda name: entries[name]["mean_ms"])
     print(f"Rounds: than ours {best} took {harness.rounds(samples['ours'], samples[best])}")
-    roofline_frac = print_roofline(model, work, samples["ours"], args.share_prefix is not False)
+    roofline_frac = print_roofline(model, work, samples["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
     print(rival.result.format(harness.verdict(ratio)))
     record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best}

@@ -21,21 +21,8 @@ from bench.rollout import Timing, Work
 
 TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
 NUMBER = r"\d+\.\d"
-NUMBERS = {
-    *(
-        "mean_ms",
-        "std_ms",
-        "median_ms",
-        "min_ms",
-        "max_ms",
-        "prefill_ms",
-        "decode_ms",
-        "cpu_ms",
-        "tokens",
-        "tok_s",
-        "peak_mb",
-    )
-}
+TIMES = "mean_ms std_ms median_ms min_ms max_ms prefill_ms decode_ms cpu_ms"
+NUMBERS = {*TIMES.split(), "tokens", "tok_s", "peak_mb"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +46,7 @@ def peer(checkpoints, model):
 
 @pytest.fixture
 def engines(model, peer, checkpoints):
-    ours = functools.partial(rollout.run_ours, model=model, share_prefix=None)
+    ours = functools.partial(rollout.run_ours, model=model)
     return {"ours": ours, **bench_rollout.rival(peer, checkpoints["qwen3"]).engines}
 
 
@@ -180,23 +167,6 @@ def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
-def test_drawn_lengths_replace_the_limit_and_end_tokens(model):
-    args = settings("--lengths", "geometric:3:8", "--batch", "8", "--groups", "16")
-    work = rollout.make_work(args, model.config)
-    assert args.max_tokens == 8 and args.rollout_batch_size == 64
-    assert len(work.limits) == 128 and work.eos_ids == ()
-    assert work.limits == rollout.geometric_lengths(128, 3, 8, 0)
-
-
-def test_geometric_lengths_have_the_mean_of_their_distribution_and_keep_to_the_cap():
-    lengths = np.array(rollout.geometric_lengths(200_000, 64, 256, 1))
-    assert lengths.min() == 1 and lengths.max() == 256
-    cut_mean = 64 * (1 - (1 - 1 / 64) ** 256)  # the mean of min(length, cap)
-    assert lengths.mean() == pytest.approx(cut_mean, rel=0.01)
-    assert (lengths == 256).mean() == pytest.approx((1 - 1 / 64) ** 255, rel=0.05)
-    assert rollout.geometric_lengths(5, 1, 1, 0) == [1] * 5
-
-
 # ---- agreement and measurement
 
 
@@ -225,7 +195,7 @@ def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engine
 
 def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
     model = gwen.load_model(checkpoints["qwen3"])
-    ours = functools.partial(rollout.run_ours, model=model, share_prefix=None)
+    ours = functools.partial(rollout.run_ours, model=model)
     token = ours(WORK._replace(temperature=0.0)).completions[0][0]
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
     assert token < twin
@@ -259,16 +229,14 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
 
 def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
     config = model.config
-    steps, num_bytes = rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=True)
+    steps, num_bytes = rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1])
     weights = sum(array.size for _, array in tree_flatten(model.parameters()))
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     # forward passes of the rows: 2 0 1 1 0 0, in two steps; prompts of 3 tokens, read twice, once and never
     own = (1 + 2) + 1 + 1
     assert steps == 2
     assert num_bytes == pytest.approx(4 * weights + (3 * (2 + 1) + own) * token_bytes / 2)
-    _, copied = rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1], share_prefix=False)
-    assert copied == pytest.approx(4 * weights + (3 * (2 + 1 + 1) + own) * token_bytes / 2)
-    assert rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1], share_prefix=True)[0] == 4
+    assert rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1])[0] == 4
 
 
 def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
@@ -286,14 +254,9 @@ def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
         (["--runs", "0"], "--runs is 0"),
         (["--prompt-tokens", "0"], "--prompt-tokens is 0"),
         (["--rollout-batch-size", "0"], "--rollout-batch-size is 0"),
-        (["--rollout-batch-size", "all"], "--rollout-batch-size: 'all' is neither a whole number nor auto"),
         (["--batches", "2"], "--batches is no flag of bench_rollout.py; did you mean --batch?"),
         (["--seed", "18446744073709551616"], "--seed is 18446744073709551616; it must be finite and below 2^64"),
         (["--temp", "nan"], "--temp is nan"),
-        (["--lengths", "geometric:64"], "--lengths geometric:64"),
-        (["--lengths", "normal:64:256"], "--lengths normal:64:256"),
-        (["--lengths", "geometric:300:256"], "--lengths geometric:300:256"),
-        (["--lengths", "geometric:a:b"], "--lengths geometric:a:b"),
         (["--model", "random:1b"], "--model random:1b"),
         (["--model", "/nowhere"], "--model /nowhere"),
     ],
@@ -320,9 +283,9 @@ def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off(
         "vllm_mlx",
         reason="a competitor, no dependency: uv run --extra vllm pytest tests/test_bench_rollout.py",
     )
-    bench_rollout_vllm_mlx.main([*TINY, "--prompt-tokens", "140", "--lengths", "geometric:2:4", "--temp", "0.5"])
+    bench_rollout_vllm_mlx.main([*TINY, "--prompt-tokens", "140", "--temp", "0.5"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=4 temp=0.5 warmup=0 runs=2"
+    assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
     for name in ("ours       ", "vllm_mlx   ", "vllm_mlx_uncached "):
         assert any(line.startswith(f"{name}| mean ") for line in lines)
     result = r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\."

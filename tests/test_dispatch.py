@@ -1,7 +1,6 @@
 """Which way to cut rollouts is chosen: what is timed, when measuring ends, what is remembered, and who uses it."""
 
 import argparse
-import json
 import os
 from types import SimpleNamespace
 
@@ -10,13 +9,11 @@ import pytest
 import yaml
 from small_run import resolve
 
-import bench_rollout
 import evaluate
 import gwen
 import sampler
 import tasks
 import train
-from bench import rollout
 from config import as_yaml, parse
 from disk import checkpoint, run_files
 from layers import attention
@@ -273,20 +270,6 @@ def test_what_other_kinds_have_in_the_file_stays(model, timed, store):
 
 
 # ---- who uses it
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_where_it_is_asked_to_and_gives_all_engines_the_result(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "ROW_COUNTS", (2, 4))
-    flags = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0", "--runs", "1"]
-    works, measure = [], rollout.measure
-    monkeypatch.setattr(rollout, "measure", lambda e, work, *how: works.append(work) or measure(e, work, *how))
-    bench_rollout.main([*flags, "--rollout-batch-size", "auto"])
-    lines = capsys.readouterr().out.splitlines()
-    (why,) = [line for line in lines if line.startswith("rollouts: rows at once ")]
-    config = json.loads(lines[-1])["config"]
-    assert config["rollout_batch_size"] in (2, 4) and f"rows at once {config['rollout_batch_size']} " in why
-    assert config["share_prefix"] in (True, False) and works[0].batch_size == config["rollout_batch_size"]
 
 
 def no_measuring(*args, **how):

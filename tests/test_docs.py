@@ -125,7 +125,7 @@ def missing(text):
 
 
 def test_a_flag_or_file_that_does_not_exist_is_found():
-    said = "`--no-refill`, `tests/test_none.py` and `old.py`; not `--no-share`, `grpo.py`, `1234567:old.py`"
+    said = "`--no-refill`, `tests/test_none.py` and `old.py`; not `--ignore-eos`, `grpo.py`, `1234567:old.py`"
     assert missing(said) == ["--no-refill", "old.py", "tests/test_none.py"]
 
 

@@ -570,7 +570,7 @@ def test_a_reward_that_goes_wrong_is_told_before_a_model_is_loaded_and_leaves_no
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_it_is_mended(tmp_path, capsys):
+def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_mended(tmp_path, capsys):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(
         "calls = []\n"
@@ -649,9 +649,7 @@ def test_a_run_on_a_users_own_rewards_is_evaluated_by_the_verifier_where_the_dat
         ("--task demo --rubric {at}/good_rubric.yaml", {"correct": 1, "rubric": 0.5}),
     ],
 )
-def test_a_users_own_rewards_stand_instead_of_all_of_the_tasks_the_rubric_too_unless_it_is_named(
-    mistakes, flags, weights
-):
+def test_a_users_own_rewards_replace_all_of_the_tasks_the_rubric_too_unless_it_is_named(mistakes, flags, weights):
     its, _ = resolve(config.given(parse(["--model", "demo", *flags.format(at=mistakes).split()])), None, None)
     task = tasks.make(its)
     assert task.reward_weights == weights and (task.rubric is not None) == ("rubric" in weights)
@@ -840,7 +838,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
 
 
 @pytest.mark.parametrize(("owner", "name"), [(checkpoint, "save"), (shutil, "copyfile")], ids=["save", "copy"])
-def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_once_it_is_resumed(
+def test_a_run_that_ends_while_it_saves_its_last_step_has_the_newest_adapter_once_resumed(
     run, tmp_path, capsys, monkeypatch, owner, name
 ):
     whole = tmp_path / "whole"

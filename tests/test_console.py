@@ -40,7 +40,7 @@ def test_the_line_ends_with_the_share_of_groups_without_signal():
 
 
 @pytest.mark.parametrize("settings", [{"loss_type": "distill"}, {"groups": 1}])
-def test_where_no_rewards_are_compared_neither_the_line_nor_its_columns_have_groups_without_signal(settings):
+def test_where_no_rewards_are_compared_the_line_has_no_groups_without_signal(settings):
     line = console.console_line(STEP | {"reward/zero_std_frac": None}, 100)
     columns = console.console_columns(Config.of(**settings))
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns

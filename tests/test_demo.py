@@ -48,7 +48,7 @@ def test_the_audits_reader_forgives_a_stammer_and_the_verifier_does_not():
     assert sums.correct([ASKED], [answer], ["forty-two"]) == [0]
 
 
-def test_what_the_verifier_calls_right_the_audit_does_too_and_they_differ_on_one_answer_in_fifty_at_most():
+def test_what_the_verifier_calls_right_the_audit_does_too_and_they_differ_on_one_in_fifty():
     rng, scores, read = random.Random(0), [], []
     for _ in range(3000):
         problem = sums.problem(*make.draw_pair(rng), rng.randrange(3))

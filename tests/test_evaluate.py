@@ -242,7 +242,7 @@ def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
     assert details[0]["witness_scores"] == [[5.0] * 6] and details[0]["judge_scores"] == [[5.0] * 3]
 
 
-def test_the_bundled_witness_has_the_same_range_as_the_rubric_and_a_reversed_criterion_for_each_virtue():
+def test_the_bundled_witness_has_the_rubrics_range_and_a_reversed_criterion_for_each_virtue():
     rubric, witness = (rubrics.load_rubric(path) for path in (values.VALUES.rubric, values.VALUES.witness))
     assert sum(c.weight for c in rubric.criteria) == sum(c.weight for c in witness.criteria) == 3
     assert [c.reverse for c in witness.criteria] == [False, True] * 3

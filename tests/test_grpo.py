@@ -105,7 +105,7 @@ def test_on_policy_a_token_has_its_gradient_even_at_a_border_of_the_range(bounds
     assert mx.grad(loss)(mx.zeros((1, 1))).item() == -advantage
 
 
-def test_terms_that_are_given_take_the_place_of_the_clipped_ones_and_may_be_anything_outside_the_mask():
+def test_terms_that_are_given_replace_the_clipped_ones_and_may_be_anything_outside_the_mask():
     new, mask, terms = array([[-1.0, -2.0]]), array([[1.0, 0.0]]), array([[7.0, math.nan]])
 
     def loss(terms):
@@ -230,7 +230,7 @@ FLOORED = np.array([[0.0, 1.0, 0.0, 1.0], [3.0, 3.0002, 3.0, 3.0], [2.0, 2.0, 4.
 
 @pytest.mark.parametrize("baseline", ["group", "rloo"])
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_group_whose_rewards_lie_within_the_floor_has_exactly_zero_advantage_and_no_other_changes(baseline, scale):
+def test_a_group_whose_rewards_lie_within_the_floor_has_zero_advantage_and_no_other_changes(baseline, scale):
     plain, floored = (grpo.group_advantages(FLOORED, scale, baseline, floor) for floor in (0.0, 0.01))
     assert (np.abs(plain[1]) > 0).all() and (floored[1] == 0).all()
     np.testing.assert_array_equal(floored[[0, 2, 3]], plain[[0, 2, 3]])

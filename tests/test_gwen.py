@@ -280,7 +280,7 @@ def test_a_16_bit_model_is_saved_in_16_bits(checkpoints, tokenizer, tmp_path, dt
     assert relative_error(gwen.load_model(tmp_path, dtype)(TOKENS), model(TOKENS)) == 0
 
 
-def test_a_qwen2_whose_rope_settings_are_in_the_newer_layout_is_saved_so_that_mlx_lm_reads_them(tokenizer, tmp_path):
+def test_a_qwen2_with_rope_settings_in_the_newer_layout_is_saved_so_that_mlx_lm_reads_them(tokenizer, tmp_path):
     # mlx_lm's Qwen2 knows no rope_parameters and would take a theta of 1,000,000 and no YaRN without a word
     config = {key: value for key, value in QWEN2.items() if key != "rope_theta"}
     config |= {"rope_parameters": YARN | {"rope_theta": 10000.0}}

@@ -440,7 +440,7 @@ def server(model_directory: Path) -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 @pytest.mark.slow
-def test_a_download_fetches_what_is_needed_with_a_progress_bar_and_is_there_when_the_hub_has_gone(server, tmp_path):
+def test_a_download_fetches_what_is_needed_and_is_there_when_the_hub_has_gone(server, tmp_path):
     elsewhere = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path),

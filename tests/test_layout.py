@@ -175,6 +175,12 @@ def test_the_tests_import_cpu_blas_before_anything_that_imports_mlx():
     assert first_line_that_needs_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
 
 
+def test_no_name_of_a_test_has_more_than_90_characters():
+    tests = [path for path in FILES if ROOT / "tests" in path.parents and path.suffix == ".py"]
+    functions = [node for path in tests for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+    assert [function.name for function in functions if len(function.name) > 90] == []
+
+
 READS_OR_PRINTS = set(
     "print open input exec read_text read_bytes write_text write_bytes mkdir iterdir glob is_file is_dir exists load "
     "load_dataset safe_load run Popen system from_pretrained snapshot_download".split()
@@ -211,13 +217,7 @@ assert not mine, mine
 
 def test_no_file_mentions_the_workshop_or_a_registry():
     workshop = [re.escape("/" + "work" + "/"), re.escape(".." + "/" + "shared")]
-    hosts = [
-        r"pypi\." + "org",
-        r"python" r"hosted\." + "org",
-        r"huggingface\." + "co",
-        r"\bhf\." + r"co\b",
-        r"npmjs\." + "org",
-    ]
+    hosts = r"pypi[.]org python[h]osted[.]org huggingface[.]co \bhf[.]co\b npmjs[.]org".split()
     forbidden = re.compile("|".join(workshop + hosts))
     found = []
     for path in FILES:

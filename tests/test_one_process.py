@@ -48,14 +48,13 @@ def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
     assert contents(tmp_path) == {tmp_path / "lock": b""}
 
 
-HOLDER = (
-    "import sys, pathlib; from disk import run_files; "
-    "run_files.own(pathlib.Path(sys.argv[1])); print('held', flush=True); {}"
-)
+HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.own(pathlib.Path(sys.argv[1])); {}"
 
 
 @pytest.mark.parametrize(
-    "what", ["input()", "import os; os.fork() and input(); import time; time.sleep(60)"], ids=["alone", "with a child"]
+    "what",
+    ["print('held', flush=True); input()", "os.fork() and input(); print('held', flush=True); time.sleep(60)"],
+    ids=["alone", "with a child"],
 )
 def test_a_process_that_is_killed_leaves_no_lock_though_its_child_lives_on(tmp_path, what):
     command = [sys.executable, "-c", HOLDER.format(what), str(tmp_path)]

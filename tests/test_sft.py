@@ -326,9 +326,7 @@ def test_early_stopping_ends_a_run_whose_held_out_loss_stays_up_and_keeps_the_be
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed_without_the_original(
-    finished, tmp_path
-):
+def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed(finished, tmp_path):
     source, directory = tmp_path / "source", tmp_path / "run"
     shutil.copytree(finished / "adapter", source)
     flags = (

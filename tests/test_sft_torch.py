@@ -34,7 +34,7 @@ def step_of(model, rows):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_the_loss_equals_that_of_transformers_in_float64_and_the_gradient_up_to_what_float32_loses(checkpoints, name):
+def test_loss_and_gradient_equal_those_of_transformers_in_float64_but_for_float32s_rounding(checkpoints, name):
     from transformers import AutoModelForCausalLM
 
     rows = random_rows(320)

@@ -147,9 +147,7 @@ def test_what_a_tracker_raises_is_told_once(run, fake, place, fault):
     assert told == f"WARNING: wandb gets no more of this run: {kind}: the wire is cut"
 
 
-def test_a_tracker_that_hangs_is_waited_for_no_longer_than_agreed_and_keeps_nothing_from_another(
-    run, fake, monkeypatch
-):
+def test_a_tracker_that_hangs_is_waited_for_as_agreed_and_keeps_nothing_from_another(run, fake, monkeypatch):
     fake(init="time.sleep(60)")
     monkeypatch.setattr(trackers, "MOST_WAIT", 0.5)
     got, said, begin = [], [], time.monotonic()

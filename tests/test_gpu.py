@@ -1,8 +1,5 @@
 """When a kernel runs and when its expression does; the doctor. No kernel is run here."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,29 +147,24 @@ def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no
 # ---- the doctor
 
 
-def run_doctor(**environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "gwen.py", "--doctor"]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(gpu.on_gpu(), reason="a GPU is at hand")
-def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do():
-    done = run_doctor()
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = dict(line.strip().split(" ", 1) for line in done.stdout.splitlines())
+def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "milliseconds", lambda function: 1.0)  # of the expressions it takes a quarter of a minute
+    gwen.main(["--doctor"])
+    lines = dict(line.strip().split(" ", 1) for line in capsys.readouterr().out.splitlines())
     assert list(lines) == [*"versions: machine: memory: wired: device: BLAS: rope: hub: kernels:".split(), *gpu.OPS]
     assert "mlx 0." in lines["versions:"] and lines["device:"] == "cpu, where models are float32"
     assert lines["rope:"].startswith("right, within ") and "is out of reach (OfflineModeIsEnabled)" in lines["hub:"]
     assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.OPS)
 
 
-@pytest.mark.slow
-def test_the_doctor_refuses_a_variable_it_does_not_know():
-    for environment, words in (({"GWEN_KERNELS": "fast"}, "GWEN_KERNELS='fast'"), ({"GWEN_DTYPE": "int4"}, "'int4'")):
-        done = run_doctor(**environment)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+@pytest.mark.parametrize(("name", "value"), [("GWEN_KERNELS", "fast"), ("GWEN_DTYPE", "int4")])
+def test_the_doctor_refuses_a_variable_it_does_not_know(monkeypatch, capsys, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as status:
+        gwen.main(["--doctor"])
+    said = capsys.readouterr().err
+    assert status.value.code == 2 and f"{name}={value!r}" in said and said.count("\n") == 1
 
 
 def test_the_doctor_reports_a_kernel_that_is_wrong(double):

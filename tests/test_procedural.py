@@ -10,7 +10,7 @@ from extras import needs
 from hostile import ANSWERS, PLANTED
 from test_tasks import Template
 
-from problems import chat_template
+from problems import chat_template, workers
 from problems.examples import prompt_key
 from problems.rewards import numbers_in
 from problems.workers import Answer, Pool
@@ -41,7 +41,9 @@ def every():
     settings = {name: {} for name in names}
     makers = Pool("tasks.rg:make_maker", (settings, {}), num=1, limit=rg.MAKING, quiet=True)
     scorers = Pool("tasks.rg:make_scorer", (settings, {}), num=1, limit=1.0, sealed=True)
-    yield names, lambda *question: makers.ask([question])[0].value, scorers.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "BUSY", 60.0)  # its limit is of processor time, however busy the machine is
+        yield names, lambda *question: makers.ask([question])[0].value, scorers.ask
     makers.close()
     scorers.close()
 
@@ -68,7 +70,7 @@ def here(monkeypatch):
 
 @gym
 @pytest.mark.slow
-def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_less(every):
+def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_one(every):
     names, make, score = every
     assert len(names) >= 105
     for name in names:
@@ -77,11 +79,21 @@ def test_every_data_set_gives_problems_whose_gold_answer_scores_1_and_another_le
         assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
         gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
         reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
-        wrong = ["", "wrong", "-17", "nan", *[other for _, other, _ in made if other not in (None, gold)][:1]]
+        others = [str(other) for _, other, _ in made if other not in (None, answer, gold)]
+        wrong = ["", "wrong", "-17", "nan", *others[:1]]
         told = score([(name, entry, text) for text in (extract(reply), *wrong)])
         assert name in NO_GOLD or told[0].value == 1, name
         assert all((answer.value or 0) < 1 for answer in told[1:]), f"{name}: one of {wrong} is no answer to {prompt!r}"
         assert not any(answer.broken for answer in told), f"{name} needs what the seal refuses"
+        wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
+        honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
+        honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
+        texts = [text for text in ANSWERS if text.lower() != str(answer).lower()]
+        told = score([(name, entry, text) for text in texts])
+        assert not any(answer.broken for answer in told), name
+        for text, answer in zip(texts, told, strict=True):
+            assert rg.earned(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
+    assert not os.path.exists(PLANTED), "an answer was run"
 
 
 @gym
@@ -94,25 +106,6 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     for question, answer in zip(questions, again.ask(questions), strict=True):
         assert before[question[0]] == answer.value, question
     again.close()
-
-
-@gym
-@pytest.mark.slow
-def test_no_scorer_runs_believes_or_waits_for_any_of_200_hostile_answers(every):
-    names, make, score = every
-    score([(names[0], make(names[0], None, 0)[2], "")])  # so that a worker is there
-    for name in names:
-        (_, gold, entry), *others = (make(name, None, number) for number in range(2 if name in SLOW else 4))
-        wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{gold}!"]
-        wrong += [str(other) for _, other, _ in others if other not in (None, gold)]
-        honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
-        honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
-        texts = [text for text in ANSWERS if text.lower() != str(gold).lower()]
-        told = score([(name, entry, text) for text in texts])
-        assert not any(answer.broken for answer in told), name
-        for text, answer in zip(texts, told, strict=True):
-            assert rg.earned(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
-    assert not os.path.exists(PLANTED), "an answer was run"
 
 
 @gym

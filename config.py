@@ -28,7 +28,7 @@ TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
 
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it (default:
 # all): "rollouts" those that sample, "grpo" those with advantages, "distill", "sft". `later`: a resumed run may change
-# it. `first`: --help shows it.
+# it. `first`: --help shows it. `file`: it may name files, see `located`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,16 @@ class ModelSettings:
     """Model and adapters"""
 
     name: str = flag(
-        "", "hub id, Hugging Face directory, `demo` or `demo:rg`; without a GPU demo", key="model", first=True
+        "",
+        "hub id, Hugging Face directory, `demo` or `demo:rg`; without a GPU demo",
+        key="model",
+        first=True,
+        file=True,
     )
     lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True)
     lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4)
     lora_targets: list[Target] = flag(lambda: list(TARGETS), "projections that get adapters", nargs="+")
-    init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with")
+    init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with", file=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +53,19 @@ class DataSettings:
     """Prompts and rewards"""
 
     task: str = flag(
-        "", "data, rewards and evaluation in one: demo, values, gsm8k, math or rg:NAME,NAME=WEIGHT", first=True
+        "", "data, rewards and evaluation in one: demo, values, gsm8k, math, rg:NAME,NAME=WEIGHT, or own with --data",
+        first=True,
+    )  # fmt: skip
+    task_config: str = flag(
+        "", "YAML with sizes, levels and held-out number of rg:NAME's problems", of="rollouts", file=True
     )
-    task_config: str = flag("", "YAML with sizes, levels and held-out number of rg:NAME's problems", of="rollouts")
     path: str = flag(
-        "", "JSONL, parquet, CSV or hub dataset with a `prompt` column, in place of the task's", key="data", first=True
-    )
+        "", "your prompts: JSONL, CSV, parquet, Arrow, directory of `datasets` or hub dataset; TRAIN,HELD_OUT are two",
+        key="data", first=True, file=True,
+    )  # fmt: skip
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=solution")
-    rubric: str = flag("", "rubric YAML, in place of the task's", of="rollouts", first=True)
-    reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", of="rollouts", first=True)
+    rubric: str = flag("", "rubric YAML, in place of the task's", of="rollouts", first=True, file=True)
+    reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", of="rollouts", first=True, file=True)
     reward_weights: dict[str, float] = flag(
         dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, of="rollouts", first=True
     )
@@ -101,12 +109,12 @@ class ObjectiveSettings:
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = flag(
         "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data; or your own, FILE.py:fn",
-        own=True, also=("loss",), first=True,
+        own=True, also=("loss",), first=True, file=True,
     )  # fmt: skip
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence", of="grpo")
     advantage: Literal["group", "rloo", "reinforce"] = flag(
         "group", "what a reward is compared with: the mean of its group, of its others, of the step; or FILE.py:fn",
-        own=True, of="grpo",
+        own=True, of="grpo", file=True,
     )  # fmt: skip
     scale_rewards: Literal["group", "batch", "mean", "none"] = flag(
         "group", "what divides advantages: the deviation in the group or the batch, or the group's mean", of="grpo"
@@ -129,10 +137,16 @@ class ObjectiveSettings:
         "keep", "train, leave out or punish what --max-tokens cut off", of="rollouts"
     )
     teacher: str = flag(
-        "", "model that scores the student's completions: hub id, directory, or `self` before training", of="rollouts"
+        "",
+        "model that scores the student's completions: hub id, directory, or `self` before training",
+        of="rollouts",
+        file=True,
     )
     teacher_prompt: str = flag(
-        "", "text file, a system message for the teacher alone; {answer} is the column's value", of="rollouts"
+        "",
+        "text file, a system message for the teacher alone; {answer} is the column's value",
+        of="rollouts",
+        file=True,
     )
     distill_beta: float = flag(
         0.5, "divergence: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0, of="distill"
@@ -169,7 +183,7 @@ class JudgeSettings:
     prefix = "judge_"
     model: str = flag(
         "", "another judge than the frozen base model; with --judge-url its name there", of="rollouts", later=True,
-        first=True,
+        first=True, file=True,
     )  # fmt: skip
     mode: Literal["logits", "decode"] = flag(
         "logits", "score by first-token probabilities or by a decoded reply", of="rollouts", later=True
@@ -200,7 +214,7 @@ class EvaluationSettings:
     prefix = "eval_"
     every: int = flag(20, "steps between evaluations; 0: none", low=0, later=True, first=True)
     limit: int = flag(0, "most held-out problems, evenly spread; 0: all", low=0, later=True)
-    rubric: str = flag("", "rubric YAML for evaluations only, as the witness of a judge", of="rollouts")
+    rubric: str = flag("", "rubric YAML for evaluations only, as the witness of a judge", of="rollouts", file=True)
     early_stopping: int = flag(
         0, "stop after N evaluations without a lower loss; 0: never", low=0, of="sft", later=True, key="early_stopping"
     )
@@ -305,6 +319,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
+    parser.add_argument("--eval-data", metavar="FILE", help="held-out prompts for --data, in place of a tenth of it")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument(
@@ -321,13 +336,64 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def given(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
-    """The settings in `names` among the given flags."""
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    """The settings in `names` among the given flags; --eval-data joins --data."""
+    found = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if (held_out := getattr(args, "eval_data", None)) is not None:
+        found["data"] = joined(found.get("data"), held_out)
+    return found
+
+
+def joined(data: str | None, held_out: str) -> str:
+    """Both sides of a run's data as one setting."""
+    if data is None:
+        raise ValueError(f"--eval-data {held_out} goes with --data FILE, which is trained on; give both")
+    return f"{data},{held_out}"
 
 
 # ---- where settings come from
 
 OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting"}  # of the bundled models
+RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
+
+
+def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
+    """
+    Settings with absolute paths, so that a run finds its files from any directory.
+
+    A relative path is one from the working directory, else from the first of `folders` that has it. What names no file
+    stays as it is: a hub id, a bundled model, a mistake.
+    """
+
+    def find(text: str) -> str:
+        for folder in (Path(), *folders):
+            if text and os.path.exists(path := os.path.abspath(folder / text)):
+                return path
+        if "," in text:
+            return ",".join(map(find, text.split(",")))
+        file, _, name = text.rpartition(":")  # a function in a file, a split in a directory
+        return f"{path}:{name}" if file and (path := find(file)) != file else text
+
+    def locate(key: str, value: Any) -> Any:
+        metadata = SETTINGS[key].field.metadata
+        if isinstance(value, list):
+            return [locate(key, one) for one in value]
+        if not isinstance(value, str) or not metadata.get("file") or (metadata.get("own") and not is_own(value)):
+            return value
+        is_name = value in ("self", *OWN_TASK) or (key == "judge_model" and settings.get("judge_url"))
+        return value if is_name else find(value)
+
+    return {key: locate(key, value) for key, value in settings.items()}
+
+
+def moved(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The settings, and the files that they name by an absolute path where none is. A run keeps its --init-adapter."""
+    for key in settings.keys() - {"init_adapter"}:
+        value = settings[key] if SETTINGS[key].field.metadata.get("file") else ""
+        for text in value if isinstance(value, list) else [value]:
+            for part in [text] if os.path.exists(str(text)) else str(text).split(","):
+                path = part if os.path.exists(part) else re.sub(":[^:/]*$", "", part)
+                if os.path.isabs(path) and not os.path.exists(path):
+                    yield key, path
 
 
 def resolve(
@@ -349,13 +415,23 @@ def resolve(
             raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
         if fixed := sorted(key for key in flags if not SETTINGS[key].field.metadata.get("later")):
             raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; start a new one")
-        config = checked(load_recipe(Path(resume) / "config.yaml") | flags, flags)
+        settings = load_recipe(Path(resume) / "config.yaml") | flags
+        for key, path in moved(settings):
+            fix = f"put it back, or write its new place into {resume}/config.yaml and add --allow-changes"
+            raise ValueError(f"--resume {resume}: {flag_of(key)} {path} is no longer there; {fix}")
+        config = checked(settings, flags)
         return config, f"model: {config.model.name}, as before; task: {config.data.task}"
-    recipe = load_recipe(Path(config_path)) if config_path else None
+    recipe, flags = load_recipe(Path(config_path)) if config_path else None, located(flags)
     asked = merged(flags, recipe)  # a mistake is told before a model is downloaded
     model, why = choose_model(asked.model.name)
-    task = asked.data.task or OWN_TASK.get(model, "values")
-    return merged(flags | {"model": model, "task": task}, recipe), f"model: {model}, {why}; task: {task}"
+    is_own = asked.data.path and asked.objective.loss_type != "sft"  # which needs no task but for evaluations
+    task = asked.data.task or ("own" if is_own else OWN_TASK.get(model, "values"))
+    config = merged(flags | {"model": model, "task": task}, recipe)
+    said = f"model: {model}, {why}; task: {task}"
+    if task == "own" and recipe is None and is_own:
+        values = config.flat()
+        said += f", at {' '.join(f'{flag_of(key)} {values[key]:g}' for key in of_task(task, model))}"
+    return config, said
 
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
@@ -380,11 +456,15 @@ def of_environment() -> dict[str, int]:
 
 
 def of_task(task: str, model: str) -> dict[str, Any]:
-    """The task's defaults from `recipes/`: for rg:NAME those of the model demo:rg, and none for another model."""
+    """
+    The task's defaults from `recipes/`: for rg:NAME those of the model demo:rg, and none for another model; for own
+    data with a bundled model those of the model's own task.
+    """
     kind = task.partition(":")[0]
+    name = RECIPES.get((model, kind), kind)
     paths = {path.stem: path for path in (Path(__file__).parent / "recipes").glob("*.yaml")}
-    path = paths.get("demo-rg" if (model, kind) == ("demo:rg", "rg") else kind)
-    return load_recipe(path) if path else {}
+    held = load_recipe(paths[name]) if name in paths else {}
+    return {key: held[key] for key in held if kind != "own" or key not in ("model", "task", "task_config")}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
@@ -393,7 +473,7 @@ def load_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(held, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
     refuse_unknown(held, f"--config {path}: ")
-    return held
+    return located(held, path.parent)
 
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import gpu
 from problems import chat_template
-from problems.examples import Example, prompt_text, spread
+from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
@@ -116,9 +117,12 @@ def judged(grader: Grader, answers: Answers) -> Judgement:
 class Earned(NamedTuple):
     """Values of N completions; nan where the judge was unreadable."""
 
-    values: np.ndarray  # (N,): 1 for a right answer, or the weighted sum of the rewards
+    values: np.ndarray  # (N,): 1 for a right answer, nan where none is known; or the weighted sum of the rewards
     rewards: dict[str, np.ndarray]  # (N,) each, before weighting
     scores: np.ndarray | None  # (N, J), the judge's, 1..5
+    total: np.ndarray | None = (
+        None  # (N,), the weighted sum of the rewards beside a verifier's values, if all are known
+    )
 
 
 def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
@@ -128,16 +132,46 @@ def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
     if grader is not None:
         judgement = judged(grader, answers)
         rewards["rubric"], scores = judgement.rewards, judgement.scores
-    if task.verifier is not None:
-        return Earned(call({"correct": task.verifier}, answers)["correct"], rewards, scores)
-    if not rewards:  # a task of prompts alone, which a teacher scores
-        return Earned(np.full(len(answers.texts), np.nan), rewards, scores)
     # nan from a judge means unreadable; from a function it means that the reward does not apply
     counted = {name: values if name == "rubric" else np.nan_to_num(values) for name, values in rewards.items()}
-    return Earned(np.sum([task.reward_weights[name] * values for name, values in counted.items()], 0), rewards, scores)
+    total = np.sum([task.reward_weights[name] * values for name, values in counted.items()], 0) if rewards else None
+    if task.verifier is not None:
+        is_whole = grader is not None or task.rubric is None
+        is_other = any(reward is not task.verifier for reward in task.rewards.values())
+        right = call({"correct": task.verifier}, answers)["correct"]
+        return Earned(right, rewards, scores, total if is_whole and is_other else None)
+    # without rewards: a task of prompts alone, which a teacher scores
+    return Earned(np.full(len(answers.texts), np.nan) if total is None else total, rewards, scores)
 
 
 # ---- other measurements
+
+
+def disagreement(right: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """
+    1 where the reward pays for a wrong answer or not for a right one, (N,), else 0; nan where none is known.
+
+    To be paid is to earn more than the middle between the least and the most, so where all earn the same nobody is.
+    """
+    return np.where(np.isnan(right), np.nan, (total > (total.min() + total.max()) / 2) != (right == 1))
+
+
+def told_apart(answers: Answers, earned: Earned) -> str:
+    """What to warn of where reward and verifier disagree on over a tenth of the answers, with one of them; else ""."""
+    if earned.total is None:
+        return ""
+    apart = disagreement(earned.values, earned.total)
+    rows, num = np.flatnonzero(apart == 1), int((~np.isnan(apart)).sum())
+    if len(rows) <= max(2, num / 10):
+        return ""
+    row, least = rows[0], earned.total.min()
+    said = f"The reward and the verifier disagree on {len(rows)} of {num} held-out answers"
+    fix = "Where the verifier errs, mend the column answer; else mend the reward"
+    if least == earned.total.max():
+        return f"{said}: the reward gives {least:.3g} to all, the verifier calls {len(rows)} right. {fix}"
+    word, known = "right" if earned.values[row] == 1 else "wrong", short(answers.problems[row].get("answer"))
+    its = f"To {short(answers.texts[row])} the reward gives {earned.total[row]:.3g}"
+    return f"{said}. {its}; the verifier, which knows the answer {known}, calls it {word}. {fix}"
 
 
 def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler.Rollout, temperature: float) -> float:
@@ -193,6 +227,7 @@ def evaluate(
     grader: Grader | None = None,
     witness: Grader | None = None,
     reference: gwen.Model | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     The record of `eval.jsonl` (without `step`) and one record per held-out problem.
@@ -201,7 +236,8 @@ def evaluate(
     `eval/pass_at_1` is unbiased.
 
     grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
-    model before training, or one that `lora.before_training` makes it; None if unavailable.
+    model before training, or one that `lora.before_training` makes it; None if unavailable. warn: is called where the
+    reward disagrees with the verifier.
     Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
@@ -222,6 +258,8 @@ def evaluate(
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
 
     earned = earn(task, grader, sampled)
+    if text := told_apart(sampled, earned):
+        warn(text)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
     witnessed = None if witness is None else judged(witness, sampled)
@@ -306,9 +344,13 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
     measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
     if task.verifier is not None:
         measured |= by_category(task.metric, values[:, 0], sampled.problems[::samples])
-        right = values.sum(-1).astype(int)
+        num_right = values.sum(-1)
         for k in sorted({1, samples}):
-            measured[f"pass_at_{k}"] = np.array([pass_at_k(samples, int(r), k) for r in right])
+            chances = [math.nan if math.isnan(num) else pass_at_k(samples, int(num), k) for num in num_right]
+            measured[f"pass_at_{k}"] = np.array(chances)
+    if earned.total is not None:
+        measured["score"] = earned.total.reshape(-1, samples)[:, 0]
+        measured["disagreement"] = by_problem(disagreement(earned.values, earned.total), samples)
     each = {f"reward/{name}": rewards for name, rewards in earned.rewards.items()} | {
         "tokens": sampled.num_tokens.astype(float),
         "truncated_frac": np.array([float(reason == "length") for reason in sampled.rollout.finish_reasons]),
@@ -425,6 +467,8 @@ def main(argv: list[str] | None = None) -> None:
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
             name, why = gwen.choose_model(args.model, args.adapter)
+            if args.data:
+                flags = {"task": "own"} | flags
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
         if args.data:
@@ -444,7 +488,7 @@ def main(argv: list[str] | None = None) -> None:
             log = run_files.JsonLines(args.judge_cache)
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
-        print(visible(f"{what}; task: {task.name}"), file=sys.stderr)
+        print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.sampling.max_tokens,
@@ -456,7 +500,13 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
         )
         reference = base if is_base and (adapter or args.run) else None
-        record, details = evaluate(model, tokenizer, task, params, grader=grader, witness=witness, reference=reference)
+        record, details = evaluate(
+            *(model, tokenizer, task, params),
+            grader=grader,
+            witness=witness,
+            reference=reference,
+            warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
+        )
         print(json.dumps(record))  # first, since the disk may be too full for the files
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))

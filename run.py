@@ -227,7 +227,7 @@ class GrpoRun(Run):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
         self.own = objectives.load(config)
-        for line in world.first(self._audit):
+        for line in [*self.task.notes, *world.first(self._audit)]:
             say(line)
         super().__init__(config, run_dir)
         self.sources |= self._own_sources()
@@ -327,6 +327,7 @@ class GrpoRun(Run):
             grader=self.judge if self.task.verifier is None else None,
             witness=self.witness,
             reference=self.base or (self.model if config.model.lora_rank else None),
+            warn=functools.partial(self._warn_of, "reward and verifier"),
         )
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge)

@@ -29,7 +29,7 @@ import numpy as np
 import gwen
 import sampler
 import update
-from config import Config, as_yaml, given, parse, refuse_unknown, resolve
+from config import Config, as_yaml, given, joined, parse, refuse_unknown, resolve
 from disk import checkpoint, run_files
 from flags import fail
 from machine import gpu, power, world
@@ -220,8 +220,8 @@ class Trainer:
         """
         A new run. recipe: YAML of settings, in place of the task's.
 
-        `data` may be rows as dictionaries, `reward` a function or a list of them, `loss_type` and `advantage` a
-        function: one at the top level of a notebook or module, which a resumed run finds there again.
+        `data` and `eval_data` may be rows as dictionaries, `reward` a function or a list of them, `loss_type` and
+        `advantage` a function: one at the top level of a notebook or module, which a resumed run finds there again.
         """
         return cls(begin(as_settings(settings), recipe, run_dir=run_dir))
 
@@ -292,16 +292,19 @@ class Trainer:
 
 def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as flags hold them: a function by its name in its module, rows as a file of the cache."""
-    refuse_unknown(settings)
+    for name in ("data", "eval_data"):
+        if not isinstance(settings.get(name, ""), (str, Path)):
+            settings[name] = examples.keep(settings[name])
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    if (held_out := settings.pop("eval_data", None)) is not None:
+        settings["data"] = joined(settings.get("data"), held_out)
+    refuse_unknown(settings)
     for name in ("loss_type", "advantage"):
         if callable(settings.get(name)):
             settings[name] = rewards.spec_of(settings[name])
     if (named := settings.get("reward")) is not None:
         named = [named] if callable(named) or isinstance(named, str) else named
         settings["reward"] = [rewards.spec_of(one) if callable(one) else one for one in named]
-    if not isinstance(settings.get("data", ""), str):
-        settings["data"] = examples.keep(settings["data"])
     return settings
 
 

@@ -3,12 +3,14 @@ What a reward pays for: rows of its user's data, answered rightly, wrongly, as a
 
 A reward is called twice, without any model. First with each row's own `answer` and with another row's, in several
 forms; the one in which most right answers earn more counts as the reward's own. Then with what a cheat and what honest
-people say. Paid is what earns more than the middle between right and wrong. Left out: judges, which cost time or money,
+people say. Paid is what earns more than the middle between right and wrong. Before that it meets the answers of all
+rows, as far as it is quick, since a single odd row would end a run. Left out: judges, which cost time or money,
 and answers that nobody can make up from a row, such as programs.
 """
 
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import Reward, UserReward, call, columns_of, defined_at, number_words, read_number
 
 ROWS = 3
+AT_ONCE, PATIENCE = 64, 2.0  # rows a call, and seconds until no more are tried
 FORMS = ("The answer is %s.", "\\boxed{%s}", "#### %s", "Answer: %s", "<answer>%s</answer>", "%s")
 SENTENCE, *_, ALONE = FORMS
 WORDS = [number_words(number) for number in range(100)]
@@ -122,6 +125,34 @@ def earn(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[fl
     return call(name, reward, given | columns_of(examples) | made_up, len(texts))
 
 
+def try_rows(name: str, reward: Reward, examples: Sequence[Example]) -> int:
+    """
+    With how many rows a reward was tried, each with its own answer as the completion.
+
+    Raises ValueError as `call` does, naming the row.
+    """
+    begin, num = time.monotonic(), 0
+    while num < len(examples) and time.monotonic() - begin < PATIENCE:
+        rows = [Row(example, str(example.get("answer") or "")) for example in examples[num : num + AT_ONCE]]
+        try:
+            earn(name, reward, [(row, row.right) for row in rows])
+        except ValueError as error:
+            said = next(filter(None, (_fails(name, reward, row) for row in rows)), str(error))
+            raise ValueError(said) from error
+        num += len(rows)
+    return num
+
+
+def _fails(name: str, reward: Reward, row: Row) -> str:
+    """What is wrong with a row alone, "" where nothing is."""
+    try:
+        earn(name, reward, [(row, row.right)])
+    except ValueError as error:
+        asked = short(prompt_text(row.example["prompt"]))
+        return f"{error}; that is the row with the prompt {asked} and the answer {short(row.example.get('answer'))}"
+    return ""
+
+
 def cheats(row: Row, form: str) -> dict[str, str]:
     """What nobody should be paid for, by name."""
     said = {"nothing": "", "no answer": form % "", "the prompt": prompt_text(row.example["prompt"])}
@@ -189,11 +220,13 @@ def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], 
     judged: a rubric may tell right from wrong where no function does. Raises ValueError like `audit`, and where no
     reward gives any number.
     """
-    audits = [audit(name, reward, examples) for name, reward in rewards.items() if isinstance(reward, UserReward)]
+    own = {name: reward for name, reward in rewards.items() if isinstance(reward, UserReward)}
+    tried = [try_rows(name, reward, examples) for name, reward in own.items()]
+    audits = [audit(name, reward, examples) for name, reward in own.items()]
     if audits and len(audits) == len(rewards) and not judged and all(each.is_silent for each in audits):
         names = ", ".join(each.name for each in audits)
         raise ValueError(f"reward {names} gave only None for {audits[0].num_texts} made-up completions; return numbers")
-    for each in audits:
+    for each, num in zip(audits, tried, strict=True):
         said = "no surprise"
         if each.surprises:
             first = each.surprises[0]
@@ -201,12 +234,16 @@ def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], 
             said = f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(each.surprises)}"
         elif not each.form and not judged and not any(other.form for other in audits):
             said = _alike(each)
-        yield f"audit: reward {each.name}, 2 calls with {each.num_texts} made-up completions: {said}"
+        made_up = f"2 calls with {each.num_texts} made-up completions, and the answers of {num} rows"
+        yield f"audit: reward {each.name}, {made_up}: {said}"
 
 
 def _alike(audit: Audit) -> str:
     if audit.is_silent:
         return "it gives no number, only None"
+    values = {value for line in audit.lines for value in line.values}
+    if len(values) == 1:
+        return f"it gives {values.pop():g} to everything, so it teaches nothing"
     if not any(line.is_honest for line in audit.lines):
         return "the data has no column answer to make right answers of"
     return f"right answers earn no more than wrong ones, in any of {len(FORMS)} forms"

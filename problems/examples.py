@@ -63,9 +63,11 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     """
     The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
 
-    spec: a file (.jsonl, .json with a list, .csv, .parquet), or a hub dataset id[:config][:split] (default: train).
+    spec: a file (.jsonl, .json with a list, .csv, .parquet, .arrow), a directory that `datasets` saved [:split], or a
+    hub dataset id[:config][:split] (default: train).
     columns: "prompt=question,answer=solution" renames the columns on the right to the names on the left.
-    A prompt is a string or chat messages; `system` and `category` are strings; other columns stay unchanged.
+    A prompt is a string or chat messages; `system`, `category` and `answer` are strings, so that an answer 42 is the
+    same from any file; other columns stay unchanged.
     If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
     the `answer` if there is no such column.
 
@@ -94,9 +96,10 @@ def read_records(spec: str) -> Records:
     path = Path(spec)
     reader = _READERS.get(path.suffix.lower())
     endings = ", ".join(_READERS)
-    if os.path.isdir(path):  # path.is_dir() would raise for names that are too long
-        raise ValueError(f"--data {spec} is a directory; name one file in it ({endings})")
-    if not os.path.isfile(path):
+    folder, _, part = (spec, "", "") if os.path.isdir(spec) else spec.rpartition(":")
+    if os.path.isdir(folder):  # Path.is_dir() would raise for names that are too long
+        records = _saved_records(spec, folder, part)
+    elif not os.path.isfile(path):
         hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)  # config holds no slice [...]
         if hub is None or re.fullmatch(r"\.[A-Za-z]+", path.suffix):
             raise ValueError(f"--data {spec}: no such file; give {endings} or a hub dataset owner/name:config:split")
@@ -176,17 +179,56 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({one_line(error)}); quote that field") from error
 
 
-def _parquet_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Of a parquet file, an Arrow file or an Arrow stream, as which `datasets` keeps its tables."""
     import pyarrow.parquet  # here: importing it takes half a second
 
+    file = io.BytesIO(content)
     try:
-        rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+        if spec.lower().endswith(".parquet"):
+            table = pyarrow.parquet.read_table(file)
+        else:
+            is_file = content.startswith(b"ARROW1")
+            table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file).read_all()
+        rows = table.to_pylist()
     except Exception as error:  # damaged files raise many types
-        raise ValueError(f"{spec} is not a readable parquet file ({one_line(error)}); write it again") from error
-    yield from ((f"record {number}", row) for number, row in enumerate(rows, 1))
+        kind = Path(spec).suffix[1:].lower()
+        raise ValueError(f"{spec} is not a readable {kind} file ({one_line(error)}); write it again") from error
+    return numbered(rows)
 
 
-_READERS = {".jsonl": jsonl_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records}
+def numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"record {number}", row) for number, row in enumerate(rows, 1))
+
+
+_READERS = {
+    ".jsonl": jsonl_records,
+    ".json": _json_records,
+    ".csv": _csv_records,
+    ".parquet": _table_records,
+    ".arrow": _table_records,
+}
+
+
+def _saved_records(spec: str, folder: str, split: str) -> Records:
+    """Of a directory that `datasets` saved: of one split, or of all, where each record gets its split's name."""
+    import datasets  # here: importing it takes seconds
+
+    try:
+        held = datasets.load_from_disk(folder)
+    except Exception as error:  # of many types
+        fix = f"name one file in it ({', '.join(_READERS)})"
+        raise ValueError(
+            f"--data {folder} is a directory that datasets did not save ({one_line(error)}); {fix}"
+        ) from error
+    splits = held if isinstance(held, datasets.DatasetDict) else {"": held}
+    if split in splits or (len(splits) == 1 and not split):
+        return list(numbered((splits[split] if split else next(iter(splits.values()))).to_list()))
+    if split or not splits.keys() <= set(SPLITS):
+        known = f"splits {', '.join(splits)}; name one, as {folder}:{next(iter(splits))}"
+        known = "no splits; leave that out" if "" in splits else f"the {known}"
+        raise ValueError(f"--data {spec}{nearest(split, splits)}: {folder} has {known}")
+    return list(numbered(row | {"split": name} for name, rows in splits.items() for row in rows.to_list()))
 
 
 def hub_records(name: str, config: str | None, split: str) -> Records:
@@ -199,7 +241,7 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
         rows = datasets.load_dataset(name, config, split=split).to_list()
     finally:
         logger.setLevel(level)
-    return [(f"record {number}", row) for number, row in enumerate(rows, 1)]
+    return list(numbered(rows))
 
 
 # ---- records to examples
@@ -284,6 +326,12 @@ def _checked(example: Example) -> Example:
             check_text(name, example[name])
     if example.get("system") is not None and not isinstance(prompt, str) and prompt[0]["role"] == "system":
         raise ValueError("both a system column and a system message in prompt; keep one of them")
+    answer = example.get("answer")
+    if isinstance(answer, (list, dict)):
+        kind = f"answer {short(answer)} is a {type(answer).__name__}"
+        raise ValueError(f"{kind}; it must be a text or a number, or rename the column: --columns answers=answer")
+    if answer is not None and not isinstance(answer, str):
+        example = example | {"answer": None if answer != answer else str(answer)}  # nan: missing, to pandas
     return example | {"prompt": prompt}
 
 
@@ -330,6 +378,32 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 # ---- splits and order
 
 
+def load_sides(
+    spec: str | None, held_out: str | None, read: Callable[[str], list[Example]]
+) -> tuple[list[Example], list[Example]]:
+    """
+    What is trained on and what is held out, with no prompt on both sides: training gives way.
+
+    spec: a source, of which `split_examples` holds some out, or two of them, "TRAIN,HELD_OUT". held_out: a source
+    whose held-out records, or all where it knows no `split`, take the place of that side.
+    """
+    if spec and "," in spec and not os.path.exists(spec):
+        spec, _, its = spec.rpartition(",")
+        held_out = held_out or its
+    train, test = read(spec) if spec else [], list[Example]()
+    if held_out is None or _has_split(train):
+        train, test = split_examples(train)
+    if held_out is not None:
+        test = read(held_out)
+        if _has_split(test):
+            test = split_examples(test)[1]
+        seen = {prompt_key(example) for example in test}
+        train = [example for example in train if prompt_key(example) not in seen]
+    if spec is not None and not train:
+        raise ValueError(f"--data {spec} leaves no prompt to train on, all are held out; add prompts")
+    return train, test
+
+
 def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example]]:
     """
     Splits a user's examples into (train, held out), with no prompt on both sides.
@@ -340,7 +414,7 @@ def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example
 
     Raises ValueError if `split` has another value.
     """
-    if any(example.get("split") is not None for example in examples):
+    if _has_split(examples):
         if wrong := [short(example["split"]) for example in examples if example["split"] not in SPLITS]:
             raise ValueError(f"column split holds {wrong[0]}; write train or held_out in all records, or rename it")
         chosen = {prompt_key(example) for example in examples if example["split"] != "train"}
@@ -349,6 +423,10 @@ def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example
         chosen = set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
     train = [example for example in examples if prompt_key(example) not in chosen]
     return train, [example for example in examples if prompt_key(example) in chosen]
+
+
+def _has_split(examples: list[Example]) -> bool:
+    return any(example.get("split") is not None for example in examples)
 
 
 def prompt_key(example: Example) -> str:

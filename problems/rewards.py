@@ -155,10 +155,11 @@ def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[.
     path = Path(file).absolute()
     if path.suffix == ".py" and os.path.isfile(path):
         module = _import_file(f"{flag} {spec}", path)
-    elif all(part.isidentifier() for part in file.split(".")):
+    elif path.suffix != ".py" and all(part.isidentifier() for part in file.split(".")):
         module = _import_module(f"{flag} {spec}", file)
     else:
-        raise ValueError(f"{flag} {spec}: {file} is not a Python file; write FILE.py:function")
+        why = "there is no such file" if path.suffix == ".py" else f"{file} is not a Python file"
+        raise ValueError(f"{flag} {spec}: {why}; write FILE.py:function")
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         known = f"{nearest(name, functions)}; it has {', '.join(functions) or 'none'}"
@@ -449,6 +450,11 @@ def plain_text(text: str) -> str:
     return text
 
 
+def has_words(text: str) -> bool:
+    """Whether a text holds a word of prose, whose letters are no factors of a formula."""
+    return bool(_WORD.search(plain_text(text)))
+
+
 class Quantity(NamedTuple):
     value: Fraction
     unit: str  # the word after the number, if any
@@ -630,8 +636,7 @@ def _read_plainly(right: str, said: str | None) -> bool | None:
     is_relation = re.search(r"\\\\|\\[gl]eq?(?![A-Za-z])|[<>\u2264\u2265]", said)
     if ours and (is_sum or is_relation or _NEGATED.search(said)):
         return False
-    is_word = _WORD.search(plain_text(right))  # whose letters are no factors
-    return False if is_word or _ENDLESS.search(said) else None
+    return False if has_words(right) or _ENDLESS.search(said) else None
 
 
 # ---- for any task

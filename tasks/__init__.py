@@ -14,9 +14,9 @@ from typing import Any
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems.examples import Example, load_data, nearest, prompt_key, split_examples
+from problems.examples import Example, load_data, load_sides, nearest
 from problems.rewards import Calling, Reward, load_reward, reward_arguments, reward_columns
-from tasks import demo, gsm8k, math, rg, values
+from tasks import demo, gsm8k, math, own, rg, values
 from tasks.task import Sides, Task
 
 REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
@@ -26,9 +26,8 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     """
     The task of that name, on its own data or on the user's.
 
-    data: as in `load_data`, replaces both sides: what its column `split` calls held out, else a tenth, is held out.
-    held_out: replaces the held-out side only; alone it leaves nothing to train on, which is what an evaluation needs.
-    No prompt is on both sides: training gives way.
+    data: replaces both sides, see `load_sides`. held_out: replaces the held-out side only; alone it leaves nothing to
+    train on, which is what an evaluation needs.
 
     Raises ValueError when the task is unknown, or its data is missing or wrong.
     """
@@ -41,15 +40,7 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
         train, test = bundled()
         return task._replace(train=train, held_out=test)
-    train, test = split_examples(prepare(data, columns)) if data is not None else ([], [])
-    if held_out is not None:
-        test = prepare(held_out, columns)
-        if any(example.get("split") is not None for example in test):
-            test = split_examples(test)[1]
-        seen = {prompt_key(example) for example in test}
-        train = [example for example in train if prompt_key(example) not in seen]
-    if data is not None and not train:
-        raise ValueError(f"--data {data} leaves no prompt to train on, all are held out; add prompts")
+    train, test = load_sides(data, held_out, lambda spec: prepare(spec, columns))
     answers, verifier = [example.get("answer") for example in test], task.verifier
     said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
     if verifier is not None and not any(verifier(prompts=asked, completions=said, answer=answers)):
@@ -72,6 +63,8 @@ def make(config: Config, held_out: str | None = None) -> Task:
         raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
     else:
         task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
+    if data.task == own.OWN.name:
+        task = own.without_answers(task)
     if config.data.rubric:
         task = task._replace(rubric=Path(config.data.rubric), witness=None)
     elif config.data.reward and "rubric" not in config.data.reward_weights:
@@ -82,12 +75,17 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _with_punishment(task, config.sampling.max_tokens)
     if config.objective.loss_type == "distill":
         task = _looked_at(task, config)
+    if not (task.rewards or task.rubric or config.objective.teacher):
+        fix = "add a column answer, or give --reward FILE.py:fn or --rubric FILE"
+        raise ValueError(f"--data {data.path or held_out} has no answer to compare with, so nothing to reward; {fix}")
     task = _weighted(task, config.data.reward_weights, taught=bool(config.objective.teacher))
     if not task.rubric:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
-    _check_arguments(task, own=bool(config.data.reward))
+    _check_arguments(task, is_own=bool(config.data.reward))
+    if data.task == own.OWN.name:
+        task = own.told(task)
     for path in filter(None, (task.rubric, task.witness)):
         rubrics.load_rubric(path)
     if config.evaluation.every and not task.held_out:
@@ -154,13 +152,13 @@ def _weighted(task: Task, given: dict[str, float], taught: bool) -> Task:
     return task._replace(rewards=counted, reward_weights=weights, rubric=rubric)
 
 
-def _check_arguments(task: Task, own: bool) -> None:
-    """ValueError for a reward that needs a column which the data lacks; `own`: the user named the rewards."""
+def _check_arguments(task: Task, is_own: bool) -> None:
+    """ValueError for a reward that needs a column which the data lacks; `is_own`: the user named the rewards."""
     for name, reward in task.rewards.items():
         try:
             reward_columns(name, reward, reward_arguments(task.train or task.held_out))
         except ValueError as error:
-            if own:
+            if is_own:
                 raise
             way = "give --reward, or --task values for a rubric alone"  # the user may never have named this reward
             raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
@@ -187,6 +185,7 @@ _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], l
     "values": (values.VALUES, values.bundled, load_data),
     "gsm8k": (gsm8k.GSM8K, gsm8k.bundled, gsm8k.prepare),
     "math": (math.MATH, math.bundled, math.prepare),
+    "own": (own.OWN, own.bundled, load_data),
 }
 
 

@@ -1,14 +1,11 @@
 """What a task is: prompts, rewards and an evaluation in one name."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from problems.examples import (
-    Example,
-)
-from problems.rewards import (
-    Reward,
-)
+from problems.examples import Example
+from problems.rewards import Reward
 from tasks import rg
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
@@ -28,3 +25,4 @@ class Task(NamedTuple):
     verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
     witness: Path | None = None  # a second rubric, which only evaluations ask
     problems: rg.Problems | None = None  # without end, in place of `train`
+    notes: Sequence[str] = ()  # lines that its user should read before it trains

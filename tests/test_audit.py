@@ -88,7 +88,8 @@ def test_a_reward_that_looks_for_the_answer_is_found_to_pay_six_cheats(tmp_path)
     (line,) = audit.first_surprises(
         {"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS, judged=False
     )
-    assert "mine.py:1), 2 calls with 96 made-up completions: it pays for 'The answer is definitely not 42.'" in line
+    said = "mine.py:1), 2 calls with 96 made-up completions, and the answers of 4 rows: it pays for 'The answer is def"
+    assert said in line
 
 
 @pytest.mark.parametrize("form", audit.FORMS)
@@ -115,8 +116,8 @@ def test_other_case_words_figures_and_units_are_tried_where_the_answer_has_them(
     ("body", "examples", "said"),
     [
         ("return [-float(len(text)) for text in completions]", PRODUCTS, "right answers earn no more than wrong ones"),
-        ("return [1.0] * len(completions)", [{"prompt": "Hi"}], "the data has no column answer"),
-        ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "right answers earn no more"),
+        ("return [float(len(text)) for text in completions]", [{"prompt": "Hi"}], "the data has no column answer"),
+        ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "it gives 1 to everything"),
     ],
 )
 def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_else_can(

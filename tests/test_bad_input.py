@@ -237,7 +237,7 @@ MODELS: list[tuple[str, str]] = [
     ("model --max-tokens 256", "training prompt 1, .*; with --max-tokens 256 it passes the model's context of 256"),
 ]
 REWARD_FILES: list[tuple[str, str]] = [
-    ("{at}/missing.py:fn", "missing.py is not a Python file"),
+    ("{at}/missing.py:fn", "missing.py:fn: there is no such file"),
     ("{at}/sums.jsonl:fn", "sums.jsonl is not a Python file"),
     ("{at}/rewards.py", "is not FILE.py:function"),
     ("{at}/rewards.py:god", "rewards.py has no function 'god', did you mean 'good'"),
@@ -256,8 +256,9 @@ PATHS: list[tuple[str, str]] = [
     ("--data {at}/line3.jsonl", "line3.jsonl, line 3: not JSON .*correct that line"),
     ("--data {at}/long.jsonl --reward length:5", "training prompt 1, .* has 12.. tokens; .*context of 1024"),
     ("--data {at}/long_test.jsonl --reward length:5 --eval-every 1", "held-out prompt 1, .* has 12.. tokens;"),
-    ("--data {at}/questions.jsonl", "reward correct needs 'answer', which is no column .*; correct is a reward of --"),
-    ("--data {at}/questions.jsonl --rubric {at}/good_rubric.yaml", "--task demo: give --reward, or --task values for"),
+    ("--data {at}/questions.jsonl", "questions.jsonl has no answer to compare with, so nothing to reward; add a"),
+    ("--task demo --data {at}/questions.jsonl", "reward correct needs 'answer', which is no column .*; correct is a "),
+    ("--task demo --data {at}/questions.jsonl --rubric {at}/good_rubric.yaml", "--task demo: give --reward, or --task"),
     *((f"{flags} {{at}}/{name}", f"{flags.split()[-1][2:]}.*{name} cannot be read: {why}")
       for flags in ("--config", "--rubric", "--task rg:lcm --task-config", f"{SELF} --teacher-prompt")
       for name, why in (("missing.yaml", ".*No such file"), ("pipe.yaml", "it is no file of at most 1 MB"))),
@@ -479,7 +480,7 @@ def test_a_mistake_in_the_flags_of_another_command_is_one_line_and_writes_nothin
 def test_an_evaluation_that_cannot_be_made_ends_before_it_decodes(mistakes, capsys, monkeypatch):
     monkeypatch.setattr(sampler, "rollout", lambda *_, **__: pytest.fail("it decoded"))
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(["--model", "demo", "--data", str(mistakes / "long_test.jsonl")])
+        evaluate.main(["--model", "demo", "--task", "demo", "--data", str(mistakes / "long_test.jsonl")])
     assert ended.value.code == 2
     first, rest = capsys.readouterr().err.split("\n", 1)
     assert first == "model: demo, as asked; task: demo"
@@ -573,10 +574,9 @@ def test_a_reward_that_goes_wrong_is_told_before_a_model_is_loaded_and_leaves_no
 def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_mended(tmp_path, capsys):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(
-        "calls = []\n"
+        "import os\n"
         "def mine(completions, **_):\n"
-        "    calls.append(1)\n"
-        "    return [None if len(calls) > 2 else 1.0 for text in completions]\n"  # two calls are the audit's
+        f"    return [None if os.path.isdir({str(run)!r}) else 1.0 for text in completions]\n"  # the audit is over
     )
     pattern = f"reward mine gave no number for any of 4 completions.*; saved after step 0, .* --resume {run}\n"
     refused(capsys, train.main, [*SMALL, "--reward", f"{file}:mine", "--run-dir", run], pattern)
@@ -600,10 +600,11 @@ def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_
 def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_time(tmp_path, capsys):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(
+        "import os\n"
         "calls = []\n"
         "def mine(completions, **_):\n"
-        "    calls.append(1)\n"
-        "    assert len(calls) < 6\n"  # two of the audit, one of the first evaluation, two of steps
+        f"    calls.append(os.path.isdir({str(run)!r}))\n"  # not those of the audit
+        "    assert sum(calls) < 4\n"  # one of the first evaluation, two of steps
         "    return [float(len(text)) for text in completions]\n"
     )
     flags = "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0 --reward".split()
@@ -624,7 +625,10 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
         ("--reward {at}/rewards.py:good", "eval/accuracy"),
         ("--reward-weights correct=0", "eval/accuracy"),
         ("--reward {at}/rewards.py:good --data {at}/questions.jsonl", "eval/score"),
-        ("--reward {at}/rewards.py:good --data {at}/questions.jsonl --reward-weights rubric=0", "eval/score"),
+        (
+            "--task demo --reward {at}/rewards.py:good --data {at}/questions.jsonl --reward-weights rubric=0",
+            "eval/score",
+        ),
     ],
 )
 def test_a_run_on_a_users_own_rewards_is_evaluated_by_the_verifier_where_the_data_has_answers(
@@ -807,7 +811,7 @@ def test_a_damaged_record_of_a_checkpoint_counts_as_damage(run, capsys, change):
     [
         ("lora_rank: 16", "lora_rank: 8", r"lora_rank \(16, now 8\) changed since step 3; --allow-changes goes on"),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
-        ("model: demo", "model: /nowhere/at/all", r"model \('demo', now '/nowhere/at/all'\) changed since step 3"),
+        ("model: demo", "model: /nowhere/at/all", "--model /nowhere/at/all is no longer there; put it back, or"),
         ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
     ],
 )

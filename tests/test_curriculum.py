@@ -135,7 +135,7 @@ def test_a_run_with_a_memory_is_repeated_exactly_by_one_that_stopped(tmp_path):
     rows = [{"prompt": f"Add {a} and seven.", "answer": b} for a, b in (("one", "eight"), ("two", "nine"))] * 8
     rows = [row | {"prompt": f"{row['prompt']}{'!' * n}"} for n, row in enumerate(rows)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ["--data", str(tmp_path / "sums.jsonl"), "--reward-weights", "rubric=0"]
+    data = ["--task", "demo", "--data", str(tmp_path / "sums.jsonl"), "--reward-weights", "rubric=0"]
     metrics, rollouts = resumed_equals_whole(tmp_path, [*data, "--curriculum", "--dynamic-sampling"])
     assert 0 < metrics[-1]["curriculum/seen_frac"] <= 1 and metrics[-1]["curriculum/expected"] > 0
     for step in range(1, 5):

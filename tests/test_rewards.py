@@ -58,7 +58,7 @@ def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, function
 def test_a_bad_reward_spec_is_one_line_that_names_the_form(tmp_path):
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
         assert "FILE.py:function" in message_of(rewards.load_reward, spec)
-    assert "not a Python file" in message_of(rewards.load_reward, f"{tmp_path}/missing.py:fn")
+    assert "there is no such file" in message_of(rewards.load_reward, f"{tmp_path}/missing.py:fn")
     for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
         assert "positive whole numbers" in message_of(rewards.load_reward, spec)
 

@@ -1,0 +1,303 @@
+"""A user's own data: what verifies its answers, what is said of it, and where its files lie."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+import yaml
+from conftest import message_of
+
+import config
+import evaluate
+import tasks
+import train
+from config import given, located, parse
+from flags import load_yaml
+from problems import audit, examples, rewards
+from tasks import own
+
+ROOT = Path(tasks.__file__).parent.parent
+SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def settings(*words):
+    return config.resolve(given(parse(["--model", "demo", *map(str, words)])), None, None, lambda name: (name, "asked"))
+
+
+def task_of(*words):
+    return tasks.make(settings(*words)[0])
+
+
+# ---- data
+
+
+TABLE = [{"prompt": "a", "answer": 7}, {"prompt": "b", "answer": 8}]
+
+
+def test_an_answer_is_the_same_text_from_any_file(tmp_path):
+    write(tmp_path / "data.jsonl", TABLE)
+    (tmp_path / "data.json").write_text(json.dumps(TABLE))
+    (tmp_path / "data.csv").write_text("prompt,answer\na,7\nb,8\n")
+    held = datasets.Dataset.from_list(TABLE)
+    held.to_parquet(tmp_path / "data.parquet")
+    table = pyarrow.Table.from_pylist(TABLE)
+    for name, make in (("file.arrow", pyarrow.ipc.new_file), ("stream.arrow", pyarrow.ipc.new_stream)):
+        with make(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    held.save_to_disk(tmp_path / "saved")
+    for path in tmp_path.iterdir():
+        assert examples.load_data(str(path)) == [{"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": "8"}], path
+
+
+@pytest.mark.parametrize(("given", "text"), [(True, "True"), (0.5, "0.5"), (float("nan"), None), ("007", "007")])
+def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(given, text):
+    (example,) = examples.make_examples("x", [("line 1", {"prompt": "?", "answer": given})])
+    assert example["answer"] == text
+
+
+def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"prompt": "?", "answer": ["a", "b"]}])
+    assert "line 1: answer ['a', 'b'] is a list; it must be a text" in message_of(examples.load_data, path)
+    assert examples.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
+
+
+def test_splits_that_datasets_saved_are_the_sides_of_a_task_and_each_can_be_named(tmp_path):
+    rows = {name: datasets.Dataset.from_list([{"prompt": name, "answer": 1}]) for name in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
+    task = task_of("--data", tmp_path / "both")
+    assert [[one["prompt"] for one in side] for side in (task.train, task.held_out)] == [["train"], ["test"]]
+    assert [one["prompt"] for one in examples.load_data(f"{tmp_path}/both:test")] == ["test"]
+    assert "did you mean 'test'?: " in message_of(examples.load_data, f"{tmp_path}/both:tset")
+    datasets.DatasetDict({"train_sft": rows["train"], "test_sft": rows["test"]}).save_to_disk(tmp_path / "odd")
+    assert f"name one, as {tmp_path}/odd:train_sft" in message_of(examples.load_data, f"{tmp_path}/odd")
+    rows["train"].save_to_disk(tmp_path / "one")
+    assert "has no splits; leave that out" in message_of(examples.load_data, f"{tmp_path}/one:train")
+    assert "is a directory that datasets did not save" in message_of(examples.load_data, str(tmp_path))
+
+
+def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
+    train_file, test_file = write(tmp_path / "train,1.jsonl", SUMS), write(tmp_path / "test.jsonl", SUMS[:3])
+    for words in (["--data", train_file, "--eval-data", test_file], ["--data", f"{train_file},{test_file}"]):
+        task = task_of(*words)
+        assert (len(task.train), len(task.held_out)) == (27, 3)  # what is held out is not trained on
+    alone = task_of("--data", train_file)  # whose name has a comma
+    assert (len(alone.train), len(alone.held_out)) == (27, 3)
+    assert "goes with --data FILE" in message_of(settings, "--eval-data", test_file)
+    rows = train.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
+    assert len(tasks.load("own", **rows).held_out) == 3
+
+
+# ---- the verifier
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        *(("42", "number"), ("1,234.50", "number"), ("forty-two", "number"), ("3/4 cup", "number")),
+        *(("Tom has 3 and gets 4.\nSo he has 7 apples.", "number"), ("... #### 42", "number")),
+        *(("x^2 + 1", "formula"), ("\\frac{x}{2}", "formula"), ("(1, 2)", "formula"), ("1 or 2", "formula")),
+        *(("Paris", "text"), ("(B)", "text"), ("no", "text"), ("New York City", "text")),
+        *(("It depends on the weather, on the season and on you.", ""), ("...", ""), (None, ""), ("", "")),
+    ],
+)
+def test_each_answer_is_compared_as_a_number_a_formula_a_text_or_not_at_all(answer, kind):
+    assert own.kind_of(answer) == kind
+    if answer:
+        assert own.correct([answer], [answer]) == [1.0 if kind else None]
+
+
+def test_rows_without_an_answer_are_not_trained_on_nor_counted(tmp_path):
+    rows = [row | {"split": "train"} for row in SUMS[:6]] + [row | {"split": "test"} for row in SUMS[6:10]]
+    for place in (1, 7):
+        rows[place] = rows[place] | {"answer": None}
+    task = task_of("--data", write(tmp_path / "mine.jsonl", rows))
+    assert len(task.train) == 5 and task.metric == "accuracy"
+    said = (
+        "data: 5 prompts to train on, 4 held out; 1 left out, for want of an answer to compare with; the reward is 1 x "
+    )
+    assert task.notes == [f"{said}correct", "answers: 8 compared as numbers"]
+    texts = [f"The answer is {row['answer']}." for row in rows[6:]]
+    answers = evaluate.Answers(task.held_out, None, texts)
+    assert evaluate.call_rewards({"correct": task.verifier}, task.held_out, texts, {})["correct"][0] == 1
+    right = np.array([1.0, np.nan, 0.0, 1.0])
+    assert np.isnan(evaluate.disagreement(right, np.zeros(4))[1]) and answers.texts == texts
+
+
+def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone(tmp_path):
+    path = write(tmp_path / "mine.jsonl", [{"prompt": row["prompt"]} for row in SUMS])
+    assert f"--data {path} has no answer to compare with" in message_of(task_of, "--data", path)
+    task = task_of("--data", path, "--reward", "length:9")
+    assert (task.metric, task.verifier, task.reward_weights) == ("score", None, {"length": 1.0})
+    assert "so evaluations show the reward alone" in task.notes[1]
+    judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
+    assert judged.reward_weights == {"rubric": 1.0} and not judged.rewards
+
+
+def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
+    data = ["--data", write(tmp_path / "mine.jsonl", SUMS)]
+    rubric = ["--rubric", ROOT / "data" / "demo_rubric.yaml"]
+    assert task_of(*data).reward_weights == {"correct": 1.0}
+    assert task_of(*data, *rubric).reward_weights == {"correct": 1.0, "rubric": 1.0}
+    task = task_of(*data, "--reward", "length:9", *rubric)
+    assert task.reward_weights == {"length": 1.0, "rubric": 1.0} and task.verifier is own.correct
+
+
+def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
+    path = write(tmp_path / "mine.jsonl", SUMS)
+    got, said = settings("--data", path, "--batch", 3)
+    assert got.data.task == "own" and said.endswith(
+        "task: own, at --steps 60 --max-tokens 24 --learning-rate 0.004 --eval-every 20 --save-every 20"
+    )
+    flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", "3"]))
+    got, said = config.resolve(flags, None, None, lambda name: (name, "asked"))
+    recipe = load_yaml(ROOT / "recipes" / "own.yaml", "")
+    assert got.sampling.batch == 3 and got.optimizer.learning_rate == recipe["learning_rate"]
+    assert "--batch 3 --groups 8 --max-tokens 256 --steps 100 --learning-rate 5e-05" in said
+    assert settings("--data", path, "--task", "demo")[0].data.task == "demo"
+    assert settings("--data", path, "--loss-type", "sft")[0].data.task == "demo"
+    assert "give it with --data FILE" in message_of(task_of, "--task", "own")
+
+
+# ---- the reward against the verifier
+
+
+def told(values, total):
+    answers = evaluate.Answers([{"answer": "7"}] * len(values), None, [f"It is {n}." for n in range(len(values))])
+    return evaluate.told_apart(answers, evaluate.Earned(np.array(values), {}, None, np.array(total)))
+
+
+def test_a_reward_that_pays_other_answers_than_the_verifier_is_told_with_an_example():
+    right = [1.0] * 6 + [0.0] * 6
+    assert told(right, [3.0] * 6 + [-1.0] * 6) == ""
+    said = told(right, [-1.0] * 6 + [3.0] * 6)
+    assert (
+        "disagree on 12 of 12 held-out answers. To 'It is 0.' the reward gives -1; the verifier, which knows the "
+        in said
+    )
+    assert "answer '7', calls it right" in said
+    assert "the reward gives 1 to all, the verifier calls 6 right" in told(right, [1.0] * 12)
+    assert told([0.0] * 12, [1.0] * 10 + [0.0] * 2).startswith("The reward and the verifier disagree on 10 of 12")
+    assert told(right, [0.0] * 2 + [3.0] * 4 + [-1.0] * 6) == ""  # two of twelve may be anything
+    assert told([np.nan] * 12, [1.0] * 6 + [0.0] * 6) == "" and told([0.0] * 12, [1.0] * 12) == ""
+
+
+@pytest.mark.slow
+def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, capsys):
+    rows = [
+        {"prompt": f"What is {a} plus {b}?", "answer": "lots"} for a in ("one", "six") for b in ("two", "ten", "five")
+    ]
+    (tmp_path / "mine.py").write_text(
+        "def always(completions, **_): return [float('.' in text) for text in completions]"
+    )
+    data = ["--data", write(tmp_path / "a.jsonl", rows), "--eval-data", write(tmp_path / "b.jsonl", SUMS[:12])]
+    flags = ["--model", "demo", *data, "--reward", f"{tmp_path}/mine.py:always", "--steps", "1", "--batch", "2"]
+    train.main([*flags, "--groups", "2", "--eval-every", "1", "--run-dir", str(tmp_path / "run")])
+    record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
+    assert record["eval/accuracy"] < record["eval/score"] == record["eval/reward/always"]
+    assert 0 <= record["eval/disagreement"] <= 1
+    shown = capsys.readouterr()
+    assert "12 compared as numbers, 6 as texts" in shown.out
+    assert ("The reward and the verifier disagree" in shown.err) == (record["eval/disagreement"] * 12 > 2)
+
+
+# ---- rewards before a model is loaded
+
+
+def test_a_reward_meets_the_answers_of_all_rows_and_the_row_it_fails_on_is_named(tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": str(n)} for n in range(200)]
+    (tmp_path / "mine.py").write_text(
+        "calls = []\ndef score(completions, answer, **_):\n    calls.append(len(completions))\n"
+        "    return [float(int(right) > 3) for right in answer]"
+    )
+    name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
+    assert audit.try_rows(name, reward, rows) == 200 and reward.fn.__globals__["calls"] == [64, 64, 64, 8]
+    rows[150]["answer"] = "n/a"
+    said = message_of(audit.try_rows, name, reward, rows)
+    assert f"at {tmp_path}/mine.py:4; that is the row with the prompt '150?' and the answer 'n/a'" in said
+    assert audit.try_rows(name, rewards.length_reward(9), [{"prompt": "a"}]) == 1
+
+
+def test_a_reward_that_gives_the_same_to_everything_is_told_so(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions, **_): return [2.0] * len(completions)")
+    own_reward = dict([rewards.load_reward(f"{tmp_path}/mine.py:score")])
+    (line,) = audit.first_surprises(own_reward, TABLE, judged=False)
+    assert f"score ({tmp_path}/mine.py:1)" in line and line.endswith("it gives 2 to everything, so it teaches nothing")
+
+
+# ---- files from any directory
+
+
+def test_files_are_kept_by_absolute_paths_and_names_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.jsonl", "test.jsonl", "mine.py", "r.yaml"):
+        (tmp_path / name).touch()
+    for name in ("demo", "model", "saved", "owner"):
+        (tmp_path / name).mkdir()
+    asked = {"data": "mine.jsonl,test.jsonl", "reward": ["mine.py:fn", "length:200", "math_verify"], "rubric": "r.yaml"}
+    asked |= {
+        "model": "demo",
+        "judge_model": "model",
+        "loss_type": "mine.py:loss",
+        "advantage": "group",
+        "teacher": "self",
+    }
+    found = located(asked)
+    assert found == asked | {
+        "data": f"{tmp_path}/mine.jsonl,{tmp_path}/test.jsonl",
+        "reward": [f"{tmp_path}/mine.py:fn", "length:200", "math_verify"],
+        "rubric": f"{tmp_path}/r.yaml",
+        "judge_model": f"{tmp_path}/model",
+        "loss_type": f"{tmp_path}/mine.py:loss",
+    }
+    assert located(found) == found
+    served = {"judge_model": "model", "judge_url": "http://127.0.0.1:1/v1"}
+    assert located(served) == served  # a server's own name for it
+    for data in ("owner/name:main:train,owner/name:main:test", "missing.jsonl", "demo:rg"):
+        assert located({"data": data, "init_adapter": data}) == {"data": data, "init_adapter": data}
+    assert located({"data": "saved:train,saved:test"})["data"] == f"{tmp_path}/saved:train,{tmp_path}/saved:test"
+
+
+def test_a_recipe_s_files_are_found_beside_it_too(tmp_path, monkeypatch):
+    (tmp_path / "mine.jsonl").touch()
+    (tmp_path / "recipe.yaml").write_text("data: mine.jsonl\n")
+    monkeypatch.chdir("/")
+    assert config.load_recipe(tmp_path / "recipe.yaml")["data"] == f"{tmp_path}/mine.jsonl"
+    sizes = config.of_task("rg:lcm", "demo:rg")["task_config"]
+    assert os.path.samefile(sizes, ROOT / "data" / "demo_rg.yaml")
+
+
+@pytest.mark.slow
+def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkeypatch, capsys):
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    write(home / "mine.jsonl", SUMS)
+    (home / "mine.py").write_text("def short(completions, **_): return [-float(len(text)) for text in completions]")
+    monkeypatch.chdir(home)
+    small = "--model demo --steps 1 --batch 2 --groups 2 --eval-every 1 --max-tokens 4".split()
+    train.main([*small, "--data", "mine.jsonl", "--reward", "mine.py:short", "--run-dir", "run"])
+    monkeypatch.chdir(away)
+    train.main(["--resume", str(home / "run"), "--steps", "2"])
+    train.main(["--config", str(home / "run" / "config.yaml"), "--run-dir", "again"])
+    assert len((away / "again" / "metrics.jsonl").read_text().splitlines()) == 2
+    capsys.readouterr()
+    evaluate.main(["--run", "again"])
+    (*_, last) = (json.loads(line) for line in (away / "again" / "eval.jsonl").read_text().splitlines())
+    assert json.loads(capsys.readouterr().out)["eval/score"] == last["eval/score"]
+    (home / "mine.jsonl").rename(home / "moved.jsonl")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(home / "run"), "--steps", "3"])
+    assert f"--data {home}/mine.jsonl is no longer there" in capsys.readouterr().err
+    settings = yaml.safe_load((home / "run" / "config.yaml").read_text())
+    (home / "run" / "config.yaml").write_text(yaml.safe_dump(settings | {"data": str(home / "moved.jsonl")}))
+    train.main(["--resume", str(home / "run"), "--steps", "3", "--allow-changes"])
+    assert len((home / "run" / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,21 +1,29 @@
 """
-One whole GRPO step against mlx-lm-lora's: `uv run --with mlx-lm-lora==5.10.2 python -m bench.step --rounds 3`.
+One whole GRPO step against other trainers': `uv run python -m bench.step --rounds 3`.
 
-Both train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts, G
+All train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts, G
 completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each engine runs in
-processes of its own, so that its peak, which includes the weights, is its own. mlx_lm_lora decodes `--batch` rows at
-once, as it does by itself; "mlx_lm_lora_wide" is the same with all rows at once. Its loop is timed at the functions it
-calls: what generates, what rewards, and the rest, which is the update. Processor seconds stand beside those of the
-clock, for a busy machine. Left out: evaluation, checkpoints, logs, judges.
+processes of its own, so that its peak is its own, and in an environment of its own, which uv installs into Gwen's cache
+directory at first use (PyTorch's takes gigabytes). mlx_lm_lora decodes `--batch` rows at once, as it does by itself;
+"mlx_lm_lora_wide" is the same with all rows at once. "trl" is TRL on PyTorch, on the device that PyTorch finds; without
+a GPU with as many threads as ours, which are one. "unsloth_zoo" is unsloth-zoo's MLX trainer with its defaults, among
+them that it computes activations again. Their loops are timed at the functions they call: what generates, what rewards,
+and the rest, which is the update. Processor seconds stand beside those of the clock, for a busy machine.
+
+Left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its process
+grew, which counts freed memory too; the others' is what MLX held.
 
 Axes: B prompts, G completions of each, N = B * G rows.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,7 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
+import cpu_blas
+import datasets
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
@@ -37,7 +46,9 @@ import preflight
 import sampler
 import update
 from bench import harness
+from disk import hub
 from flags import Parser, fail, flag_of
+from machine import gpu
 from step import micro_batch, policy
 
 PHASES = ("rollout", "reward", "update")
@@ -179,11 +190,115 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -
     return steps
 
 
+def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
+    """Steps of TRL's own trainer; all rows in one batch, no activations computed again."""
+    modules: Any = map(importlib.import_module, ("torch", "transformers", "trl", "peft"))
+    torch, transformers, trl, peft = modules
+    callback: Any = transformers.TrainerCallback
+    torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
+    dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
+    prompts = harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
+    how: Any = {"per_device_train_batch_size": args.batch * args.groups, "num_generations": args.groups}
+    how |= {"generation_kwargs": {"min_new_tokens": args.max_tokens}}  # every completion has all its tokens
+    how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "beta": 0.0, "learning_rate": RATE}
+    how |= {"max_steps": num_steps, "gradient_checkpointing": False, "bf16": False, "report_to": []}
+    how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
+    steps = Steps()
+
+    class Timer(callback):
+        on_step_begin, on_step_end = staticmethod(steps.begin), staticmethod(steps.end)
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        trainer = trl.GRPOTrainer(
+            transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype),
+            [make_reward(args)],
+            args=trl.GRPOConfig(output_dir=scratch, **how),
+            train_dataset=datasets.Dataset.from_dict({"prompt": list(map(str, range(args.batch)))}),
+            processing_class=hub.load_tokenizer(directory),
+            callbacks=[Timer()],
+            peft_config=peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"),
+        )
+        trainer._tokenize_prompts = lambda places: ([prompts[int(place)] for place in places], None, {})
+        trainer._generate_single_turn = steps.timed(trainer._generate_single_turn, "rollout")
+        trainer._calculate_rewards = steps.timed(trainer._calculate_rewards, "reward")
+        trainer.train()
+    return steps
+
+
+def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
+    """Steps of unsloth-zoo's own MLX trainer with its defaults, all rows in one batch."""
+    os.environ["UNSLOTH_ZOO_DISABLE_GPU_INIT"] = "1"  # else it asks for PyTorch where there is no Mac
+    names = ("transformers", "unsloth_zoo.mlx.grpo", "unsloth_zoo.mlx.trainer", "unsloth_zoo.mlx.loader")
+    modules: Any = map(importlib.import_module, names)
+    transformers, grpo_module, trainer_module, loader = modules
+    callback: Any = transformers.TrainerCallback
+    length = args.prompt_tokens + args.max_tokens
+    dtype = str(gwen.default_dtype()).removeprefix("mlx.core.")
+    load = loader.FastMLXModel
+    model, tokenizer = load.from_pretrained(str(directory), length + 1, dtype=dtype, load_in_4bit=False)
+    model = load.get_peft_model(model, r=args.lora_rank, lora_alpha=2 * args.lora_rank, max_seq_length=length + 1)
+    prompts = harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
+    how: Any = {"per_device_train_batch_size": args.batch * args.groups, "gradient_accumulation_steps": 1}
+    how |= {"num_generations": args.groups, "max_completion_length": args.max_tokens, "max_seq_length": length + 1}
+    how |= {"max_steps": num_steps, "warmup_steps": 0, "learning_rate": RATE}
+    how |= {"compile": gpu.on_gpu()}  # on a CPU MLX calls g++ for every shape, minutes of it
+    steps = Steps()
+    generate = steps.timed(grpo_module.generate_module.generate_batch, "rollout")
+
+    def generate_batch(*positional: Any, defaults: Any, **named: Any) -> Any:
+        steps.begin()
+        return generate(*positional, defaults=dataclasses.replace(defaults, stop_token_ids=()), **named)
+
+    class Timer(callback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            mx.eval(model.parameters())  # wait
+            steps.end()
+
+    grpo_module.generate_module.generate_batch = generate_batch
+    grpo_module.calculate_rewards = steps.timed(grpo_module.calculate_rewards, "reward")
+    grpo_module.encode_mlx_text = lambda _, text, **__: prompts[int(text)]
+    grpo_module.cut_completion = lambda ids, *_, **__: (list(map(int, ids)), True)  # all its tokens, as all engines
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        trainer_module.MLXGRPOTrainer(
+            model,
+            tokenizer,
+            datasets.Dataset.from_dict({"prompt": list(map(str, range(args.batch)))}),
+            reward_funcs=[make_reward(args)],
+            args=trainer_module.MLXGRPOConfig(output_dir=scratch, **how),
+            callbacks=[Timer()],
+        ).train()
+    return steps
+
+
 ENGINES: dict[str, Callable[[argparse.Namespace, Path, int], Steps]] = {
     "ours": run_ours,
     "mlx_lm_lora": run_mlx_lm_lora,
     "mlx_lm_lora_wide": run_mlx_lm_lora,
+    "trl": run_trl,
+    "unsloth_zoo": run_unsloth_zoo,
 }
+PACKAGES = {  # what uv installs for an engine beside Gwen's own packages
+    "mlx_lm_lora": "mlx-lm-lora==5.10.2",
+    "mlx_lm_lora_wide": "mlx-lm-lora==5.10.2",
+    "trl": "trl==1.16.0 peft==0.21.2 torch==2.15.0",
+    "unsloth_zoo": "--no-deps unsloth-zoo==2026.10.9",  # without PyTorch, for which it takes other paths
+}
+
+
+def interpreter(engine: str) -> str:
+    """A Python that has the engine's packages."""
+    if engine not in PACKAGES:
+        return sys.executable
+    folder = cpu_blas.cache_directory() / "rivals" / PACKAGES[engine].removeprefix("--no-deps ").partition(" ")[0]
+    python, done = str(folder / "bin" / "python"), folder / "done"
+    if not done.exists():
+        print(f"installing {PACKAGES[engine]} into {folder}", file=sys.stderr)
+        environment = os.environ | {"UV_PROJECT_ENVIRONMENT": str(folder)}
+        add = ["uv", "pip", "install", "-q", "--python", python, *PACKAGES[engine].split()]
+        for command in (["uv", "sync", "-q", "--no-dev"], add):
+            subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        done.touch()
+    return python
 
 
 # ---- the measurement
@@ -191,8 +306,25 @@ ENGINES: dict[str, Callable[[argparse.Namespace, Path, int], Steps]] = {
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What the process of one engine prints: every timed step's seconds by phase, and the peak of all of them."""
+    for package in ("torch", "peft", "trl") if args.engine == "trl" else ():
+        importlib.import_module(package)  # which is no part of what a step takes
+    before = most_resident()
     steps = ENGINES[args.engine](args, Path(args.model), args.warmup + args.runs)
-    return {"steps": steps[args.warmup :], "peak_bytes": mx.get_peak_memory()}
+    peak = torch_peak(before) if args.engine == "trl" else mx.get_peak_memory()
+    return {"steps": steps[args.warmup :], "peak_bytes": peak}
+
+
+def torch_peak(before: int) -> int:
+    """The most bytes that PyTorch held on its GPU; without one, how far the process has grown beyond `before`."""
+    torch = importlib.import_module("torch")
+    if torch.backends.mps.is_available():
+        return int(torch.mps.driver_allocated_memory())  # it keeps what is freed
+    return most_resident() - before
+
+
+def most_resident() -> int:
+    """The most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
@@ -209,9 +341,10 @@ def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
 def in_processes(args: argparse.Namespace, directory: Path) -> dict[str, list[Any]]:
     """The records of `args.rounds` processes of each engine, in turn."""
     flags = [text for name in PASSED for text in (flag_of(name), str(getattr(args, name)))]
+    pythons = {engine: interpreter(engine) for engine in args.engines}
     records: dict[str, list[Any]] = {engine: [] for engine in args.engines}
     for _, engine in harness.in_order(args.engines, args.rounds):
-        command = [sys.executable, "-m", "bench.step", "--engine", engine, "--model", str(directory), *flags]
+        command = [pythons[engine], "-m", "bench.step", "--engine", engine, "--model", str(directory), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
@@ -238,7 +371,7 @@ def report(args: argparse.Namespace, records: dict[str, list[Any]]) -> None:
             f"Result: ours is {harness.verdict(ratio['step_s'])} than {name} ({ratio['cpu_s']:.2f}x by processors), "
             f"at {1 / ratio['peak_mb']:.2f} of its peak memory"
         )
-    record = {"config": vars(args), "engines": entries, "ratios": ratios}
+    record = {"config": vars(args), "engines": entries, "ratios": ratios, "rivals": PACKAGES}
     print(json.dumps(record | harness.environment()))
 
 
@@ -252,7 +385,7 @@ PASSED = [*harness.STEP, *NUMBERS, "share_prefix"]  # settings that the process 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
-    parser = Parser("bench.step", "Time one whole GRPO step against mlx-lm-lora's.")
+    parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora, TRL and unsloth-zoo.")
     least = harness.add_step(parser)
     least |= harness.add_numbers(parser, NUMBERS)
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))

@@ -22,14 +22,14 @@ def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
     assert entry["peak_mb"] > 8
 
 
+NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl": "trl", "unsloth_zoo": "unsloth_zoo"}
+
+
 @pytest.mark.parametrize(
     "engine",
     [
-        "ours",
-        pytest.param(
-            "mlx_lm_lora",
-            marks=pytest.mark.skipif(not find_spec("mlx_lm_lora"), reason="a competitor, no dependency"),
-        ),
+        pytest.param(engine, marks=pytest.mark.skipif(not find_spec(needs), reason="a competitor, no dependency"))
+        for engine, needs in {"ours": "mlx", **NEEDS}.items()
     ],
 )
 def test_every_engine_does_the_work_and_times_every_phase(engine):
@@ -37,6 +37,16 @@ def test_every_engine_does_the_work_and_times_every_phase(engine):
         steps = step.ENGINES[engine](step.parse([*TINY, "--engine", engine]), directory, 2)
     assert [set(held) for held in steps] == [{*step.PHASES, "cpu"}] * 2
     assert all(seconds > 0 for held in steps for seconds in held.values())
+
+
+def test_a_rival_is_installed_once_with_pinned_packages(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "gwen" / "rivals" / "trl==1.16.0").mkdir(parents=True)
+    monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command))
+    python = [step.interpreter("trl") for _ in range(2)]
+    assert python == [str(tmp_path / "gwen" / "rivals" / "trl==1.16.0" / "bin" / "python")] * 2
+    assert len(ran) == 2 and ran[1][-3:] == ["trl==1.16.0", "peft==0.21.2", "torch==2.15.0"]
 
 
 def test_the_reward_differs_within_every_group():
@@ -54,14 +64,15 @@ def test_medians_are_taken_over_all_processes():
 
 
 def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
-    args, ran = step.parse(["--rounds", "2", "--engines", "ours", "mlx_lm_lora"]), []
+    args, ran = step.parse(["--rounds", "2", "--engines", "ours", "trl"]), []
 
     class Done:
         returncode, stdout, stderr = 0, '{"steps": []}', "warning\nlast line"
 
     monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or Done)
+    monkeypatch.setattr(step, "interpreter", lambda engine: f"python-{engine}")
     step.in_processes(args, "DIR")
-    assert [command[4] for command in ran] == ["ours", "mlx_lm_lora", "mlx_lm_lora", "ours"]
+    assert [command[0] for command in ran] == [f"python-{name}" for name in ("ours", "trl", "trl", "ours")]
     assert ran[0][1:9] == "-m bench.step --engine ours --model DIR --batch 4".split()
     Done.returncode = 3
     with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):

@@ -8,7 +8,6 @@ flags.py.
 
 import argparse
 import dataclasses
-import difflib
 import os
 import re
 import reprlib
@@ -18,13 +17,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from flags import Parser, Setting, add_flags, check_values, flag, flag_of, load_yaml, size, weights
+from flags import Parser, Setting, add_flags, check_values, flag, flag_of, hint, load_yaml, size, weights
 
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # of a checkpoint
 
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it (default:
 # all): "rollouts" those that sample, "grpo" those with advantages, "distill", "sft". `later`: a resumed run may change
@@ -44,7 +44,10 @@ class ModelSettings:
     )
     lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True)
     lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4)
-    lora_targets: list[Target] = flag(lambda: list(TARGETS), "projections that get adapters", nargs="+")
+    lora_targets: list[Target] = flag(
+        lambda: list(TARGETS), "projections that get adapters, also as q_proj k_proj v_proj or all-linear", nargs="+",
+        metavar="NAME",
+    )  # fmt: skip
     init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with", file=True)
 
 
@@ -165,7 +168,7 @@ class OptimizerSettings:
     learning_rate: float = flag(
         1e-4, "peak learning rate; with --lora-rank 0 a tenth of the recipe's", low=0, first=True
     )
-    warmup_steps: int = flag(5, "steps of linear warm-up, before a cosine to 0", low=0)
+    warmup_steps: int = flag(5, "steps of linear warm-up, before a cosine to a tenth", low=0)
     target_kl: float = flag(0.02, "largest KL of one update, nats per token; 0: no limit", low=0, of="rollouts")
     num_iterations: int = flag(1, "optimizer steps per rollout", low=1, high=2**10, of="rollouts")
     train_token_budget: int | None = flag(
@@ -477,11 +480,11 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
-    """Raises ValueError naming a setting that does not exist, and the nearest that does."""
+    """Raises ValueError naming a setting that does not exist, and what it is here."""
     for key in settings:
         if key not in SETTINGS:
-            near = difflib.get_close_matches(str(key)[:40], SETTINGS, 1, 0.0)[0]
-            raise ValueError(f"{where}unknown setting {reprlib.repr(key)}; did you mean {near!r}?")
+            said = hint(str(key)[:40], SETTINGS, repr) or "train.py --help-all lists them"
+            raise ValueError(f"{where}unknown setting {reprlib.repr(key)}; {said}")
 
 
 def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
@@ -506,12 +509,34 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     settings = {key: value for key, value in settings.items() if key not in automatic}
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
+    if isinstance(asked := settings.get("lora_targets"), list):
+        settings["lora_targets"] = fused_targets(asked)
     check_values(SETTINGS, settings)
     config = Config.of(**settings)
     refuse_unused(config, flags)
     for mistake in mistakes(config):
         raise ValueError(mistake)
     return config
+
+
+def fused_targets(asked: list[Any]) -> list[Any]:
+    """
+    The projections that adapters are put on, by names of theirs, of a checkpoint, or `all-linear`; in order.
+
+    Raises ValueError for a part without its neighbours: one adapter serves the rows of all.
+    """
+    if asked == ["all-linear"]:
+        return list(TARGETS)
+    found = list(asked)
+    for whole, parts in PARTS.items():
+        named = [part for part in parts if part in asked]
+        if lacking := [part for part in parts if part not in asked] if named else []:
+            raise ValueError(
+                f"--lora-targets {named[0]}: one adapter serves {', '.join(parts)} together, in {whole}; "
+                f"name {' and '.join(lacking)} too, or {whole}"
+            )
+        found = [one for one in found if one not in parts] + ([whole] if named and whole not in asked else [])
+    return sorted(found, key=TARGETS.index) if set(found) <= set(TARGETS) else found
 
 
 def refuse_unused(config: Config, flags: Collection[str]) -> None:

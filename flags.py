@@ -7,6 +7,7 @@ A setting is a field of a dataclass, made by `flag` with its help and its range.
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import reprlib
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
@@ -101,11 +102,43 @@ class Parser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown, flags, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them"
-            fail(f"{unknown} is no flag of {self.prog}; {hint}")
+            fail(f"{unknown} is no flag of {self.prog}; {hint(unknown, flags) or '--help lists them'}")
         message = message.replace("invalid int value:", "not a whole number:")
         fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
+
+
+@functools.cache
+def foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
+    """By section of data/trl.yaml: names of TRL and PEFT, each with its kind and what to do here."""
+    sections = load_yaml(Path(__file__).parent / "data" / "trl.yaml", "data/trl.yaml")
+    return {
+        section: {name: tuple(row) for names, row in rows.items() for name in names.split(", ")}
+        for section, rows in sections.items()
+    }
+
+
+def hint(asked: str, known: Collection[str], quote: Callable[[str], str] = str) -> str:
+    """
+    What an unknown flag or setting is here: by the table of foreign names, else one of `known` that is spelled much
+    like it; empty if neither knows it. A row about flags that the command does not have says nothing.
+    """
+    key, by_key = key_of(asked), {key_of(name): name for name in known}
+    rows = ((section, *names[key]) for section, names in foreign_names().items() if key in names)
+    for section, kind, said in rows:
+        flags = re.findall("--[a-z][a-z-]*", said)
+        if kind != "same" and (not flags or any(key_of(flag) in by_key for flag in flags)):
+            owner = {"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ")
+            what = {"renamed": "is", "missing": "is missing", "not needed": "is not needed"}[kind]
+            return (
+                f"{owner}{key} {what} here{' ' if kind == 'renamed' else ': ' if said else ''}{said.replace('`', '')}"
+            )
+    near = difflib.get_close_matches(key, by_key, 1, 0.8)
+    return f"did you mean {quote(by_key[near[0]])}?" if near else ""
+
+
+def key_of(flag: str) -> str:
+    """`--judge-mode` as `judge_mode`."""
+    return flag.lstrip("-").replace("-", "_")
 
 
 def _text(value: str) -> str:
@@ -160,7 +193,10 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), and what `Setting` reads."""
+    """
+    A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), `metavar` (words besides its
+    choices are read too), and what `Setting` reads.
+    """
     metadata = {"help": text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -217,8 +253,9 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], ever
         else:
             options["type"] = metadata.get("parse", kind if kind in (int, float) else None)
             options["choices"] = choices_of(field.type) or None
-            if metadata.get("own"):  # `check_values` looks at the words
-                options |= {"choices": None, "metavar": "{" + ",".join(choices_of(field.type)) + ",FILE.py:fn}"}
+            own = "{" + ",".join(choices_of(field.type)) + ",FILE.py:fn}" if metadata.get("own") else None
+            if metavar := metadata.get("metavar", own):  # `check_values` looks at the words
+                options |= {"choices": None, "metavar": metavar}
         if "nargs" in metadata:
             options["nargs"] = metadata["nargs"]
         if setting.group not in groups:

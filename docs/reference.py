@@ -1,5 +1,6 @@
 """
-Writes `docs/reference.md`, every flag and every metric: `uv run python -m docs.reference`.
+Writes `docs/reference.md`, every flag and every metric, and the tables of `docs/trl.md`: `uv run python -m
+docs.reference`.
 
 Flags come from the settings themselves; what a metric means is said here. A test fails when the file is out of date or
 a run writes a metric that has no meaning yet.
@@ -11,9 +12,9 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 
 from config import SETTINGS  # all that the reference knows of the code, besides how a flag is read
-from flags import Setting, choices_of, flag_of
+from flags import Setting, choices_of, flag_of, foreign_names
 
-PAGE = Path(__file__).with_name("reference.md")
+PAGE, TRL = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md"))
 
 INTRODUCTION = """# Reference
 
@@ -196,5 +197,19 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def trl_page() -> str:
+    """The whole of `docs/trl.md`: what stands there before the tables, and these."""
+    prose, mark, _ = TRL.read_text(encoding="utf-8").partition("`uv run python -m docs.reference`. -->\n")
+    lines = []
+    for section, names in foreign_names().items():
+        rows = [
+            f"| {', '.join(f'`{name}`' for name in alike)} | {kind} | {said} |"
+            for (kind, said), alike in itertools.groupby(names, key=lambda name: names[name])
+        ]
+        lines += ["", f"## {section[0].upper()}{section[1:]}", "", *table(["name", "is", "here"], rows)[:-1]]
+    return prose + mark + "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    TRL.write_text(trl_page(), encoding="utf-8")

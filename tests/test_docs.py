@@ -18,11 +18,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name == "pyproject.toml"]
-# What uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp and Chromium understand.
+# What uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp, Chromium and TRL understand.
 FOREIGN_FLAGS = set(
     "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
     "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --outfile --dump-dom "
-    "--no-dev --python --rounds".split()
+    "--no-dev --python --rounds --lora-alpha".split()
 )
 FOREIGN_FILES = {
     "FILE.py",
@@ -53,6 +53,10 @@ def always_there():
 
 def test_the_reference_is_up_to_date():
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `uv run python -m docs.reference`"
+
+
+def test_the_tables_of_trl_s_names_are_up_to_date():
+    assert reference.TRL.read_text(encoding="utf-8") == reference.trl_page(), "run `uv run python -m docs.reference`"
 
 
 def test_the_reference_has_every_flag():

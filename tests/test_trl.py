@@ -1,10 +1,13 @@
 """
-The same step in TRL: its own loss on given log-probabilities, and its own loss and gradient on a whole model.
+The same step in TRL: its own loss on given log-probabilities, and its own loss and gradient on a whole model. Its
+names, and a whole run of its own beside ours.
 
-`uv run --group trl pytest tests/test_trl.py`; without TRL everything here is skipped. TRL's trainer is not built, which
-would take a data set and a processor: its methods are called on an object that has what they read.
+`uv run --group trl pytest tests/test_trl.py`; without TRL everything here is skipped. For one step TRL's trainer is not
+built, which would take a data set and a processor: its methods are called on an object that has what they read.
 """
 
+import dataclasses
+import inspect
 import itertools
 from collections import defaultdict
 from types import SimpleNamespace
@@ -17,10 +20,12 @@ import pytest
 from mlx.utils import tree_flatten
 from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOSSES, TRUSTS, WIDE, array, ours
 
+import flags
 import gwen
 import sampler
 from config import Config, Sizes
 from disk import hub
+from examples import trl_ours
 from step import micro_batch, policy
 
 REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
@@ -128,11 +133,11 @@ def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "settings",
     [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "sapo"}],
     ids=str,
 )
-def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
+def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
     """
     The same random Qwen3 in transformers and here, the same prompts and completions, all weights in training: TRL's own
     log-probabilities at temperature 0.8, with padding on both sides as it has it, against ours with none on the left.
@@ -150,7 +155,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
         mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
     )
     batches = micro_batch.micro_batches(prompts, rollout, 20)
-    reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **flags), Sizes(4, "auto", 20, 0))
+    reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, "auto", 20, 0))
     targets = policy.Targets(4, int(case.mask.sum()), advantages=array(case.advantages))
     batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
@@ -161,7 +166,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
 
     torch_model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"], dtype=torch.float32).train()
-    self = trainer(case, **flags)
+    self = trainer(case, **settings)
     trl.trainer.utils.add_fused_lm_head(torch_model, temperature=0.8, outputs=("log_probs", "entropy"))
     self._get_per_token_logps_and_entropies = lambda *args, **named: trl.GRPOTrainer._get_per_token_logps_and_entropies(
         self, *args, **named
@@ -180,3 +185,25 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, flags):
     assert ours.keys() <= theirs.keys() | {"lm_head.weight"}
     for name, gradient in theirs.items():
         np.testing.assert_allclose(np.array(ours[name]), gradient, atol=1e-6, err_msg=name)
+
+
+def test_every_name_of_a_grpo_config_and_of_the_trainer_is_in_the_table_and_no_other():
+    table, own = flags.foreign_names(), set(trl.GRPOConfig.__annotations__)
+    assert table["GRPOConfig"].keys() == own
+    assert table["TrainingArguments"].keys() == {field.name for field in dataclasses.fields(trl.GRPOConfig)} - own
+    assert table["GRPOTrainer"].keys() == set(inspect.signature(trl.GRPOTrainer).parameters)
+
+
+@pytest.mark.slow
+def test_the_two_scripts_sample_and_pay_the_same_answers_near_temperature_0(tmp_path, monkeypatch):
+    from examples import trl_theirs
+
+    monkeypatch.chdir(hub.DEMO.parents[1])
+    ours = trl_ours.run(str(tmp_path / "ours"), steps=2, temperature=0.01)
+    theirs = trl_theirs.run(str(tmp_path / "theirs"), steps=2, temperature=0.01)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["reward/mean"] == other["reward"] and 0 < one["reward/mean"] < 1
+        assert one["completion/mean_tokens"] == other["completions/mean_length"]
+        assert one["reward/zero_std_frac"] == other["frac_reward_zero_std"]
+        assert one["completion/truncated_frac"] == other["completions/clipped_ratio"] == 0
+    assert ours[0]["lr"] == theirs[0]["learning_rate"] == 1e-5

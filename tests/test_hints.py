@@ -1,0 +1,93 @@
+"""What an unknown flag or setting is answered with: TRL's and PEFT's names by a table, others by their spelling."""
+
+import re
+
+import pytest
+
+import config
+import flags
+from config import PARTS, SETTINGS, TARGETS, fused_targets, parse
+from disk import hub
+
+KINDS = {"same", "renamed", "not needed", "missing"}
+
+
+def said_of(capsys, *words):
+    with pytest.raises(SystemExit):
+        parse([str(word) for word in words])
+    return capsys.readouterr().err
+
+
+def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
+    commands = {"--loss", "--resume", "--run-dir", "--samples", "--export", "--fuse", *map(flags.flag_of, SETTINGS)}
+    for name, kind, said in ((name, *row) for rows in flags.foreign_names().values() for name, row in rows.items()):
+        own = set(re.findall("`(--[a-z-]+)", said))
+        assert own <= commands, f"{name}: a flag that nobody has"
+        assert (kind == "same") == (name in SETTINGS), name
+        if kind != "same":
+            answer = flags.hint(flags.flag_of(name), sorted(commands))
+            assert name in answer and "did you mean" not in answer and said.replace("`", "") in answer
+            assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", (
+                f"{name}: what is to be written"
+            )
+    assert {kind for rows in flags.foreign_names().values() for kind, _ in rows.values()} == KINDS
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (
+            "--lora-alpha",
+            "PEFT's lora_alpha is here --lora-scale, which is alpha / rank: 32 at rank 16 is --lora-scale 2",
+        ),
+        ("--per-device-train-batch-size", "TRL's per_device_train_batch_size is here --batch, in prompts: this *"),
+        ("--num_generations", "TRL's num_generations is here --groups, completions per prompt"),
+        ("--use-vllm", "TRL's use_vllm is not needed here: Gwen samples with the weights in training"),
+        ("--delta", "TRL's delta is missing here: bring the loss as --loss FILE.py:fn"),
+        ("--lr", "; lr is here --learning-rate"),
+        ("--learning_rate", "did you mean --learning-rate?"),
+        ("--grups", "did you mean --groups?"),
+        ("--lora-ranks", "did you mean --lora-rank?"),
+        ("--gradient", "--help lists them"),
+        ("--verbose", "--help lists them"),
+    ],
+)
+def test_a_flag_is_guessed_from_its_spelling_only_where_that_is_close(capsys, asked, answer):
+    assert answer in said_of(capsys, asked, 3)
+
+
+def test_a_recipe_and_a_program_are_answered_like_a_flag():
+    with pytest.raises(ValueError, match="unknown setting 'num_generations'; TRL's num_generations is here --groups"):
+        config.refuse_unknown({"num_generations": 8})
+    with pytest.raises(ValueError, match=r"unknown setting 'zebra'; train\.py --help-all lists them"):
+        config.refuse_unknown({"zebra": 8})
+
+
+def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
+    assert flags.hint("--lora-alpha", ["--temp", "--seed"]) == ""
+    assert flags.hint("--temperature", ["--temp", "--seed"]) == "TRL's temperature is here --temp"
+
+
+# ---- projections by the names of a checkpoint
+
+
+def test_the_parts_of_projections_are_those_of_checkpoints():
+    assert {f"self_attn.{name}" if name == "qkv_proj" else f"mlp.{name}": parts for name, parts in PARTS.items()} == {
+        name: tuple(part.rpartition(".")[2] for part in parts) for name, parts in hub.FUSED.items()
+    }
+
+
+def test_projections_may_be_named_as_in_a_checkpoint():
+    assert fused_targets(["all-linear"]) == list(TARGETS)
+    assert fused_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()) == list(TARGETS)
+    assert fused_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
+    assert config.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
+
+
+def test_a_part_alone_is_refused_with_its_neighbours():
+    with pytest.raises(
+        ValueError, match="q_proj: one adapter serves q_proj, k_proj, v_proj together, in qkv_proj; name k_"
+    ):
+        fused_targets(["q_proj", "v_proj"])
+    with pytest.raises(ValueError, match="--lora-targets is 'qkv'; it must be one of qkv_proj"):
+        config.checked({"lora_targets": ["qkv"]})

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from flags import Parser, Setting, add_flags, check_values, flag, flag_of, hint, load_yaml, size, weights
+from flags import Parser, Setting, add_flags, check_values, flag, flag_of, hint, load_yaml, seeds, size, weights
 
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -324,6 +324,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
     parser.add_argument("--eval-data", metavar="FILE", help="held-out prompts for --data, in place of a tenth of it")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
+    parser.add_argument(
+        "--seeds",
+        type=seeds,
+        metavar="N",
+        help="run N seeds from --seed on, or a list of them as 1,2,5, into one directory",
+    )
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
     parser.add_argument(
         "--resume", nargs="?", const=True, metavar="DIR", help="go on with the run in DIR, or the newest unfinished one"
@@ -416,7 +422,7 @@ def resolve(
             raise ValueError(f"--config {config_path} cannot change a resumed run; start a new one")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
-        if fixed := sorted(key for key in flags if not SETTINGS[key].field.metadata.get("later")):
+        if fixed := sorted(key for key in flags if not may_change(key)):
             raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; start a new one")
         settings = load_recipe(Path(resume) / "config.yaml") | flags
         for key, path in moved(settings):
@@ -435,6 +441,11 @@ def resolve(
         values = config.flat()
         said += f", at {' '.join(f'{flag_of(key)} {values[key]:g}' for key in of_task(task, model))}"
     return config, said
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may change a setting."""
+    return bool(SETTINGS[key].field.metadata.get("later"))
 
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:

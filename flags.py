@@ -175,6 +175,16 @@ def weights(text: str) -> dict[str, float]:
     return found
 
 
+def seeds(text: str) -> int | list[int]:
+    """ "3" as a number of seeds, "1,2,5" as these."""
+    numbers = [int(part) if part.isascii() and part.isdecimal() else -1 for part in text.removesuffix(",").split(",")]
+    if "," not in text and 1 <= numbers[0] <= 1000:
+        return numbers[0]
+    if "," in text and -1 not in numbers and len(set(numbers)) == len(numbers):
+        return numbers
+    raise argparse.ArgumentTypeError(f"{text!r:.60} is no number of seeds up to 1000, nor a list of them as 1,2,5")
+
+
 def flag_of(name: str) -> str:
     """`judge_mode` as `--judge-mode`."""
     return "--" + name.replace("_", "-")

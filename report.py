@@ -1,6 +1,7 @@
 """
-Looks at runs: `uv run report.py runs/NAME [runs/OTHER ...]` writes runs/NAME/report.html, a page that opens from disk.
-`--compare` and `--list` print tables for the terminal. The page itself is in reporting/page.py.
+Looks at runs: `uv run report.py runs/NAME` writes runs/NAME/report.html, a page that opens from disk; with more runs
+after it, a page of all of them beside it. `--compare` and `--list` print tables for the terminal. A directory of seeds
+stands for its runs. The page itself is in reporting/page.py.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 
 from flags import Parser, fail, safe, visible
 from problems.examples import one_line
-from reporting import page
+from reporting import page, seeds
 from reporting.history import before_after, facts, load
 
 # ---- tables for the terminal
@@ -27,7 +28,8 @@ def table(rows: list[list[str]]) -> str:
 
 def compare(names: list[str]) -> str:
     """What differs between runs: settings, figures, costs."""
-    runs = [load(name) for name in names]
+    settings = seeds.load(names)
+    runs = [run for _, runs in settings for run in runs]
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [["", *(visible(run.name) for run in runs)]]
     for key in keys:
@@ -37,12 +39,13 @@ def compare(names: list[str]) -> str:
     known = dict.fromkeys(name for run in runs for name in facts(run))
     rows += [[name, *(facts(run).get(name, "-") for run in runs)] for name in known]
     rows.append(["warnings", *(", ".join(visible(str(w["name"])) for w in run.warnings) or "none" for run in runs)])
-    return table(rows)
+    return "\n".join([table(rows), *seeds.lines(settings)])
 
 
 def listing(folder: str | Path) -> str:
     """The runs under a directory, the newest last, and a line for each that is damaged."""
-    found = sorted(Path(folder).glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    paths = [path for pattern in ("*", "*/seed-*") for path in Path(folder).glob(f"{pattern}/config.yaml")]
+    found = sorted(paths, key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"{folder}: no runs there; `uv run train.py` makes one")
     rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings"]], []
@@ -73,9 +76,14 @@ def reading(run: str | Path) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="a run's directory; the curves of others go over its own"
+        "runs", nargs="*", metavar="RUN", help="a run, or a directory of seeds; a page of several lies beside the first"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: report.html in RUN)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where the page goes (default: report.html in RUN, or NAME-against-OTHER.html beside it)",
+    )
     parser.add_argument("--compare", action="store_true", help="print what differs between the runs")
     parser.add_argument("--list", action="store_true", help="print the runs under RUN (default: runs)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -83,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.list:
             print(listing(args.runs[0] if args.runs else "runs"))
-        elif args.compare and len(args.runs) < 2:
+        elif args.compare and sum(len(seeds.runs_in(run)) for run in args.runs) < 2:
             raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
         elif args.compare:
             with reading(" or ".join(args.runs)):
@@ -92,6 +100,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("name a run, as runs/NAME; --list shows those that there are")
         else:
             with reading(" or ".join(args.runs)):
+                for line in seeds.lines(seeds.load(args.runs)):
+                    print(line)
                 written = page.write(args.runs[0], args.out, args.runs[1:])
             print(written)
             if args.open:

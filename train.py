@@ -16,7 +16,9 @@ Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion pos
 """
 
 import argparse
+import functools
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,14 +31,14 @@ import numpy as np
 import gwen
 import sampler
 import update
-from config import Config, as_yaml, given, joined, parse, refuse_unknown, resolve
+from config import Config, as_yaml, given, joined, may_change, parse, refuse_unknown, resolve
 from disk import checkpoint, run_files
-from flags import fail
+from flags import fail, flag_of
 from machine import gpu, power, world
 from problems import chat_template, examples, rewards
 from problems.examples import Example, prompt_text
 from problems.rewards import call_rewards
-from reporting import page, trackers
+from reporting import page, seeds, trackers
 from reporting.console import say
 from reporting.journal import Step, evaluation_is_due
 from run import GrpoRun, SftRun, sampling_of, stoppable
@@ -391,16 +393,28 @@ def command(args: argparse.Namespace) -> None:
         print(choice, file=sys.stderr, flush=True)
         print(as_yaml(config), end="")
         return
-    begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
-    if world.first(lambda: begun.is_finished):
-        if world.is_first():
-            said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
-            print(f"{begun.path} is finished: {said}")
-        return
     if args.wired_limit:
         os.environ[gpu.WIRED_LIMIT] = args.wired_limit
     if not args.let_sleep:
         power.keep_awake()
+    if args.seeds is None:
+        begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
+        written = complete(begun) / "report.html"
+    else:
+        if resume:
+            raise ValueError("--seeds with --resume: to go on with seeds, repeat their command with its --run-dir")
+        written = train_seeds(args, flags) / "report.html"
+    if args.open and world.is_first() and written.is_file():
+        page.show(written)
+
+
+def complete(begun: Begun) -> Path:
+    """Trains a run to its end, unless it is there; its directory."""
+    if world.first(lambda: begun.is_finished):
+        if world.is_first():
+            said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
+            print(f"{begun.path} is finished: {said}", flush=True)
+        return Path(begun.path)
     trainer = Trainer(begun)
     try:
         trainer.fit()
@@ -410,8 +424,49 @@ def command(args: argparse.Namespace) -> None:
         sys.exit(130)
     if world.is_first():
         trainer.run.journal.print_summary()
-        if args.open and (written := trainer.dir / "report.html").is_file():
-            page.show(written)
+    return trainer.dir
+
+
+def train_seeds(args: argparse.Namespace, flags: dict[str, Any]) -> Path:
+    """
+    Trains seed after seed, each in its `seed-N` of one directory, which is returned with a page of all of them. Where
+    the directory holds some of them, it goes on.
+    """
+    config, _ = resolve(flags, args.config, None, gwen.choose_model)
+    first = config.sampling.seed
+    numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)
+    home = Path(world.first(lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))))
+    if (home / "config.yaml").is_file():
+        raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
+    for number, seed in enumerate(numbers, 1):
+        path = str(home / f"seed-{seed}")
+        if world.is_first():
+            print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
+        if world.first(functools.partial(is_a_run_of, path, config.but(seed=seed).flat())):
+            begun = begin({name: value for name, value in flags.items() if may_change(name)}, resume=path)
+        else:
+            begun = begin(flags | {"seed": seed}, args.config, run_dir=path)
+        try:
+            complete(begun)
+        except SystemExit:
+            print(
+                f"the seeds that are left: the same command, with --run-dir {shlex.quote(str(home))}", file=sys.stderr
+            )
+            raise
+    if world.is_first():
+        print(*seeds.lines(seeds.load([home])), f"page: {page.write(home)}", sep="\n")
+    return home
+
+
+def is_a_run_of(path: str, settings: dict[str, Any]) -> bool:
+    """Whether a directory holds a run with these settings, sizes aside. ValueError where it holds one with others."""
+    if not (Path(path) / "config.yaml").is_file():
+        return False
+    held = run_files.settings_of(path)
+    for name, value in settings.items():
+        if value not in (None, "auto") and held.get(name) != value and not may_change(name):
+            raise ValueError(f"{path} has {flag_of(name)} {held.get(name)}, not {value}; give another --run-dir")
+    return True
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def saved(run_dir: str | Path) -> list[Path]:
 def newest_unfinished(runs: Path = Path("runs")) -> str:
     """The run with the newest checkpoint among those with steps left, else among all. ValueError if there is none."""
     found = []
-    for path in runs.glob("*"):
+    for path in [*runs.glob("*"), *runs.glob("*/seed-*")]:
         if (path / "config.yaml").is_file() and (checkpoints := saved(path)):
             newest, num_steps = checkpoints[-1], settings_of(str(path)).get("steps", 0)
             has_steps_left = int(newest.name.removeprefix("step-")) < num_steps

@@ -27,6 +27,8 @@ COMMAND = {
     "--run-dir DIR": "Where to record the run (default: `runs/TASK-TIME`).",
     "--resume [DIR]": "Continue the run in DIR, without DIR the newest unfinished one in `runs/`. "
     "[Some settings may change](runs.md#resume).",
+    "--seeds N": "Run N seeds from `--seed` on, or a list of them as `1,2,5`, one after another into one directory. "
+    "[More](runs.md#seeds).",
     "--let-sleep": "Let a Mac go to sleep while it trains. By default `caffeinate -i` keeps it awake.",
     "--wired-limit GB": "Memory that macOS must not page out (default: none). [Why not](memory.md#on-a-mac).",
     "--open": "Open the run's page in a browser at the end.",

@@ -13,6 +13,7 @@ import numpy as np
 from flags import visible
 from reporting.health import Records
 from reporting.history import History, figure_of, is_sft, seconds_at
+from reporting.seeds import Setting
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps
@@ -29,8 +30,8 @@ class Curve(NamedTuple):
     under: list[float]
     over: list[float]
     has_area: bool
-    run: int
-    place: int  # among the curves of its run
+    setting: int
+    place: int  # among the curves of its setting
     points: bool = False  # few values, each of them marked
 
 
@@ -55,16 +56,42 @@ CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 
-def make_charts(runs: list[History]) -> list[dict[str, Any]]:
+def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts = []
     for title, note, keys in CHARTS:
-        curves = [curve for number, run in enumerate(runs) for curve in curves_of(run, number, title, keys)]
-        charts.append((runs, title, note, curves, False))
-    for run in runs:
-        title = "Seconds by phase" + (f", {visible(run.name)}" if len(runs) > 1 else "")
-        charts.append(([run], title, "stacked; a step without its evaluation", list(stacked_phases(run)), True))
+        curves = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
+        said = f"{note}; mean over seeds, from the lowest to the highest" if any_seeds(settings) else note
+        charts.append((settings, title, said, curves, False))
+    for name, runs in settings:
+        title = "Seconds by phase" + (f", {visible(name)}" if len(settings) > 1 else "")
+        title += f", seed {runs[0].settings['seed']}" if len(runs) > 1 else ""
+        stack = list(stacked_phases(runs[0]))
+        charts.append(([Setting(name, runs)], title, "stacked; a step without its evaluation", stack, True))
     return [lay_out(*chart) for chart in charts if chart[3]]
+
+
+def any_seeds(settings: list[Setting]) -> bool:
+    return any(len(runs) > 1 for _, runs in settings)
+
+
+def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
+    """A setting's curves in one chart: of several seeds the means, in a band from lowest to highest."""
+    by_label: dict[str, list[Curve]] = {}
+    for run in settings[number].runs:
+        for curve in curves_of(run, number, title, keys):
+            by_label.setdefault(curve.label, []).append(curve)
+    for curves in by_label.values():
+        if len(curves) == 1:
+            yield curves[0]
+            continue
+        places = zip(*(curve.at["steps"] for curve in curves), strict=False)
+        end = next((i for i, steps in enumerate(places) if len(set(steps)) > 1), min(len(c.values) for c in curves))
+        values = np.array([curve.values[:end] for curve in curves])
+        at = {axis: np.mean([curve.at[axis][:end] for curve in curves], axis=0).tolist() for axis in AXES}
+        bounds = {"under": values.min(0).tolist(), "over": values.max(0).tolist(), "has_area": True}
+        if end:
+            yield curves[0]._replace(at=at, values=values.mean(0).tolist(), **bounds)
 
 
 def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
@@ -121,7 +148,7 @@ def smoothed(values: list[float]) -> list[float]:
     return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]
 
 
-def lay_out(runs: list[History], title: str, note: str, curves: list[Curve], stacked: bool) -> dict[str, Any]:
+def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve], stacked: bool) -> dict[str, Any]:
     """A chart as the template draws it."""
     most = {axis: max(curve.at[axis][-1] for curve in curves) or 1.0 for axis in AXES}
     lowest = 0.0 if stacked else min(min(curve.under) for curve in curves)
@@ -147,15 +174,15 @@ def lay_out(runs: list[History], title: str, note: str, curves: list[Curve], sta
             "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
         }
 
-    alone = len(runs) == 1
+    alone, runs = len(settings) == 1, settings[0].runs
     series = []
     for curve in curves:
         heights = [over - under for over, under in zip(curve.over, curve.under, strict=True)]
         seconds = [round(x, 1) for x in curve.at["seconds"]]
         series.append(
             {
-                "label": curve.label if alone else f"{visible(runs[curve.run].name)}: {curve.label}",
-                "colour": (curve.place if alone else curve.run) % 8,
+                "label": curve.label if alone else f"{visible(settings[curve.setting].name)}: {curve.label}",
+                "colour": (curve.place if alone else curve.setting) % 8,
                 "dash": 0 if alone else curve.place % 4,
                 "views": {axis: view(curve, axis) for axis in AXES},
                 # what the pointer reads: of an area how high it is

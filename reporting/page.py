@@ -16,7 +16,7 @@ import shlex
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from disk import hub, run_files
 from flags import visible
 from judging import rubrics
 from problems.examples import spread
-from reporting import charts, history
+from reporting import charts, history, seeds
 from reporting.health import Records
 from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text
+from reporting.seeds import Setting
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabilities
@@ -276,9 +277,9 @@ def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
 # ---- the page
 
 
-def page(runs: list[History]) -> str:
-    """The HTML of the first run, with the curves of the others over its own."""
-    run, curves, script = runs[0], charts.make_charts(runs), (TEMPLATES / "report.js").read_text()
+def page(settings: list[Setting]) -> str:
+    """The HTML of the first setting's first run, with the curves of all seeds and settings."""
+    run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
     completions = make_completions(run)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
     pointed = [
@@ -287,13 +288,15 @@ def page(runs: list[History]) -> str:
     ]
     recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
     return template().render(
-        name=visible(run.name),
+        name=visible(" against ".join(setting.name for setting in settings)),
         task=visible(str(run.settings.get("task", "?"))),
         model=visible(str(run.settings["model"])),
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=visible(f"uv run train.py --config {recipe} --run-dir {again}"),
         facts=history.facts(run),
-        others=[(visible(other.name), *history.before_after(other)) for other in runs[1:]],
+        others=[(visible(name), *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
+        seeds=seeds.lines(settings),
+        shown=visible(f"{settings[0].name}, {run.name}") if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
         charts=curves,
         thinned=-(-len(run.steps) // charts.MOST_POINTS),
@@ -322,11 +325,16 @@ def visible_values(record: dict[str, Any]) -> dict[str, str]:
     return {name: visible(str(value)) for name, value in record.items()}
 
 
-def write(run_dir: str | Path, out: str | Path | None = None, others: list[str] | None = None) -> Path:
-    """Writes the page of a run, to `report.html` in its directory unless `out` names another file; where it lies."""
-    runs = [history.load(one) for one in (run_dir, *(others or []))]
-    path = Path(out) if out else runs[0].dir / "report.html"
-    run_files.replace_text(path, page(runs))
+def write(run_dir: str | Path, out: str | Path | None = None, others: Sequence[str] = ()) -> Path:
+    """
+    Writes the page of a run or of a directory of seeds to `report.html` there, unless `out` names another file; where
+    it lies. With others, it lies beside the first and is named after all of them.
+    """
+    settings, folder = seeds.load([run_dir, *others]), Path(run_dir).resolve()
+    names = dict.fromkeys([folder.name, *(Path(other).resolve().name for other in others)])
+    beside = folder.parent / f"{'-against-'.join(names)[:100]}.html"
+    path = Path(out) if out else beside if others else Path(run_dir) / "report.html"
+    run_files.replace_text(path, page(settings))
     return path
 
 

@@ -169,6 +169,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--grou 4", "--grou is no flag"),  # no abbreviations: a later flag could change what they mean
     ("--xyzzy=5", "--xyzzy is no flag of train.py; --help lists them"),
     ("demo", "demo is no flag of train.py"),
+    *((f"--seeds {value}", f"--seeds: '{value}' is no number of seeds") for value in ("0", "x", "1,1", "1,-2", "1.5")),
     ("--batch", "--batch: expected one argument"),
     ("--batch x", "--batch: not a whole number: 'x'"),
     ("--batch 1.5", "--batch: not a whole number: '1.5'"),

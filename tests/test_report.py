@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 import report
 import train
 from disk import hub
-from reporting import charts, history, page
+from reporting import charts, history, page, seeds
 
 HOSTILE = (
     *(
@@ -198,7 +199,7 @@ def test_a_character_of_several_tokens_is_one_piece(run):
 
 
 def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
-    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run)])}
+    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run]))}
     shown = drawn["Reward"]["series"][0]
     assert (shown["x"], shown["s"], shown["y"]) == ([1, 2, 3, 4], [1.6, 3.2, 4.8, 6.4], [0.1, 0.2, 0.3, 0.4])
     assert drawn["Held-out"]["series"][0]["y"] == [0.25, 0.75]
@@ -209,15 +210,80 @@ def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
 
 def test_the_axis_of_an_accuracy_ends_at_one(run):
     write_lines(run / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.97)])
-    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run)])}
+    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run]))}
     assert drawn["Held-out"]["y_ticks"][-1][1] == "1"
 
 
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
-    drawn = {chart["title"]: chart for chart in charts.make_charts([history.load(run), history.load(other)])}
+    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run, other]))}
     assert [s["label"] for s in drawn["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
-    assert "other" in page.write(run, others=[str(other)]).read_text()
+    alone = page.write(run)
+    markup, before = alone.read_text(), alone.stat().st_mtime_ns
+    both = page.write(run, others=[str(other)])
+    assert both == run.parent / "small-against-other.html" and "small against other" in both.read_text()
+    assert (alone.stat().st_mtime_ns, alone.read_text()) == (before, markup)
+
+
+# ---- seeds
+
+ACCURACIES = {"low": (0.5, 0.6, 0.75), "high": (0.625, 0.65, 0.9)}
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Two directories of three seeds, whose learning rates differ."""
+    for name, accuracies in ACCURACIES.items():
+        for seed, accuracy in enumerate(accuracies):
+            folder = make_run(tmp_path / name / f"seed-{seed}")
+            held = yaml.safe_load((folder / "config.yaml").read_text())
+            more = {"seed": seed, "learning_rate": len(name) / 1e3, "rollout_batch_size": 8 + seed}
+            (folder / "config.yaml").write_text(yaml.safe_dump(held | more))
+            write_lines(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, accuracy)])
+    return [str(tmp_path / name) for name in ACCURACIES]
+
+
+def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
+    """By hand: the differences are 0.125, 0.05, 0.15; t at 97.5% with 2 degrees of freedom is 4.303."""
+    one, other, paired = seeds.lines(seeds.load(both))
+    low, high, pairs = np.array(ACCURACIES["low"]), np.array(ACCURACIES["high"]), np.array([0.125, 0.05, 0.15])
+    assert f"low: accuracy {low.mean():.3f}, std {low.std(ddof=1):.3f} over 3 seeds (0.500 to 0.750) after 4 s" in one
+    assert f"high: accuracy {high.mean():.3f}, std {high.std(ddof=1):.3f} over 3 seeds" in other
+    half = 4.303 * pairs.std(ddof=1) / 3**0.5
+    assert paired.startswith(f"high - low: {pairs.mean():+.3f} \u00b1 {half:.3f} (95%")
+    assert paired.endswith("over 3 pairs: +0.125 +0.050 +0.150")
+
+
+def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, both):
+    loose = [f"{folder}/seed-{seed}" for seed in (2, 0) for folder in both]
+    assert [[one.settings["seed"] for one in setting.runs] for setting in seeds.load(loose)] == [[0, 2], [0, 2]]
+    again = make_run(run.parent / "again")
+    assert [len(setting.runs) for setting in seeds.load([run, again])] == [1, 1]
+    assert "fewer than two seeds in common" in seeds.lines(seeds.load([both[0], run]))[-1]
+
+
+def test_the_page_of_seeds_draws_their_mean_from_lowest_to_highest(both):
+    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load(both))}
+    curves = drawn["Held-out"]["series"]
+    assert [curve["label"] for curve in curves] == ["low: accuracy", "high: accuracy"]
+    assert curves[0]["y"] == [0.25, pytest.approx(np.mean(ACCURACIES["low"]), abs=1e-4)]
+    assert "from the lowest to the highest" in drawn["Held-out"]["note"]
+    at = dict((label, float(y)) for y, label in drawn["Held-out"]["y_ticks"])
+    heights = sorted(float(point.split(",")[1]) for point in curves[0]["views"]["steps"]["area"].split()[1:3])
+    top, bottom = (np.interp(value, [0.2, 1.0], [at["0.2"], at["1"]]) for value in (0.75, 0.5))
+    assert heights == pytest.approx([top, bottom], abs=0.1)  # the band's end, over and under
+
+
+def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
+    report.main([both[0]])
+    said = capsys.readouterr().out.splitlines()
+    assert said == [*seeds.lines(seeds.load(both[:1])), f"{both[0]}/report.html"]
+    markup = (Path(both[0]) / "report.html").read_text()
+    assert said[0] in markup and "are those of" in markup
+    report.main(["--compare", *both])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("high - low: +0.108")
+    report.main(["--list", str(Path(both[0]).parent)])
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 6
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,30 @@ def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(t
         with pytest.raises(ValueError, match=words):
             Trainer.start(**{"model": "demo", "task": "demo"} | settings)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, capsys):
+    flags = "--model demo --task demo --batch 3 --groups 4 --max-tokens 12 --judge-chunk-size 64 --steps 2"
+    flags = [*flags.split(), "--eval-limit", "16", "--eval-every", "2"]
+    home = tmp_path / "both"
+    train.main([*flags, "--seed", "4", "--seeds", "1", "--run-dir", str(home)])
+    before = (home / "seed-4" / "metrics.jsonl").stat().st_mtime_ns
+    train.main([*flags, "--seeds", "4,5", "--run-dir", str(home)])
+    assert (home / "seed-4" / "metrics.jsonl").stat().st_mtime_ns == before
+    said = capsys.readouterr().out
+    assert "seed-4 is finished: 2 of 2 steps" in said and "seed 5, 2 of 2" in said
+    assert "over 2 seeds" in said and said.endswith(f"page: {home / 'report.html'}\n")
+    train.main([*flags, "--seed", "5", "--run-dir", str(tmp_path / "alone")])
+    one, other = (
+        [json.loads(line)["ids"] for line in (folder / "rollouts.jsonl").open()]
+        for folder in (home / "seed-5", tmp_path / "alone")
+    )
+    assert one == other
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main([*flags, "--beta", "0.1", "--seeds", "4,5", "--run-dir", str(home)])
+    assert capsys.readouterr().err == f"error: {home}/seed-4 has --beta 0.0, not 0.1; give another --run-dir\n"
+    with pytest.raises(SystemExit):
+        train.main([*flags, "--seeds", "2", "--run-dir", str(tmp_path / "alone")])
+    assert "alone is one run; give --seeds another directory" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 """
-Qwen2, Qwen2.5 and Qwen3 dense models on MLX: the blocks, load from and save to Hugging Face's layout.
+Dense language models on MLX, of the families in disk/hub.py: the blocks, load from and save to Hugging Face's layout.
 
 The three query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What
 happens between the matmuls is in layers/ops.py and layers/attention.py, expressions and kernels; what is made of the
@@ -69,14 +69,15 @@ class Context(NamedTuple):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: hub.ModelConfig):
+    def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
+        self.rotated = kind == "full_attention"
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.family.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
-        if config.qk_norm:
+        if config.family.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, self.eps)
             self.k_norm = RMSNorm(self.head_dim, self.eps)
 
@@ -84,7 +85,9 @@ class Attention(nn.Module):
         """Queries (N, H, L, D), keys and values (N, K, L, D)."""
         qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)  # (N, L, H + 2K, D)
         weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
-        return ops.norm_rope(qkv, ops.Heads(self.num_heads, weights, self.eps, rotation))
+        heads = ops.Heads(self.num_heads, weights, self.eps, rotation if self.rotated else None)
+        # without positions there are views, and nothing to compute
+        return ops.norm_rope(qkv, heads) if self.rotated else ops.norm_rope_ref(qkv, heads)
 
     def output(self, found: mx.array) -> mx.array:
         """(N, H, L, D) -> (N, L, C)"""
@@ -107,9 +110,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: hub.ModelConfig):
+    def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, kind)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -162,15 +165,15 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
 
 class Model(nn.Module):
     """
-    A dense Qwen. `model(tokens, cache)` gives logits; `hidden` and `head_weight` are its two halves, for those who
-    must not hold (N, L, V).
+    A dense language model. `model(tokens, cache)` gives logits; `hidden` and `head_weight` are its two halves, for
+    those who must not hold (N, L, V).
     """
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [Block(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [Block(config, kind) for kind in config.layer_kinds]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -444,7 +447,7 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling and {"rope_type": "yarn", **config.rope_scaling},
+        "rope_scaling": config.rope_scaling,
         "eos_token_id": list(config.eos_ids) or None,
     }
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")

@@ -176,7 +176,7 @@ Traced = tuple[Callable[..., Any], list[mx.array]]
 
 def make_model(work: StepWork, num_layers: int) -> gwen.Model:
     """The model with fewer layers; nothing of it is ever computed."""
-    model = gwen.Model(dataclasses.replace(work.model, num_hidden_layers=num_layers))
+    model = gwen.Model(dataclasses.replace(work.model, layer_kinds=work.model.layer_kinds[:num_layers]))
     model.set_dtype(work.dtype)
     if work.config.model.lora_rank:
         lora.apply(model, work.config.model.lora_rank, work.config.model.lora_scale, work.config.model.lora_targets)

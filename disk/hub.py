@@ -1,7 +1,8 @@
 """
-Hugging Face directories: finds a Qwen checkpoint and reads its configuration, tensors and tokenizer.
+Hugging Face directories: finds a checkpoint and reads its configuration, tensors and tokenizer.
 
-Checks everything it reads and rejects unsupported features by name: quantization, mixture of experts, sliding windows.
+`FAMILIES` says how one family of models differs from another. Checks everything it reads and rejects unsupported
+features by name: other families, quantization, mixture of experts, sliding windows.
 Converts tensor names to those of the fused projections, and back. Left out: the model itself.
 """
 
@@ -9,20 +10,38 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from flags import read_json
 
 
+class Family(NamedTuple):
+    """How one family of models differs from the others."""
+
+    members: str
+    bias: bool = False  # on queries, keys and values
+    qk_norm: bool = False  # of each head's query and key, before the rotation
+    rope_types: tuple[str, ...] = ("default", "yarn")
+    tied: bool = False  # whether the head is the embedding where config.json does not say
+
+
+FAMILIES = {  # by model_type
+    "qwen2": Family("Qwen2, Qwen2.5", bias=True),
+    "qwen3": Family("Qwen3", qk_norm=True),
+    "llama": Family("Llama, SmolLM2", rope_types=("default", "llama3")),
+    "smollm3": Family("SmolLM3", tied=True),
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checked Qwen `config.json`. `raw` is the file's content, kept for saving."""
+    """A checked `config.json`. `raw` is the file's content, kept for saving."""
 
     model_type: str
     hidden_size: int
-    num_hidden_layers: int
+    layer_kinds: tuple[str, ...]  # "full_attention" or "unrotated_attention", whose heads have no positions
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -32,19 +51,17 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_theta: float
-    rope_scaling: dict[str, Any] | None  # YaRN's four numbers, or None
+    rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: there is none
     eos_ids: tuple[int, ...]
     raw: dict[str, Any]
 
     @property
-    def attention_bias(self) -> bool:
-        """Qwen2 and Qwen2.5 have a bias on query, key and value; Qwen3 has none."""
-        return self.model_type == "qwen2"
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
-    def qk_norm(self) -> bool:
-        """Qwen3 normalizes each head's query and key before the rotation."""
-        return self.model_type == "qwen3"
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_kinds)
 
 
 # The largest value of each size. Larger ones are typos: building such a model would take minutes, or overflow, before
@@ -65,14 +82,16 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
     Raises ValueError naming the missing key or the unsupported feature.
     """
-    if (model_type := raw.get("model_type")) not in ("qwen2", "qwen3"):
-        raise ValueError(
-            f"config.json has model_type {model_type!r:.60}; only qwen2 (Qwen2, Qwen2.5) and qwen3 are supported"
-        )
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
+        raise ValueError(f"config.json has model_type {model_type!r:.60}; supported are {known}")
+    family = FAMILIES[model_type]
     if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}; is this a Qwen checkpoint?")
-    refuse_unsupported(raw)
+        raise ValueError(f"config.json lacks {', '.join(missing)}; is this a language model?")
+    refuse_unsupported(raw, family)
     sizes = {key: checked(raw, key, 1, largest) for key, largest in SIZES.items()}
+    kinds = layer_kinds(raw, sizes.pop("num_hidden_layers"))
     num_heads = sizes["num_attention_heads"]
     num_kv_heads = checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
@@ -80,16 +99,17 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
     if head_dim % 2:
         raise ValueError(f"config.json has head_dim={head_dim}; rotary positions need an even one")
-    tied = raw.get("tie_word_embeddings", False)
+    tied = raw.get("tie_word_embeddings", family.tied)
     if not isinstance(tied, bool):
         raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
     max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
-    theta, scaling = rope_settings(raw, max_positions)
+    theta, scaling = rope_settings(raw, family, max_positions)
     eos = end_ids("config.json", raw, sizes["vocab_size"])
     eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
     return ModelConfig(
         model_type=model_type,
         **sizes,
+        layer_kinds=kinds,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
@@ -127,28 +147,64 @@ def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any
     return float(value) if float in kinds else value
 
 
-def refuse_unsupported(raw: dict[str, Any]) -> None:
+def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
     """Raises ValueError naming a feature that this model does not support."""
     for key in ("quantization", "quantization_config"):
         if raw.get(key):
             raise ValueError(f"config.json has {key}: quantized weights are not supported; take the 16-bit checkpoint")
     if raw.get("use_sliding_window"):
         raise ValueError("config.json has use_sliding_window=true, which is not supported")
-    layer_types = raw.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError(f"config.json has layer_types={layer_types!r:.60}; only full_attention is supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported")
-    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
-        raise ValueError("config.json has attention_bias=true; no Qwen3 checkpoint that is supported has it")
+    for key in ("mlp_bias", *([] if family.bias else ["attention_bias"])):
+        if raw.get(key):
+            raise ValueError(f"config.json has {key}=true; no {family.members} that is supported has it")
 
 
-def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
+def layer_kinds(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     """
-    Theta and, with YaRN, its four numbers, with defaults filled in.
+    What each layer is, see `ModelConfig`; SmolLM3 has positions in three layers of four.
+
+    Raises ValueError where a list of layers has another length or kinds that are not supported.
+    """
+    given = raw.get("layer_types") or ["full_attention"] * num_layers
+    if not isinstance(given, list) or any(kind != "full_attention" for kind in given):
+        raise ValueError(f"config.json has layer_types={given!r:.60}; only full_attention is supported")
+    rotated = [1] * num_layers
+    if raw["model_type"] == "smollm3":
+        every = checked(raw, "no_rope_layer_interval", 1, 2**31, default=4)
+        rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
+        if not isinstance(rotated, list) or any(type(one) is not int or one not in (0, 1) for one in rotated):
+            raise ValueError(f"config.json has no_rope_layers={rotated!r:.60}; it must be a list of 0 and 1")
+    for key, held in (("layer_types", given), ("no_rope_layers", rotated)):
+        if len(held) != num_layers:
+            raise ValueError(f"config.json has {len(held)} {key} and num_hidden_layers={num_layers}")
+    return tuple("full_attention" if one else "unrotated_attention" for one in rotated)
+
+
+# of each kind of rope scaling: its numbers with their limits, and what is taken where config.json has none, if anything
+ROPE_SCALINGS: dict[str, dict[str, tuple[float, float, float | None]]] = {
+    "yarn": {
+        "factor": (1.0, 1e4, None),
+        "original_max_position_embeddings": (1, 2**31, None),
+        "beta_fast": (1e-3, 1e6, 32.0),
+        "beta_slow": (1e-3, 1e6, 1.0),
+    },
+    "llama3": {
+        "factor": (1.0, 1e4, None),
+        "original_max_position_embeddings": (1, 2**31, None),
+        "low_freq_factor": (1e-3, 1e6, None),
+        "high_freq_factor": (1e-3, 1e6, None),
+    },
+}
+
+
+def rope_settings(raw: dict[str, Any], family: Family, max_positions: int) -> tuple[float, dict[str, Any] | None]:
+    """
+    Theta and, where positions are scaled, `rope_type` and its numbers, with defaults filled in.
 
     Reads two layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
-    Raises ValueError for another rope type or an unsupported YaRN setting.
+    Raises ValueError for a rope type that the family has not, or an unsupported setting of it.
     """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key) or {}, dict):
@@ -156,27 +212,28 @@ def rope_settings(raw: dict[str, Any], max_positions: int) -> tuple[float, dict[
     together = raw.get("rope_parameters") or {}
     scaling = {key: value for key, value in (raw.get("rope_scaling") or together).items() if value is not None}
     if raw.get("rope_theta", together.get("rope_theta")) is None:
-        raise ValueError("config.json lacks rope_theta; is this a Qwen checkpoint?")
+        raise ValueError("config.json lacks rope_theta; is this a language model?")
     theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
     if any(part.get("partial_rotary_factor") not in (None, 1) for part in (raw, scaling)):
         raise ValueError("config.json has a partial_rotary_factor, which is not supported")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in family.rope_types:
+        known = " and ".join(family.rope_types)
+        raise ValueError(f"config.json has rope type {rope_type!r:.60}; {family.members} have {known} here")
     if rope_type == "default":
         return theta, None
-    if rope_type != "yarn":
-        raise ValueError(f"config.json has rope type {rope_type!r:.60}; only default and yarn are supported")
-    known = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-    if other := sorted(scaling.keys() - known - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
-        raise ValueError(f"config.json has rope type yarn with {other[0]}, which is not supported")
-    if "factor" not in scaling:
-        raise ValueError("config.json has rope type yarn without a factor")
-    trained = checked(scaling, "original_max_position_embeddings", 1, 2**31, default=max_positions)
-    return theta, {
-        "factor": checked(scaling, "factor", 1.0, 1e4),
-        "original_max_position_embeddings": trained,
-        "beta_fast": checked(scaling, "beta_fast", 1e-3, 1e6, default=32.0),
-        "beta_slow": checked(scaling, "beta_slow", 1e-3, 1e6, default=1.0),
-    }
+    numbers = ROPE_SCALINGS[rope_type]
+    if other := sorted(scaling.keys() - numbers - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
+        raise ValueError(f"config.json has rope type {rope_type} with {other[0]}, which is not supported")
+    if rope_type == "yarn":
+        scaling.setdefault("original_max_position_embeddings", max_positions)
+    for key, (_, _, default) in numbers.items():
+        if default is None and key not in scaling:
+            raise ValueError(f"config.json has rope type {rope_type} without {key}")
+    read = {key: checked(scaling, key, low, high, default) for key, (low, high, default) in numbers.items()}
+    if rope_type == "llama3" and read["low_freq_factor"] >= read["high_freq_factor"]:
+        raise ValueError("config.json has rope type llama3 with a low_freq_factor that is not below high_freq_factor")
+    return theta, {"rope_type": rope_type, **read}
 
 
 # ---- fused names
@@ -235,7 +292,7 @@ def load_object(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(held, dict):
-        raise ValueError(f"{path} holds a {type(held).__name__}, not an object; is this a Qwen checkpoint?")
+        raise ValueError(f"{path} holds a {type(held).__name__}, not an object; is this a language model?")
     return held
 
 

@@ -161,19 +161,20 @@ add_norm = gpu.Op(add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradien
 
 class Rope:
     """
-    Rotary positions of one model: plain, or YaRN when its configuration has a `scaling`.
+    Rotary positions of one model: plain, or with the `scaling` of its configuration, YaRN's or Llama 3's.
 
-    Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3.2 and 3.4.
+    Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3.2 and 3.4; for Llama 3 `apply_scaling` in
+    https://github.com/meta-llama/llama-models, models/llama3.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: dict[str, float] | None = None):
+    def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None = None):
         self.head_dim, self.magnitude = head_dim, 1.0
         self.frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # (D / 2,) float64
         if scaling is not None:
-            self._make_yarn(theta, scaling)
+            {"yarn": self._make_yarn, "llama3": self._make_llama3}[scaling["rope_type"]](theta, scaling)
         self.periods = mx.array((1 / self.frequencies).astype(np.float32))
 
-    def _make_yarn(self, theta: float, scaling: dict[str, float]) -> None:
+    def _make_yarn(self, theta: float, scaling: dict[str, Any]) -> None:
         factor, trained, dims = scaling["factor"], scaling["original_max_position_embeddings"], self.head_dim
 
         def dim_of(num_rotations: float) -> float:  # the pair that turns that often over the trained context
@@ -184,6 +185,12 @@ class Rope:
         stretched = np.clip((np.arange(dims // 2) - low) / ((high - low) or 1e-3), 0, 1)  # 0: keep, 1: interpolate
         self.frequencies = self.frequencies * (1 - stretched) + self.frequencies / factor * stretched
         self.magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+    def _make_llama3(self, _: float, scaling: dict[str, Any]) -> None:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        rotations = scaling["original_max_position_embeddings"] * self.frequencies / (2 * math.pi)
+        kept = np.clip((rotations - low) / (high - low), 0, 1)  # 1: keep, 0: interpolate
+        self.frequencies = self.frequencies * kept + self.frequencies / scaling["factor"] * (1 - kept)
 
     def at(self, offsets: mx.array, length: int) -> "Rotation":
         """The rotation of `length` tokens a row that begin at `offsets`, (N,) int32."""
@@ -227,14 +234,15 @@ class Heads(NamedTuple):
     num_heads: int  # those of queries; as many as remain are of keys and of values
     weights: tuple[mx.array, mx.array] | None  # (D,) of the norms of queries and keys, where the family has them
     eps: float
-    rotation: Rotation
+    rotation: Rotation | None  # None: a layer without positions
 
 
 def norm_rope_ref(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
     """
     Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
 
-    Queries and keys are rotated and, where the family has `weights` for them, RMS-normalized over D before.
+    Queries and keys are rotated, in a layer with positions, and RMS-normalized over D before, where the family has
+    `weights` for them.
     """
     num_heads, num_kv_heads = heads.num_heads, (qkv.shape[2] - heads.num_heads) // 2
     turned, values = mx.split(qkv, [num_heads + num_kv_heads], axis=2)
@@ -242,7 +250,9 @@ def norm_rope_ref(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.a
         counts, size = (num_heads, num_kv_heads), qkv.shape[-1]
         weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(heads.weights, counts, strict=True)])
         turned = rms_norm(turned, None, heads.eps) * weight
-    queries, keys = mx.split(heads.rotation.turn(turned), [num_heads], axis=2)
+    if heads.rotation is not None:
+        turned = heads.rotation.turn(turned)
+    queries, keys = mx.split(turned, [num_heads], axis=2)
     return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
 
@@ -259,6 +269,7 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
     """
     num_rows, length, all_heads, size = qkv.shape
     num_heads, weights, eps, rotation = heads
+    assert rotation is not None, "without positions there is nothing to compute"
     num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
     num_turned = num_heads + num_kv_heads
     scalars = gpu.constant(eps), gpu.constant(rotation.rope.magnitude)

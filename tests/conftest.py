@@ -60,6 +60,20 @@ QWEN3 = QWEN2 | {
     "attention_bias": False,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA = QWEN2 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "mlp_bias": False,
+    "attention_bias": False,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SMOLLM3 = LLAMA | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "pad_token_id": 0,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen2.5": QWEN2 | {"tie_word_embeddings": False},
@@ -67,8 +81,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-gqa8": QWEN3 | {"num_attention_heads": 16, "head_dim": 8},
     "qwen2-yarn": QWEN2 | {"rope_scaling": YARN},
     "qwen3-yarn": QWEN3 | {"rope_scaling": YARN},
+    "llama": LLAMA,
+    "llama3": LLAMA | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}, "tie_word_embeddings": False},
+    "smollm3": SMOLLM3,
 }
-FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"]
+FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8", "llama3", "smollm3"]
 
 RNG = np.random.default_rng(1)
 

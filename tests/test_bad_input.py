@@ -136,7 +136,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
         return at / name
 
     model("model")
-    model("llama", model_type="llama")
+    model("mistral", model_type="mistral")
     model("quantized", quantization={"bits": 4, "group_size": 64})
     model("wide", intermediate_size=128)
     model("deep", num_hidden_layers=3)
@@ -223,7 +223,7 @@ MODELS: list[tuple[str, str]] = [
     ("no_such_directory", "no_such_directory: no such directory, and no hub id"),
     ("empty_directory", "empty_directory has no config.json; --model takes"),
     ("not_json", "config.json cannot be read as JSON"),
-    ("llama", "model_type 'llama'; only qwen2 .* and qwen3 are supported"),
+    ("mistral", "model_type 'mistral'; supported are qwen2 .*, qwen3 .*, llama "),
     ("quantized", "quantized weights are not supported; take the 16-bit"),
     ("shards", "lacks the shard 'model-00002-of-00003.safetensors'"),
     ("truncated", r"truncated/model.safetensors is not a whole safetensors file"),
@@ -422,7 +422,7 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
         (sampler.main, "--prompt hi --temp -1", "--temp is -1.0; it must be"),
         (sampler.main, "--prompt hi --seed -1", "--seed is -1; it must be at least 0"),
         (sampler.main, "--prompt hi --tmp 1", "--tmp is no flag of sampler.py; did you mean --temp?"),
-        (sampler.main, "--prompt hi --model {at}/llama", "model_type 'llama'"),
+        (sampler.main, "--prompt hi --model {at}/mistral", "model_type 'mistral'"),
         (sampler.main, "--prompt hi --adapter {at}/empty_directory", "empty_directory: no adapter_config.json there"),
         (sampler.main, "--prompt hi --adapter {at}/adapter", "q_proj does not fit a weight of shape"),
         (evaluate.main, "--limit 0", "--limit is 0; it must be at least 1"),
@@ -438,7 +438,7 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
         (evaluate.main, "--adapter {at}/model", "model: no adapter_config.json there"),
         (evaluate.main, "--out {at}", "--out .* is no file in an existing directory"),
         (evaluate.main, "--out {at}/nowhere/out.jsonl", "nowhere/out.jsonl is no file in an existing directory"),
-        (evaluate.main, "--task values --judge-model {at}/llama", "model_type 'llama'"),
+        (evaluate.main, "--task values --judge-model {at}/mistral", "model_type 'mistral'"),
         (evaluate.main, "--judge-mode decod", "--judge-mode: invalid choice: 'decod'"),
         (evaluate.main, "--judge-think 3", "--judge-think 3 needs --judge-mode decode"),
         (evaluate.main, "--judge-cache {at}/nowhere/scores.jsonl", "scores.jsonl is no file in an existing directory"),

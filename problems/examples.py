@@ -168,6 +168,8 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
             where = f"line {rows.line_num}"
             if header is None:
                 header = row
+                if len(row) == 1 and (sign := re.search("[;\t]", row[0])):
+                    raise ValueError(f"{spec}, {where}: columns are parted by {sign[0]!r}; write commas instead")
                 if wrong := [name for name, times in Counter(header).items() if not name.strip() or times > 1]:
                     raise ValueError(f"{spec}, {where}: column {short(wrong[0])} is empty or occurs twice; rename it")
             elif len(row) != len(header):
@@ -314,7 +316,9 @@ def _checked(example: Example) -> Example:
     prompt = example.get("prompt")
     if prompt is None:
         others = [name for name in example if name != "prompt"]
-        raise ValueError(f"no prompt, only {short(others)}; add one or name the column: --columns prompt=COLUMN")
+        texts = (name for name in others if isinstance(example[name], (str, list)) and name.isidentifier())
+        name = next(texts, "COLUMN")
+        raise ValueError(f"no prompt, only {short(others)}; add one or name the column: --columns prompt={name}")
     if isinstance(prompt, list):
         prompt = check_prompt(prompt)
     elif not isinstance(prompt, str):

@@ -189,7 +189,8 @@ def _import_module(what: str, name: str) -> Any:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
-            raise ValueError(f"{what}: {name} is neither a Python file nor an installed module") from error
+            hint = f", did you mean {name}.py?" if os.path.isfile(f"{name}.py") else ""
+            raise ValueError(f"{what}: {name} is neither a Python file nor an installed module{hint}") from error
         raise ValueError(f"{what}: importing {name} failed, {one_line(error)}") from error
 
 
@@ -319,9 +320,8 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
     for p in parameters:
         by_keyword = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and not by_keyword:
-            raise ValueError(
-                f"reward {name} needs {p.name!r}, which is no column of the data; it has {', '.join(known)}"
-            )
+            hint = f"{nearest(p.name, known)}; it has {', '.join(known)}"
+            raise ValueError(f"reward {name} needs {p.name!r}, which is no column of the data{hint}")
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return list(known)
     return [p.name for p in parameters if p.name in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

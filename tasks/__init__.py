@@ -7,17 +7,17 @@ user got wrong is a ValueError of one line that names the value and the fix. Lef
 (problems/examples.py) and reward functions (problems/rewards.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import Config
+from config import OWN_TASK, Config
 from flags import flag_of
 from judging import rubrics
 from problems.examples import Example, load_data, load_sides, nearest
 from problems.rewards import Calling, Reward, load_reward, reward_arguments, reward_columns
 from tasks import demo, gsm8k, math, own, rg, values
-from tasks.task import Sides, Task
+from tasks.task import DATA, Sides, Task
 
 REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
 
@@ -75,9 +75,8 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _with_punishment(task, config.sampling.max_tokens)
     if config.objective.loss_type == "distill":
         task = _looked_at(task, config)
-    if not (task.rewards or task.rubric or config.objective.teacher):
-        fix = "add a column answer, or give --reward FILE.py:fn or --rubric FILE"
-        raise ValueError(f"--data {data.path or held_out} has no answer to compare with, so nothing to reward; {fix}")
+    if data.task == own.OWN.name and not (task.rewards or task.rubric or config.objective.teacher):
+        own.refuse(task, data.path or held_out)
     task = _weighted(task, config.data.reward_weights, taught=bool(config.objective.teacher))
     if not task.rubric:
         task = task._replace(witness=None)  # no judge in the reward that would need one
@@ -86,8 +85,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
     _check_arguments(task, is_own=bool(config.data.reward))
     if data.task == own.OWN.name:
         task = own.told(task)
-    for path in filter(None, (task.rubric, task.witness)):
-        rubrics.load_rubric(path)
+    task = task._replace(notes=[*task.notes, *_judge_notes(config, task)])
     if config.evaluation.every and not task.held_out:
         raise ValueError(f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0")
     return task
@@ -150,6 +148,26 @@ def _weighted(task: Task, given: dict[str, float], taught: bool) -> Task:
     if not counted and rubric is None and not taught:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
     return task._replace(rewards=counted, reward_weights=weights, rubric=rubric)
+
+
+def _judge_notes(config: Config, task: Task) -> Iterator[str]:
+    """What should be known of the rubrics and their judge. ValueError for a rubric that cannot be read."""
+    asked = [rubrics.load_rubric(path) for path in (task.rubric, task.witness) if path]
+    judge = config.judge.model or config.model.name
+    if not config.judge.url and judge in OWN_TASK:
+        learned = rubrics.load_rubric(DATA / "demo_rubric.yaml").criteria if judge == "demo" else []
+        taught = {criterion.text for criterion in learned}
+        if strange := [one.name for rubric in asked for one in rubric.criteria if one.text not in taught]:
+            knows = "only the criteria of data/demo_rubric.yaml" if taught else "no criteria"
+            noise = f"its scores of {', '.join(strange)} are noise; name another with --judge-model"
+            yield f"WARNING: the judge {judge} has learned {knows}: {noise}"
+    objective = config.objective
+    verified = task.verifier is not None and task.verifier in task.rewards.values()
+    if config.data.rubric and verified and (objective.advantage, objective.scale_rewards) == ("group", "group"):
+        yield (
+            "rubric: where all completions of a prompt are right, its differences alone are scaled up to advantages of "
+            "about 1; --scale-rewards none keeps them as small as its weight in --reward-weights"
+        )
 
 
 def _check_arguments(task: Task, is_own: bool) -> None:

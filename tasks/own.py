@@ -1,7 +1,6 @@
 """A user's own data: the column `answer`, where there is one, verifies."""
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ KINDS = {
     "number": "compared as numbers",
     "formula": "as formulas by math-verify",
     "text": "as texts, equal but for case, article and full stop",
-    "": "not at all, as they are long prose or state nothing",
+    "": "not compared, being prose or stating nothing",
 }
 
 
@@ -50,27 +49,42 @@ def without_answers(task: Task) -> Task:
     return task if any(map(is_checked, task.train or task.held_out)) else task._replace(rewards={}, reward_weights={})
 
 
+def refuse(task: Task, source: str | None) -> None:
+    """ValueError for data that holds nothing to reward."""
+    examples, fix = task.train or task.held_out, "give --reward FILE.py:fn or --rubric FILE"
+    if prose := next((example["answer"] for example in examples if example.get("answer")), ""):
+        raise ValueError(f"--data {source}: answers like {short(prose)} cannot be compared with, being prose; {fix}")
+    columns = ", ".join(examples[0])
+    fix = f"name one, as --columns answer=COLUMN, or {fix}"
+    raise ValueError(f"--data {source} has no answer to compare with, only the columns {columns}; {fix}")
+
+
 def told(task: Task) -> Task:
-    """The task, with prompts that its rewards can tell apart only, and with what its user should know of it."""
-    train, weights = task.train, {name: weight for name, weight in task.reward_weights.items() if weight}
+    """The task, without prompts that nothing in it can reward, and with what its user should know of it."""
+    train, held_out = task.train, task.held_out
     if task.rewards.get("correct") is correct:
-        train = list(filter(is_checked, train))
-    what = f"{len(train)} prompts to train on" if task.train else "none to train on"
-    said = [f"data: {what}, {len(task.held_out)} held out"]
-    if left_out := len(task.train) - len(train):
-        said[0] += f"; {left_out} left out, for want of an answer to compare with"
-    if weights:
-        said[0] += f"; the reward is {' + '.join(f'{weight:g} x {name}' for name, weight in weights.items())}"
-    answers = [example["answer"] for example in train + task.held_out if example.get("answer") is not None]
-    counts = Counter(map(kind_of, answers))
-    if task.verifier is None:
-        said.append("answers: none on the held-out side to compare with, so evaluations show the reward alone")
-    else:
-        said.append("answers: " + ", ".join(f"{counts[kind]} {how}" for kind, how in KINDS.items() if counts[kind]))
-        read = ((answer, extract_answer(answer)) for answer in answers if kind_of(answer))
-        if example := next((f"{short(a)} is read as {short(b)}" for a, b in read if b and b not in (a, a[:-1])), ""):
-            said[-1] += f"; {example}"
-    return task._replace(train=train, notes=said)
+        train, held_out = (list(filter(is_checked, side)) for side in (train, held_out))
+    said = f"data: {len(train)} prompts to train on" if task.train else "data: none to train on"
+    said += f", {len(held_out)} held out"
+    if left_out := len(task.train + task.held_out) - len(train + held_out):
+        said += f", {left_out} left out for want of an answer to compare with"
+    if weights := [f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight]:
+        said += f"; the reward is {' + '.join(weights)}"
+    return task._replace(train=train, held_out=held_out, notes=[said, about_answers(task)])
+
+
+def about_answers(task: Task) -> str:
+    """How completions are compared with the answers, in a line."""
+    answers = [example["answer"] for example in task.train + task.held_out if example.get("answer") is not None]
+    kinds = {kind: [answer for answer in answers if kind_of(answer) == kind] for kind in KINDS}
+    said = [f"{len(its)} {KINDS[kind]}" for kind, its in kinds.items() if its] or ["none"]
+    if kinds[""]:
+        said[-1] += f", as {short(kinds[''][0])}"
+    for answer in kinds["number"] + kinds["formula"] + kinds["text"]:
+        if (read := extract_answer(answer) or "") not in (answer, answer[:-1]):
+            said.append(f"{short(answer)} is read as {short(read)}")
+            break
+    return f"answers: {', '.join(said)}" + ("" if task.verifier else "; evaluations show the reward alone")
 
 
 OWN = Task(

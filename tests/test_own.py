@@ -115,21 +115,18 @@ def test_each_answer_is_compared_as_a_number_a_formula_a_text_or_not_at_all(answ
         assert own.correct([answer], [answer]) == [1.0 if kind else None]
 
 
-def test_rows_without_an_answer_are_not_trained_on_nor_counted(tmp_path):
+def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path):
     rows = [row | {"split": "train"} for row in SUMS[:6]] + [row | {"split": "test"} for row in SUMS[6:10]]
     for place in (1, 7):
         rows[place] = rows[place] | {"answer": None}
-    task = task_of("--data", write(tmp_path / "mine.jsonl", rows))
-    assert len(task.train) == 5 and task.metric == "accuracy"
-    said = (
-        "data: 5 prompts to train on, 4 held out; 1 left out, for want of an answer to compare with; the reward is 1 x "
-    )
-    assert task.notes == [f"{said}correct", "answers: 8 compared as numbers"]
-    texts = [f"The answer is {row['answer']}." for row in rows[6:]]
-    answers = evaluate.Answers(task.held_out, None, texts)
-    assert evaluate.call_rewards({"correct": task.verifier}, task.held_out, texts, {})["correct"][0] == 1
-    right = np.array([1.0, np.nan, 0.0, 1.0])
-    assert np.isnan(evaluate.disagreement(right, np.zeros(4))[1]) and answers.texts == texts
+    path = write(tmp_path / "mine.jsonl", rows)
+    task = task_of("--data", path)
+    assert (len(task.train), len(task.held_out), task.metric) == (5, 3, "accuracy")
+    said = "data: 5 prompts to train on, 3 held out, 2 left out for want of an answer to compare with"
+    assert task.notes == [f"{said}; the reward is 1 x correct", "answers: 8 compared as numbers"]
+    task = task_of("--data", path, "--reward", "length:9")
+    assert (len(task.train), len(task.held_out)) == (6, 4)  # which that reward can do without
+    assert task.verifier(prompts=[], completions=["9"] * 4, answer=[one["answer"] for one in task.held_out])[1] is None
 
 
 def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone(tmp_path):
@@ -137,7 +134,15 @@ def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone
     assert f"--data {path} has no answer to compare with" in message_of(task_of, "--data", path)
     task = task_of("--data", path, "--reward", "length:9")
     assert (task.metric, task.verifier, task.reward_weights) == ("score", None, {"length": 1.0})
-    assert "so evaluations show the reward alone" in task.notes[1]
+    assert task.notes[1] == "answers: none; evaluations show the reward alone"
+    prose = write(
+        tmp_path / "prose.jsonl", [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
+    )
+    assert "answers like 'It depends on this and on that, as always.' cannot" in message_of(task_of, "--data", prose)
+    assert (
+        "30 not compared, being prose or stating nothing, as 'It d"
+        in task_of("--data", prose, "--reward", "length:9").notes[1]
+    )
     judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
     assert judged.reward_weights == {"rubric": 1.0} and not judged.rewards
 
@@ -198,12 +203,21 @@ def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, 
     (tmp_path / "mine.py").write_text(
         "def always(completions, **_): return [float('.' in text) for text in completions]"
     )
-    data = ["--data", write(tmp_path / "a.jsonl", rows), "--eval-data", write(tmp_path / "b.jsonl", SUMS[:12])]
+    data = [
+        "--data",
+        write(tmp_path / "a.jsonl", rows),
+        "--eval-data",
+        write(tmp_path / "b.jsonl", [*SUMS[:12], {"prompt": "Hi"}]),
+    ]
     flags = ["--model", "demo", *data, "--reward", f"{tmp_path}/mine.py:always", "--steps", "1", "--batch", "2"]
     train.main([*flags, "--groups", "2", "--eval-every", "1", "--run-dir", str(tmp_path / "run")])
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
     assert record["eval/accuracy"] < record["eval/score"] == record["eval/reward/always"]
-    assert 0 <= record["eval/disagreement"] <= 1
+    assert record["eval/num"] == 13 and record["eval/accuracy"] * 12 == pytest.approx(
+        round(record["eval/accuracy"] * 12)
+    )
+    details = [json.loads(line) for line in (tmp_path / "run" / "eval_answers.jsonl").read_text().splitlines()]
+    assert details[12]["values"] == [None] and details[12]["greedy_value"] is None  # no answer to compare with
     shown = capsys.readouterr()
     assert "12 compared as numbers, 6 as texts" in shown.out
     assert ("The reward and the verifier disagree" in shown.err) == (record["eval/disagreement"] * 12 > 2)
@@ -301,3 +315,35 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     (home / "run" / "config.yaml").write_text(yaml.safe_dump(settings | {"data": str(home / "moved.jsonl")}))
     train.main(["--resume", str(home / "run"), "--steps", "3", "--allow-changes"])
     assert len((home / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+# ---- judges
+
+
+def test_a_bundled_judge_is_warned_of_where_it_has_not_learned_the_criteria(tmp_path):
+    data = ["--data", write(tmp_path / "mine.jsonl", SUMS)]
+    (tmp_path / "mine.yaml").write_text("criteria: [{name: kind, weight: 1.0, text: Kind}]")
+    mine, demos = ["--rubric", tmp_path / "mine.yaml"], ["--rubric", ROOT / "data" / "demo_rubric.yaml"]
+
+    def noise(*words):
+        return [note for note in task_of(*words).notes if "are noise" in note]
+
+    (said,) = noise(*data, *mine)
+    assert "the judge demo has learned only the criteria of data/demo_rubric.yaml: its scores of kind are noise" in said
+    assert (
+        "no criteria: its scores of correct, working, sentence are"
+        in noise(*data, *demos, "--judge-model", "demo:rg")[0]
+    )
+    assert "wondering" in noise("--task", "values")[0]  # the witness too
+    assert not noise(*data, *demos) and not noise("--task", "demo")
+    assert not noise(*data, *mine, "--judge-model", "Qwen/Qwen3-4B")
+    assert not noise(*data, *mine, "--judge-model", "demo", "--judge-url", "http://127.0.0.1:1/v1")
+
+
+def test_a_rubric_beside_a_verifier_is_told_how_to_stay_small(tmp_path):
+    data = ["--data", write(tmp_path / "mine.jsonl", SUMS), "--rubric", ROOT / "data" / "demo_rubric.yaml"]
+    told = [
+        [note for note in task_of(*data, *more).notes if "--scale-rewards none" in note]
+        for more in ([], ["--scale-rewards", "none"], ["--reward-weights", "correct=0"], ["--reward", "length:9"])
+    ]
+    assert [len(notes) for notes in told] == [1, 0, 0, 0]

@@ -418,12 +418,13 @@ def resolve(
     `later`.
     """
     if resume:
+        anew = f"start a new one, from these weights with --init-adapter {resume}"
         if config_path:
-            raise ValueError(f"--config {config_path} cannot change a resumed run; start a new one")
+            raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
         if fixed := sorted(key for key in flags if not may_change(key)):
-            raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; start a new one")
+            raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; {anew}")
         settings = load_recipe(Path(resume) / "config.yaml") | flags
         for key, path in moved(settings):
             fix = f"put it back, or write its new place into {resume}/config.yaml and add --allow-changes"

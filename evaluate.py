@@ -507,6 +507,7 @@ def main(argv: list[str] | None = None) -> None:
             reference=reference,
             warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
         )
+        print(run_files.evaluation_line(record), file=sys.stderr, flush=True)
         print(json.dumps(record))  # first, since the disk may be too full for the files
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))

@@ -14,6 +14,7 @@ Axes: M rows, C input width, O output width, R rank.
 import contextlib
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -308,6 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         fail(error)
     print(f"{args.out}: {said}")
+    print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
 
 
 def _fuse(name: str | None, adapter: str, out: Path) -> str:

@@ -415,9 +415,8 @@ def complete(begun: Begun) -> Path:
             said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
             print(f"{begun.path} is finished: {said}", flush=True)
         return Path(begun.path)
-    trainer = Trainer(begun)
     try:
-        trainer.fit()
+        trainer = Trainer(begun).fit()
     except KeyboardInterrupt:  # which the first machine has told
         if not world.is_first():
             raise

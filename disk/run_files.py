@@ -20,12 +20,15 @@ from typing import Any
 
 import cpu_blas  # before mlx
 import numpy as np
+import yaml
 
 from disk.hub import load_object
 from flags import Parser, load_yaml
 from machine import gpu
 
 LOCK = "lock"
+OF_HUB = ("model", "judge_model", "teacher", "data")  # settings that name something of the hub, or a path
+FILES = ("rubric", "eval_rubric", "reward", "task_config", "init_adapter", "teacher_prompt", "loss_type", "advantage")
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 
@@ -96,9 +99,46 @@ def adapter_of(run: str, step: int | None) -> str | None:
     raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved})))}")
 
 
+def with_interval(record: dict[str, Any], name: str) -> str:
+    """An evaluation's figure with its 95% confidence interval, "0.475 \u00b1 0.043", if available."""
+    value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
+    if value is None:
+        return "unreadable"
+    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
+
+
+def what_of(record: dict[str, Any]) -> str:
+    """What an evaluation was made of: "512 problems"."""
+    kind = "conversation" if "eval/loss" in record else "problem"
+    return f"{record['eval/num']} {kind}{'s' if record['eval/num'] != 1 else ''}"
+
+
+def evaluation_line(record: dict[str, Any]) -> str:
+    """An evaluation's line."""
+    names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
+    if record.get("eval/witness") is not None:
+        names.insert(1, "witness")
+    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {what_of(record)}"
+
+
+def public(name: str, value: Any) -> Any:
+    """A setting as others may see it: what names a file or directory is its last part, as in `mine.py:score`."""
+    if isinstance(value, list):
+        return [public(name, one) for one in value]
+    is_of_hub = name in OF_HUB and is_hub_id(str(value))
+    return Path(value).name if name in OF_HUB + FILES and not is_of_hub else value
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's or data set's name is a hub id, as owner/name, and no directory here."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", name)) and not Path(name).exists()
+
+
 def model_card(run: str, step: int | None) -> str:
     """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
     settings, environment = settings_of(run), load_object(Path(run) / "env.json")
+    base = [f"base_model: {name.partition('@')[0]}"] if is_hub_id(name := str(settings["model"])) else []
+    settings = {name: public(name, value) for name, value in settings.items()}
     match environment:
         case {"versions": {"mlx": version}, "machine": machine, "commit": commit}:
             made = f"Made with MLX {version} on {machine}, at commit {commit or 'unknown'}."
@@ -108,21 +148,20 @@ def model_card(run: str, step: int | None) -> str:
     rows = []
     for one in evaluations[:1] + evaluations[1:][-1:]:
         for name in ("accuracy", "score", "witness", "greedy", "loss", "perplexity"):
-            if (value := one.get(f"eval/{name}")) is not None:
-                half = one.get(f"eval/{name}_ci95")
-                reach = "" if half is None else f" \u00b1 {half:.3f}"
-                rows.append(f"| {name} | {one['step']} | {value:.3f}{reach} | {one['eval/num']} |")
+            if one.get(f"eval/{name}") is not None:
+                rows.append(f"| {name} | {one['step']} | {with_interval(one, name)} | {one['eval/num']} |")
     method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
     teacher = f", by the teacher {settings['teacher']}" if settings.get("teacher") else ""
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
-        *("---", f"base_model: {settings['model']}", "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
+        *("---", *base, "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
         *(f"# {Path(run).name}", ""),
         f"{settings['model']}, trained with {method} by Gwen on "
         f"{settings.get('data') or 'the task ' + str(settings.get('task'))}{teacher}.",
         *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
-        *("Save the settings below as `config.yaml`, then run `uv run train.py --config config.yaml`.", ""),
-        *("```yaml", (Path(run) / "config.yaml").read_text().rstrip(), "```", ""),
+        "Save the settings below as `config.yaml` beside the files that they name, then run `uv run train.py --config "
+        "config.yaml`.",
+        *("", "```yaml", yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""),
         made,
     ]
     return "\n".join(lines) + "\n"
@@ -185,6 +224,21 @@ def own(run_dir: Path) -> None:
         os.close(file)
         raise ValueError(f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can") from error
     _locks[run_dir.resolve()] = file
+
+
+def is_owned(run_dir: Path) -> bool:
+    """Whether a process trains in a directory, as far as locks tell."""
+    try:
+        file = os.open(run_dir / LOCK, os.O_RDONLY)
+    except OSError:  # no run of this program has been here, or one that may not be looked at
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 # ---- creating a run

@@ -60,6 +60,8 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts = []
     for title, note, keys in CHARTS:
+        if title == "Clipped" and not clips(settings):
+            continue
         curves = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
         said = f"{note}; mean over seeds, from the lowest to the highest" if any_seeds(settings) else note
         charts.append((settings, title, said, curves, False))
@@ -69,6 +71,11 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
         stack = list(stacked_phases(runs[0]))
         charts.append(([Setting(name, runs)], title, "stacked; a step without its evaluation", stack, True))
     return [lay_out(*chart) for chart in charts if chart[3]]
+
+
+def clips(settings: list[Setting]) -> bool:
+    """Whether anything can be clipped: with one optimizer step a rollout, the policy is the one that sampled."""
+    return any(run.settings["num_iterations"] > 1 for _, runs in settings for run in runs)
 
 
 def any_seeds(settings: list[Setting]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from tqdm.auto import tqdm
 
 from config import Config
+from disk.run_files import what_of, with_interval
 from flags import safe
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
@@ -79,28 +80,6 @@ def _short(value: float | None, _: int) -> str:
     return _fixed(value, 0) if value is None or abs(value) >= 100 else f"{value:.3g}"
 
 
-def with_interval(record: dict[str, Any], name: str) -> str:
-    """An evaluation's figure with its 95% confidence interval, "0.475 \u00b1 0.043", if available."""
-    value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
-    if value is None:
-        return "unreadable"
-    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
-
-
-def _what(record: dict[str, Any]) -> str:
-    """What an evaluation was made of: "512 problems"."""
-    kind = "conversation" if "eval/loss" in record else "problem"
-    return f"{record['eval/num']} {kind}{'s' if record['eval/num'] != 1 else ''}"
-
-
-def evaluation_line(record: dict[str, Any]) -> str:
-    """An evaluation's line."""
-    names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
-    if record.get("eval/witness") is not None:
-        names.insert(1, "witness")
-    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {_what(record)}"
-
-
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
     """Lines that compare two evaluations, each figure with its 95% interval."""
     figure = next(name for name in ("accuracy", "loss", "score") if f"eval/{name}" in last)
@@ -113,7 +92,7 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
         if last.get(f"eval/{name}") is not None:
             before, after = with_interval(first, name), with_interval(last, name)
             lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({_what(last)})"
+    lines[0] = f"held-out {lines[0]} ({what_of(last)})"
     return "\n".join(lines)
 
 

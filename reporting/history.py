@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from config import Config
 from disk import run_files
+from disk.run_files import with_interval
 from flags import read_json, visible
 from reporting import health
-from reporting.console import duration, with_interval
+from reporting.console import duration
 from reporting.health import Records
 
 KEYS = {  # that the records of a log have at least
@@ -138,8 +139,15 @@ def before_after(run: History) -> tuple[str, str]:
     return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
 
 
-def facts(run: History) -> dict[str, str]:
-    """The headline's figures by name."""
+def state(run: History, ended: bool = False) -> str:
+    """How far a run is: "60 of 100, stopped" where no process trains it, as `ended` says of one that still has it."""
+    step, steps = run.steps[-1]["step"] if run.steps else 0, run.settings.get("steps", "?")
+    is_over = step != steps and (ended or not run_files.is_owned(run.dir))
+    return f"{step} of {steps}" + (", stopped" if is_over else "")
+
+
+def facts(run: History, ended: bool = False) -> dict[str, str]:
+    """The headline's figures by name; see `state`."""
     figure, evals = figure_of(run)
     before, after = before_after(run)
     best = health.best(evals, f"eval/{figure}")["step"] if evals else 0
@@ -151,7 +159,7 @@ def facts(run: History) -> dict[str, str]:
     return {
         f"held-out {figure} before": before,
         f"held-out {figure} after": after,
-        "steps": f"{run.steps[-1]['step'] if run.steps else 0} of {run.settings.get('steps', '?')}",
+        "steps": state(run, ended),
         "training": duration(training),
         "evaluations": duration(evaluating),
         f"best {figure} after": f"{duration(seconds_at(run).get(best, 0.0))} (step {best})" if evals else "-",

@@ -22,12 +22,12 @@ import numpy as np
 
 import sampler
 from config import Config
-from disk.run_files import JsonLines, Unwritten, finite, mean
+from disk.run_files import JsonLines, Unwritten, evaluation_line, finite, mean
 from judging import rubrics
 from machine import gpu, power, world
 from problems.examples import spread
 from reporting import health, trackers
-from reporting.console import LiveLine, comparison, console_line, evaluation_line, say, warn
+from reporting.console import LiveLine, comparison, console_line, say, warn
 from step.groups import Choice, Draw
 from step.result import UpdateResult
 

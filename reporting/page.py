@@ -279,8 +279,8 @@ def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
 # ---- the page
 
 
-def page(settings: list[Setting]) -> str:
-    """The HTML of the first setting's first run, with the curves of all seeds and settings."""
+def page(settings: list[Setting], ended: bool = False) -> str:
+    """The HTML of the first run, with the curves of all seeds and settings. ended: see `history.state`."""
     run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
     completions = make_completions(run)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
@@ -295,12 +295,13 @@ def page(settings: list[Setting]) -> str:
         model=visible(str(run.settings["model"])),
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=visible(f"uv run train.py --config {recipe} --run-dir {again}"),
-        facts=history.facts(run),
+        facts=history.facts(run, ended),
         others=[(visible(name), *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
         seeds=seeds.lines(settings),
         shown=visible(f"{settings[0].name}, {run.name}") if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
         charts=curves,
+        unclipped=bool(run.steps) and run.steps[-1].get("clip_frac") is not None and not charts.clips(settings),
         thinned=-(-len(run.steps) // charts.MOST_POINTS),
         completions=completions,
         warnings=[visible_values(record) for record in run.warnings],
@@ -327,7 +328,7 @@ def visible_values(record: dict[str, Any]) -> dict[str, str]:
     return {name: visible(str(value)) for name, value in record.items()}
 
 
-def write(run_dir: str | Path, out: str | Path | None = None, others: Sequence[str] = ()) -> Path:
+def write(run_dir: str | Path, out: str | Path | None = None, others: Sequence[str] = (), ended: bool = False) -> Path:
     """
     Writes the page of a run or of a directory of seeds to `report.html` there, unless `out` names another file; where
     it lies. With others, it lies beside the first and is named after all of them.
@@ -336,7 +337,7 @@ def write(run_dir: str | Path, out: str | Path | None = None, others: Sequence[s
     names = dict.fromkeys([folder.name, *(Path(other).resolve().name for other in others)])
     beside = folder.parent / f"{'-against-'.join(names)[:100]}.html"
     path = Path(out) if out else beside if others else Path(run_dir) / "report.html"
-    run_files.replace_text(path, page(settings))
+    run_files.replace_text(path, page(settings, ended))
     return path
 
 
@@ -376,7 +377,7 @@ class LivePage:
         if self.failed or not (at_the_end or (self.waiting and is_cheap)):
             return
         try:
-            write(self.dir)
+            write(self.dir, ended=at_the_end)
         except Exception as error:
             self.failed = True
             self.tell(f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}")

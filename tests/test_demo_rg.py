@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-from pathlib import Path
 
 import pytest
 from conftest import message_of

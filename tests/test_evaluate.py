@@ -22,7 +22,6 @@ from judging import rubrics
 from machine import gpu
 from problems import chat_template
 from problems.examples import spread
-from reporting import console
 from tasks import demo as sums
 from tasks import values
 
@@ -142,11 +141,11 @@ def test_a_line_of_an_evaluation_has_its_intervals_within_100_columns():
     figures = {"score": -10.1234, "witness": -10.1234, "greedy": -10.1234}
     record = {f"eval/{name}": value for name, value in figures.items()} | {"eval/num": 1319}
     record |= {f"eval/{name}_ci95": 10.0432 for name in figures}
-    line = console.evaluation_line(record)
+    line = run_files.evaluation_line(record)
     assert line.startswith("eval/score -10.123 \u00b1 10.043 | witness -10.123 \u00b1 10.043 | greedy")
     assert len(line) <= 100
     empty = {"eval/accuracy": None, "eval/accuracy_ci95": None, "eval/greedy": 0.5, "eval/greedy_ci95": None}
-    line = console.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
+    line = run_files.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
     assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problem"
 
 

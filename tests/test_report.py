@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import report
 import train
-from disk import hub
+from disk import hub, run_files
 from reporting import charts, history, page, seeds
 
 HOSTILE = (
@@ -214,6 +214,16 @@ def test_the_axis_of_an_accuracy_ends_at_one(run):
     assert drawn["Held-out"]["y_ticks"][-1][1] == "1"
 
 
+def test_a_chart_that_cannot_move_is_left_out_and_the_page_says_why(run):
+    write_lines(run / "metrics.jsonl", [step_record(step) | {"clip_frac": 0.0} for step in range(1, 5)])
+    assert "Clipped" not in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
+    assert "with one optimizer step a rollout (--num-iterations 1) the ratio is 1" in page.write(run).read_text()
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"num_iterations": 2}))
+    assert "Clipped" in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
+    assert "--num-iterations 1" not in page.write(run).read_text()
+
+
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
     drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run, other]))}
@@ -369,7 +379,13 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    assert "4 of 6" in page.write(run).read_text()
+    assert "4 of 6, stopped" in page.write(run).read_text()
+    with run_files.owner():
+        run_files.own(run)
+        assert "<dd>4 of 6</dd>" in page.write(run).read_text()
+        assert (
+            "4 of 6, stopped" in page.write(run, ended=True).read_text()
+        )  # the last page of a run that is interrupted
     for path in run.glob("*.jsonl"):
         path.write_text("")
     assert "No evaluation has been written yet." in page.write(run).read_text()
@@ -379,7 +395,7 @@ def test_the_page_of_a_run_that_goes_on_waits_until_pages_have_cost_a_hundredth_
     now, written, told = [0.0], [], []
     monkeypatch.setattr(page.time, "perf_counter", lambda: now[0])
 
-    def write(run_dir):
+    def write(run_dir, ended):
         written.append(now[0])
         now[0] += 2.0
 
@@ -419,7 +435,7 @@ def test_list_prints_the_runs_of_a_directory(run, capsys):
     report.main(["--list", str(run.parent)])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert f"{run}  demo  demo   4 of 6  0.250 \u00b1 0.125  0.750 \u00b1 0.125" in "\n".join(lines)
+    assert f"{run}  demo  demo   4 of 6, stopped  0.250 \u00b1 0.125  0.750 \u00b1 0.125" in "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -458,7 +474,7 @@ def browse(tmp_path):
     if browser is None:
         pytest.skip("no Chromium is installed: apt-get install chromium, as .ci/run does")
 
-    def browse(markup, program=""):
+    def browse(markup, program="", width=800):
         path = tmp_path / "page.html"
         if program:  # a test's own script, which the page's policy would refuse
             markup = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", markup)
@@ -466,6 +482,7 @@ def browse(tmp_path):
         path.write_text(markup)
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         flags += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
+        flags += [f"--window-size={width},844"]
         command = [browser, *flags, "--dump-dom", path.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -509,6 +526,17 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     told = re.search("<title>(.*?)</title>", shown)[1]
     assert json.loads(told) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
     assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
+
+
+@pytest.mark.slow
+def test_all_links_are_seen_on_a_phone(run, browse):
+    program = """
+        const right = [...document.querySelectorAll("nav a")].map((link) => link.getBoundingClientRect().right);
+        document.title = [innerWidth, right.length, Math.max(...right), document.documentElement.scrollWidth].join(" ");
+    """
+    shown, _ = browse(page.write(run).read_text(), program, width=390)
+    width, num_links, right, scrolled = map(float, re.search("<title>(.*?)</title>", shown)[1].split())
+    assert width < 640 and num_links == 6 and right <= width and scrolled <= width
 
 
 @pytest.mark.slow

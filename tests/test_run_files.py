@@ -31,4 +31,19 @@ def test_a_model_card_says_how_it_was_trained_and_from_where_to_where(tmp_path, 
     assert said in card
     rows = [line for line in card if line.startswith("| accuracy")]
     assert rows == ["| accuracy | 0 | 0.000 ± 0.050 | 9 |", "| accuracy | 20 | 0.500 ± 0.050 | 9 |"]
+    assert not any(line.startswith("base_model") for line in card)  # demo is on no hub
     assert "Made with MLX 1 on a laptop, at commit unknown." in card and "model: demo" in card
+
+
+def test_a_model_card_names_a_hub_s_model_as_its_base_and_no_local_path(tmp_path):
+    files = {"data": "/home/ann/sums.jsonl", "reward": ["/home/ann/mine.py:score"], "rubric": "sub/mine.yaml"}
+    files |= {"init_adapter": "../runs/first", "judge_url": "http://host/v1", "judge_model": "served"}
+    (tmp_path / "config.yaml").write_text(as_yaml(Config.of(model="Qwen/Qwen3-0.6B@main", task="values", **files)))
+    (tmp_path / "env.json").write_text(json.dumps({"versions": {"mlx": "1"}, "machine": "m", "commit": None}))
+    (tmp_path / "eval.jsonl").touch()
+    card = run_files.model_card(str(tmp_path), None)
+    assert "base_model: Qwen/Qwen3-0.6B\n" in card
+    assert "by Gwen on sums.jsonl." in card and "- mine.py:score\n" in card and "rubric: mine.yaml\n" in card
+    assert "init_adapter: first\n" in card and "judge_url: http://host/v1\n" in card
+    assert "ann" not in card and "../" not in card
+    assert not run_files.is_hub_id("demo") and not run_files.is_hub_id("/models/mine")

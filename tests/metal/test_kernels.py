@@ -249,18 +249,17 @@ def assert_slots(
     assert_gradient(function, lambda *moved: slot_attention_by_hand(*moved, **seen), arrays, 16)
 
 
-@each_dtype
 @pytest.mark.parametrize(
-    ("ratio", "kv_heads", "size", "prompt_of", "masked"),
+    ("ratio", "kv_heads", "size", "prompt_of", "masked", "dtype"),
     [
-        (1, 1, 64, [0], False),
-        (2, 2, 128, [0, 0, 1, 1], False),
-        (3, 1, 80, [0, 1, 1, 0, 1], True),
-        (4, 1, 96, [1, 0, 1], True),
-        (5, 1, 64, [0, 0], True),
-        (6, 1, 64, [0, 0], False),
-        (7, 1, 64, [0, 0], False),
-        (8, 1, 256, [0, 1], True),
+        (1, 1, 64, [0], False, mx.float16),
+        (2, 2, 128, [0, 0, 1, 1], False, mx.bfloat16),
+        *((3, 1, 80, [0, 1, 1, 0, 1], True, dtype) for dtype in DTYPES),
+        (4, 1, 96, [1, 0, 1], True, mx.float16),
+        (5, 1, 64, [0, 0], True, mx.bfloat16),
+        (6, 1, 64, [0, 0], False, mx.float32),
+        (7, 1, 64, [0, 0], False, mx.float16),
+        (8, 1, 256, [0, 1], True, mx.float32),
     ],
 )
 def test_slot_attention_equals_its_formula_and_so_does_its_gradient(
@@ -506,9 +505,9 @@ def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(kernels, s
 
 
 @fast
-@pytest.mark.parametrize(("size", "rows", "scale"), [(151_936, 1000, 3.0), (151_936, 200, 0.0), (8192, 4000, 2.0)])
+@pytest.mark.parametrize(("size", "rows", "scale"), [(151_936, 400, 3.0), (151_936, 200, 0.0), (8192, 2000, 2.0)])
 def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scale):
-    """With the test below 10,000 draws, of which 1,000 from rows of Qwen's size and 200 from rows of equal logits."""
+    """Of the draws 400 are from rows of Qwen's size, and 200 from rows of equal logits."""
     for begin in range(0, rows, 200):
         logits = array(min(200, rows - begin), size, dtype=mx.float32, scale=scale)
         uniforms = mx.array(RNG.random((len(logits), 4)).astype(np.float32))
@@ -650,37 +649,6 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     largest = max(float(mx.abs(gradient).max()) for gradient in other.values())
     for name in other:
         assert float(mx.abs(mine[name] - other[name]).max()) <= 1e-4 * largest, name
-
-
-@pytest.mark.parametrize("policy", ["on", "off"])
-def test_the_token_loss_of_grpo_has_its_formulas_gradient_by_the_logits(kernels, policy):
-    """The clipped objective, where every ratio is 1 and where not, with a bonus for entropy."""
-    size, ids = 90, RNG.integers(0, 90, 6)
-    logits, advantages = array(6, size, dtype=mx.float32, scale=2), mx.array([1.0, -1.0, 0.5, -2.0, 1.5, 0.0])
-    at_first = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
-    old = at_first if policy == "on" else at_first + np.array([0.5, -0.5, 0.05, 0.1, -0.6, 0.3])
-
-    def function(logits: mx.array) -> list[mx.array]:
-        logprobs, entropy = softmax.row_logprobs(logits, mx.array(ids), 0.8)[:2]
-        before = mx.array(old.astype(np.float32)) if policy == "off" else mx.stop_gradient(logprobs)
-
-        def loss_of(rows: tuple[int, int], advantages: mx.array) -> mx.array:
-            tokens = grpo.Tokens(logprobs.reshape(rows), before.reshape(rows), advantages, mx.ones(rows))
-            return grpo.LOSSES["dapo"](tokens, grpo.Objective()).value
-
-        loss, each = loss_of((1, 6), advantages[:1]), loss_of((6, 1), advantages) * 6
-        return [loss, each - 0.01 * entropy.sum()]
-
-    def formula(logits: np.ndarray) -> list[np.ndarray]:
-        logprobs, entropy = row_logprobs_by_hand(logits, ids, 0.8)
-        ratio, a = np.exp(logprobs - old), np.array(advantages).astype(np.float64)
-        clipped = np.clip(ratio, 0.8, 1.2)
-        same = -np.minimum(ratio * a[0], clipped * a[0]).mean()
-        return [same, -np.minimum(ratio * a, clipped * a).sum() - 0.01 * entropy.sum()]
-
-    for ours, theirs in zip(function(logits), formula(wide(logits)), strict=True):
-        assert ours.item() == pytest.approx(theirs, abs=1e-5)
-    assert_gradient(function, formula, [logits], 16)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-gqa8", "qwen3-yarn"])

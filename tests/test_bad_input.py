@@ -507,11 +507,7 @@ def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, c
     ("program", "flags", "environment", "pattern"),
     [
         ("train.py", "--grups 4", {}, "--grups is no flag of train.py; did you mean --groups?"),
-        ("train.py", "--data {at}/line3.jsonl", {}, "line3.jsonl, line 3: not JSON"),
-        ("train.py", "--model {at}/shards", {}, "lacks the shard"),
         ("train.py", "", {"GWEN_DTYPE": "int4"}, "GWEN_DTYPE='int4' is not one of"),
-        ("evaluate.py", "--model demo --limit 0", {}, "--limit is 0"),
-        ("sampler.py", "--model demo --prompt hi --temp hot", {}, "--temp: not a number: 'hot'"),
         ("lora.py", "--fuse", {}, "are required: --out"),
     ],
 )
@@ -533,13 +529,6 @@ def test_a_good_call_of_every_command_ends_with_status_0(finished, tmp_path):
     ):
         done = command(program, *flags)
         assert done.returncode == 0 and "error" not in done.stderr, done.stderr
-
-
-def test_help_is_no_mistake(capsys):
-    for main in (train.main, evaluate.main, sampler.main, lora.main):
-        with pytest.raises(SystemExit) as ended:
-            main(["--help"])
-        assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
 # ---- rewards that go wrong: before the run there is none, later it is saved as it was after its last whole step
@@ -735,13 +724,6 @@ def test_a_run_whose_settings_do_not_fit_on_the_disk_leaves_its_directory_free(t
 def test_a_run_directory_that_cannot_be_made_is_named(run, capsys):
     below = run / "config.yaml" / "new"
     refused(capsys, train.main, [*SMALL, "--run-dir", below], f"{below} cannot be written .*; .*choose another")
-
-
-def test_a_run_directory_in_a_read_only_one_is_named(tmp_path, capsys):
-    tmp_path.chmod(0o500)
-    if os.access(tmp_path, os.W_OK):
-        pytest.skip("root may write everywhere, so no directory refuses it")
-    refused(capsys, train.main, [*SMALL, "--run-dir", tmp_path / "run"], "run cannot be written .Permission denied")
 
 
 def test_a_read_only_disk_is_told_in_one_line(tmp_path, capsys, monkeypatch):

@@ -87,44 +87,37 @@ def test_saving_a_step_again_replaces_it(tmp_path, model):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "adapter", "no json", "bad json", "no tensors"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, model, capsys, damage):
+TENSORS = "state.safetensors"
+DAMAGE = {
+    "truncated": (TENSORS, lambda content: content[:-5]),
+    "flipped": (TENSORS, lambda content: content[:-1] + b"\x77"),
+    "adapter": ("adapter/adapters.safetensors", lambda content: content[:-1] + b"\x77"),
+    "bad json": ("state.json", lambda _: b"{"),
+    "no json": ("state.json", None),
+    "no tensors": (TENSORS, None),
+}
+
+
+@pytest.mark.parametrize(("file", "damage"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, model, capsys, file, damage):
     for step in (1, 2):
         save(tmp_path, model, step)
-    folder = tmp_path / "checkpoints" / "step-000002"
-    tensors = folder / "state.safetensors"
-    if damage == "truncate":
-        tensors.write_bytes(tensors.read_bytes()[:-5])
-    elif damage == "flip":
-        tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x77")
-    elif damage == "adapter":
-        weights = folder / "adapter" / "adapters.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1] + b"\x77")
-    elif damage == "no json":
-        (folder / "state.json").unlink()
-    elif damage == "bad json":
-        (folder / "state.json").write_text("{")
-    else:
-        tensors.unlink()
+    path = tmp_path / "checkpoints" / "step-000002" / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage:
+        path.write_bytes(damage(content))
     assert same(checkpoint.load(tmp_path), state(model, 1))
     assert "step-000002 is damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"num_draws": -1},
-        {"num_draws": 2.0},
-        {"failures": True},
-        {"rate": 0.0},
-        {"rate": 1},
-        {"best_step": "2"},
-        {"loss_scale": {"value": 0.5}},
-        {"loss_scale": 1.0},
-        {"judge": {"chunk_size": 0}},
-        {"rollout_batch_size": 2**40},
-    ],
-)
+BAD_EXTRAS = [
+    *({"num_draws": -1}, {"num_draws": 2.0}, {"failures": True}, {"rate": 0.0}, {"rate": 1}, {"best_step": "2"}),
+    *({"loss_scale": {"value": 0.5}}, {"loss_scale": 1.0}, {"judge": {"chunk_size": 0}}, {"rollout_batch_size": 2**40}),
+]
+
+
+@pytest.mark.parametrize("extra", BAD_EXTRAS, ids=str)
 def test_a_small_value_of_another_type_or_range_is_damage_though_the_checksum_is_right(tmp_path, model, capsys, extra):
     for step in (1, 2):
         save(tmp_path, model, step, **({"extra": state(model, step).extra | extra} if step == 2 else {}))
@@ -286,14 +279,3 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
         assert contents(run) == contents(whole)
     assert len(survived) > 8 and survived == sorted(survived) and set(survived) == {1, step}
     assert capsys.readouterr().err == ""
-
-
-def test_an_unfinished_checkpoint_of_a_killed_process_is_ignored_and_overwritten(tmp_path, model):
-    save(tmp_path, model, 1)
-    left_over = tmp_path / "checkpoints" / ".step-000002.partial"
-    left_over.mkdir()
-    (left_over / "state.safetensors").write_bytes(b"half")
-    assert same(checkpoint.load(tmp_path), state(model, 1))
-    save(tmp_path, model, 2)
-    assert same(checkpoint.load(tmp_path), state(model, 2))
-    assert not left_over.exists()

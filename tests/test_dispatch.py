@@ -104,21 +104,24 @@ def test_slower_steps_and_slower_prefills_give_lower_speeds(model, monkeypatch):
     assert both.tok_s == pytest.approx(8 * 16 / (8 + 16 * 0.5), rel=0.05)
 
 
-def test_measuring_goes_on_while_speed_rises(timed):
-    trials = dispatch.measure(None, KIND, [], dispatch.ROW_COUNTS, 1e9)
-    assert timed.calls == [(rows, [True, False]) for rows in dispatch.ROW_COUNTS]
-    assert len(trials) == 2 * len(dispatch.ROW_COUNTS)
+UNEVEN = {4: 100, 8: 200, 16: 150, 32: 300, 64: 305, 128: 310, 256: 9999}
 
 
-def test_measuring_ends_when_two_counts_in_a_row_gained_nothing(timed):
-    timed.speeds.update({4: 100, 8: 200, 16: 150, 32: 300, 64: 305, 128: 310, 256: 9999})
-    dispatch.measure(None, KIND, [], dispatch.ROW_COUNTS, 1e9)
-    assert [rows for rows, _ in timed.calls] == [4, 8, 16, 32, 64, 128]
-
-
-def test_measuring_ends_before_memory_does(timed):
-    dispatch.measure(None, KIND, [], dispatch.ROW_COUNTS, 3200)  # 32 rows are predicted to need all of it
-    assert [rows for rows, _ in timed.calls] == [4, 8, 16, 32]
+@pytest.mark.parametrize(
+    ("speeds", "memory", "timed_rows"),
+    [
+        ({}, 1e9, dispatch.ROW_COUNTS),  # speed rises
+        (UNEVEN, 1e9, (4, 8, 16, 32, 64, 128)),  # two counts in a row gained nothing
+        ({}, 3200, (4, 8, 16, 32)),  # 32 rows are predicted to need all of it
+        ({16: NO_MEMORY}, 1e9, (4, 8, 16)),
+    ],
+    ids=["rises", "gains nothing", "needs all", "needs more"],
+)
+def test_measuring_goes_on_while_speed_rises_and_memory_suffices(timed, speeds, memory, timed_rows):
+    timed.speeds.update(speeds)
+    trials = dispatch.measure(None, KIND, [], dispatch.ROW_COUNTS, memory)
+    assert timed.calls == [(rows, [True, False]) for rows in timed_rows]
+    assert {trial.rows for trial in trials} == {rows for rows in timed_rows if speeds.get(rows) != NO_MEMORY}
 
 
 def test_only_the_way_that_still_fits_is_measured_on(timed, monkeypatch):
@@ -129,12 +132,6 @@ def test_only_the_way_that_still_fits_is_measured_on(timed, monkeypatch):
     monkeypatch.setattr(dispatch, "time_work", time_work)
     dispatch.measure(None, KIND, [], (4, 8, 16, 32), 1600)
     assert timed.calls == [(4, [True, False]), (8, [True, False]), (16, [True, False]), (32, [True])]
-
-
-def test_memory_that_runs_out_ends_measuring_and_what_was_found_counts(timed):
-    timed.speeds[16] = NO_MEMORY
-    trials = dispatch.measure(None, KIND, [], dispatch.ROW_COUNTS, 1e9)
-    assert {trial.rows for trial in trials} == {4, 8} and timed.calls[-1][0] == 16
 
 
 def test_another_error_is_not_swallowed(timed):
@@ -159,12 +156,8 @@ def test_where_nothing_can_be_shared_only_copies_are_measured(timed):
 
 
 def test_the_fewest_rows_that_are_about_as_fast_as_any_are_taken_in_their_faster_mode():
-    trials = [
-        Trial(8, False, 100.0, 8),
-        Trial(16, True, 196.0, 16),
-        Trial(16, False, 190.0, 16),
-        Trial(32, True, 200.0, 32),
-    ]
+    speeds = {(8, False): 100.0, (16, True): 196.0, (16, False): 190.0, (32, True): 200.0}
+    trials = [Trial(rows, share, speed, rows) for (rows, share), speed in speeds.items()]
     assert dispatch.pick(trials, 1e9) == trials[1]
     assert dispatch.pick([*trials, Trial(64, False, 300.0, 64)], 1e9).rows == 64
     assert dispatch.pick([*trials, Trial(64, False, 300.0, 64)], 63) == trials[1]  # it needs more than there is

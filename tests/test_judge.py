@@ -15,7 +15,6 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import QWEN2, write_checkpoint
 from test_remote_judge import Server, completion
 
 import gwen
@@ -23,7 +22,7 @@ import judge
 import lora
 import sampler
 from bench import judging
-from config import JudgeSettings, checked
+from config import checked
 from demo import make
 from judging import prompt_tree, remote_judge, rubrics
 from machine import gpu
@@ -246,16 +245,6 @@ def test_logits_that_overflowed_are_unreadable(demo):
     model, tokenizer = gwen.load("demo")
     model.norm.weight = model.norm.weight * mx.inf
     assert np.isnan(judge.Judge(model, tokenizer, RUBRIC).score(["Add one and two."], ["Three."]).scores).all()
-
-
-def test_a_judge_of_another_family_and_vocabulary_works(tmp_path, any_mass, tokenizer):
-    config = QWEN2 | {"max_position_embeddings": 2048}
-    directory = write_checkpoint(tmp_path / "other", config)
-    tokenizer.save_pretrained(str(directory))
-    other = gwen.load(str(directory))
-    grader = judge.make(JudgeSettings(), RUBRIC, lambda: other)
-    judged = grader.score(["Add one and two."] * 2, ["Three.", "Four."])
-    assert judged.unparsed == 0 and len(np.unique(judged.scores)) > 1
 
 
 # ---- every token once

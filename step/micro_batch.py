@@ -9,17 +9,20 @@ Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt posit
 T completion positions.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from machine import gpu, world
+from machine import world
 
 SHARING = ("auto", "on", "off")
-# Sharing pays from this share of positions saved: time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with 29%.
+# Sharing pays from this share of positions saved. On a CPU time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with
+# 29%; on a GPU the ledger has 0.85x, 0.83x and 0.75x (`python -m bench.ledger --share-prefix on`).
 LEAST_SAVED = 0.2
+ROOM = 9 / 8  # a group that shares its prompt may exceed the budget by this factor, so that it need not be split
 
 
 class Completions(Protocol):
@@ -75,7 +78,7 @@ def micro_batches(
     weights: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """
-    The step's rows in micro-batches of at most `token_budget` positions, or of one row.
+    The step's rows in micro-batches of at most `token_budget` positions, of one row or of one group (see ROOM).
 
     prompts: N, one per row. Rows without a counted token are left out. sharing: see `plan`. weights: (N,), factors of
     the rows' masks; rows with 0 are left out too.
@@ -98,8 +101,7 @@ def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sh
     """
     Whether to share prompts, and the rows of each micro-batch, from prompts and completion lengths, N each.
 
-    sharing: "on", "off", or "auto": share if that saves enough positions, but not on a GPU, whose attention kernel
-    reads each row's keys from one buffer.
+    sharing: "on", "off", or "auto": share if that saves enough positions.
     """
     assert sharing in SHARING, sharing
     rows = np.flatnonzero(num_tokens).tolist()
@@ -108,7 +110,7 @@ def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sh
         return False, plain
     shared = _cut_shared(rows, prompts, num_tokens, token_budget)
     saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
-    if sharing == "on" or (saved >= LEAST_SAVED and not gpu.on_gpu()):
+    if sharing == "on" or saved >= LEAST_SAVED:
         return True, shared
     return False, plain
 
@@ -128,7 +130,7 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 
 def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Whole groups, ordered by their longest completion; a group that exceeds the budget is split."""
+    """Whole groups, ordered by their longest completion; one that exceeds ROOM times the budget is split evenly."""
     num = num_tokens.tolist()
     groups: dict[tuple[int, ...], list[int]] = {}
     known = {id(prompt): prompt for prompt in prompts}  # rows of a group mostly hold the same list
@@ -145,15 +147,10 @@ def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarra
             cut[-1] = (part + group, size)  # ascending: this group has the longest completion
             num_prompts, longest = num_prompts + 1, max(longest, length)
             continue
-        part = []
-        for row in group:
-            size = length + (len(part) + 1) * (num[row] - 1)
-            if part and size <= token_budget:
-                part.append(row)
-                cut[-1] = (part, size)
-            else:
-                part = [row]
-                cut.append((part, length + num[row] - 1))
+        num_rows = max((int(ROOM * token_budget) - length) // max(num[group[-1]] - 1, 1), 1)  # at once, at most
+        num_rows = math.ceil(len(group) / math.ceil(len(group) / num_rows))
+        for part in (group[first : first + num_rows] for first in range(0, len(group), num_rows)):
+            cut.append((part, length + len(part) * (num[part[-1]] - 1)))
         num_prompts, longest = 1, length
     return cut
 

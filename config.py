@@ -56,7 +56,7 @@ class DataSettings:
     """Prompts and rewards"""
 
     task: str = flag(
-        "", "data, rewards and evaluation in one: demo, values, gsm8k, math, rg:NAME,NAME=WEIGHT, or own with --data",
+        "", "data, rewards and evaluation in one: demo, values, gsm8k, math, ifeval, rg:NAME=WEIGHT, own with --data",
         first=True,
     )  # fmt: skip
     task_config: str = flag(
@@ -71,6 +71,9 @@ class DataSettings:
     reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", of="rollouts", first=True, file=True)
     reward_weights: dict[str, float] = flag(
         dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, of="rollouts", first=True
+    )
+    reward_gate: Literal["off", "form"] = flag(
+        "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy", of="rollouts"
     )
     reward_format: Literal["text", "messages"] = flag(
         "text", "how reward functions get prompts and completions; messages: as in TRL", of="rollouts"

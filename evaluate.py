@@ -36,6 +36,7 @@ from layers import lm_head
 from machine import gpu
 from problems import chat_template
 from problems.examples import Example, prompt_text, short, spread
+from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
@@ -195,13 +196,6 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
 
 
-def repeated(text: str) -> float:
-    """The share of an answer's 4-grams of words that occurred earlier in it; 0 below four words."""
-    words = text.lower().split()
-    runs = list(zip(*(words[begin:] for begin in range(4)), strict=False))
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
 # ---- an evaluation
 
 
@@ -351,11 +345,14 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
     if earned.total is not None:
         measured["score"] = earned.total.reshape(-1, samples)[:, 0]
         measured["disagreement"] = by_problem(disagreement(earned.values, earned.total), samples)
+    asked = [prompt_text(problem["prompt"]) for problem in sampled.problems]
+    asked_and_said = list(zip(sampled.texts, asked, strict=True))
     each = {f"reward/{name}": rewards for name, rewards in earned.rewards.items()} | {
         "tokens": sampled.num_tokens.astype(float),
         "truncated_frac": np.array([float(reason == "length") for reason in sampled.rollout.finish_reasons]),
         "refusals": np.array([float(is_refusal(text)) for text in sampled.texts]),
         "repeated": np.array([repeated(text) for text in sampled.texts]),
+        "degenerate": np.array([float(is_degenerate(*pair)) for pair in asked_and_said]),
     }
     return measured | {name: by_problem(column, samples) for name, column in each.items()}
 

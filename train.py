@@ -43,7 +43,7 @@ from reporting.console import say
 from reporting.journal import Step, evaluation_is_due
 from run import GrpoRun, SftRun, sampling_of, stoppable
 from sft import tuning
-from step.groups import Draw, Rewards, choose_groups, gather, weigh
+from step.groups import Draw, Rewards, choose_groups, gated, gather, weigh
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
 
@@ -181,6 +181,8 @@ def reward_completions(run: GrpoRun, examples: list[Example], rollout: sampler.R
             judgement = run.judge.score([prompt_text(example["prompt"]) for example in repeated], completions)
             components["rubric"] = judgement.rewards
             done()
+    if config.data.reward_gate == "form":
+        components = gated(components, repeated, completions, rollout.finish_reasons)
     weights = [task.reward_weights[name] for name in components]
     return weigh(config, weights, components, judgement, completions)
 

@@ -104,6 +104,9 @@ METRICS = {
     "skipped_total": "The same since the run began.",
     "completion/mean_tokens": "Mean length of a completion, or of a conversation's trained replies, tokens.",
     "completion/truncated_frac": "Share of completions cut off at `--max-tokens`.",
+    "completion/repeated": "As `eval/repeated`, of the step's completions.",
+    "completion/degenerate_frac": "Share of completions of which fewer than 70% of every 20 words differ or "
+    "half copies the prompt, five words in a row.",
     "mismatch/logprob_abs_mean": "Mean difference of a token's log-probability between trainer (before the update) and "
     "sampler.",
     "mismatch/logprob_abs_max": "Largest such difference.",
@@ -141,6 +144,7 @@ EVALUATION_METRICS = {
     "eval/refusals": 'Share of answers that begin with "I can\'t", "I cannot", "I won\'t", "I\'m unable" or '
     '"I\'m sorry, but".',
     "eval/repeated": "Share of an answer's four-word sequences that repeat an earlier one in it, averaged.",
+    "eval/degenerate": "Share of answers as in `completion/degenerate_frac`.",
     "eval/num": "Number of problems, or of conversations.",
     "eval/samples": "Samples per problem.",
     "eval/s": "Seconds of the evaluation.",

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from hashlib import sha256
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
+from problems import form
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
 from problems.formulas import prepare_sympy
 from problems.workers import LATE, Pool
@@ -669,11 +671,30 @@ def boxed_once(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(len(boxed(text)) + len(hash_answers(text)) == 1) for text in completions]
 
 
+def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
+    """0 or 1 by chance, as a control: what a run with it changes, no reward has taught. A resumed run repeats it."""
+    rows = enumerate(zip(prompts, completions, strict=True))
+    return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
+
+
+def well_formed(max_tokens: float) -> Reward:
+    """1 for an answer that ends before `max_tokens`, has the form of one and is no refusal, else 0."""
+
+    def formed(completions: Sequence[str], prompts: Sequence[Any], num_tokens: Sequence[int], **_: Any) -> list[float]:
+        rows = zip(completions, map(prompt_text, prompts), num_tokens, strict=True)
+        kept = [num < max_tokens and not is_refusal(text) and form.holds(text, asked) for text, asked, num in rows]
+        return list(map(float, kept))
+
+    return formed
+
+
 GENERIC_REWARDS: dict[str, Callable[..., Reward]] = {
     "length": length_reward,
     "soft_overlong": soft_overlong,
     "boxed_once": lambda: boxed_once,
     "math_verify": lambda: math_correct,
+    "random": lambda: coin,
+    "format": well_formed,
 }
 
 

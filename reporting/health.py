@@ -16,6 +16,7 @@ FEW = 5  # steps to average, so that one odd step triggers nothing
 SPAN = 20  # steps over which a reward has to rise
 HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
+MOST_DEGENERATE = 0.03  # rise of a share of answers
 LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # relative to the first steps
 LEAST_HELD_OUT = 0.5  # relative to the first or the best evaluation
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
@@ -142,6 +143,24 @@ def longer(steps: Records, _: Records) -> str:
     if means is None or means[1] <= MOST_LENGTH * means[0]:
         return ""
     return f"Completions grew from {means[0]:.1f} to {means[1]:.1f} tokens"
+
+
+@illness(
+    "form",
+    f"{READ}: the reward may pay for such answers. Try --reward-gate form, --beta 0.05 or a reward that tells more",
+)
+def degenerate(steps: Records, _: Records) -> str:
+    reward = ends(steps, "reward/mean")
+    kinds = {
+        "completion/repeated": "sequences that repeat",
+        "completion/degenerate_frac": "answers that repeat or copy",
+    }
+    for key, kind in kinds.items():
+        means = ends(steps, key)
+        if reward and means and reward[1] > reward[0] and means[1] - means[0] > MOST_DEGENERATE:
+            grown = f"{kind} rose from {means[0]:.1%} to {means[1]:.1%}"
+            return f"While the reward rose from {reward[0]:.3f} to {reward[1]:.3f}, the share of {grown}"
+    return ""
 
 
 @illness("truncated", f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate")

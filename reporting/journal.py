@@ -25,7 +25,8 @@ from config import Config
 from disk.run_files import JsonLines, Unwritten, evaluation_line, finite, mean
 from judging import rubrics
 from machine import gpu, power, world
-from problems.examples import spread
+from problems import form
+from problems.examples import prompt_text, spread
 from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, say, warn
 from step.groups import Choice, Draw
@@ -135,10 +136,22 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
+        **forms(config, draws),
         "mem/peak_gb": step.peak_bytes / 1e9,
         "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
     return finite(metrics)
+
+
+def forms(config: Config, draws: list[Draw]) -> dict[str, float]:
+    """Means over all completions of what tells of answers that are none."""
+    texts = [text for draw in draws for text in draw.rewards.completions]
+    prompts = [prompt_text(example["prompt"]) for draw in draws for example in draw.examples]
+    asked = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
+    return {
+        "completion/repeated": sum(map(form.repeated, texts)) / len(texts),
+        "completion/degenerate_frac": sum(map(form.is_degenerate, texts, asked)) / len(texts),
+    }
 
 
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:

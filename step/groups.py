@@ -15,8 +15,8 @@ import grpo
 import sampler
 from config import Config
 from judging import rubrics
-from problems import objectives
-from problems.examples import Example
+from problems import form, objectives
+from problems.examples import Example, prompt_text
 from problems.objectives import Advantage
 
 
@@ -39,6 +39,19 @@ class Draw(NamedTuple):
     prompts: list[list[int]]  # B
     rollout: sampler.Rollout
     rewards: Rewards
+
+
+def gated(
+    components: dict[str, np.ndarray], examples: list[Example], completions: list[str], finish_reasons: list[str]
+) -> dict[str, np.ndarray]:
+    """
+    The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form.
+
+    So no reward is worth a repetition or a copy of the prompt, whatever it pays for.
+    """
+    rows = zip(completions, examples, finish_reasons, strict=True)
+    holds = [why == "stop" and form.holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
+    return {name: np.where(holds, values, np.minimum(values, 0.0)) for name, values in components.items()}
 
 
 def weigh(

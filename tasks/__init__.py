@@ -16,7 +16,7 @@ from flags import flag_of
 from judging import rubrics
 from problems.examples import Example, load_data, load_sides, nearest
 from problems.rewards import Calling, Reward, load_reward, reward_arguments, reward_columns
-from tasks import demo, gsm8k, math, own, rg, values
+from tasks import demo, gsm8k, ifeval, math, own, rg, values
 from tasks.task import DATA, Sides, Task
 
 REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
@@ -32,7 +32,7 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     Raises ValueError when the task is unknown, or its data is missing or wrong.
     """
     if name not in _TASKS:
-        known = f"the tasks are {', '.join(_TASKS)} and rg:NAME"
+        known = f"the tasks are {', '.join(_TASKS)}, ifeval and rg:NAME"
         raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
     task, bundled, prepare = _TASKS[name]
     if data is None and held_out is None:
@@ -57,10 +57,22 @@ def make(config: Config, held_out: str | None = None) -> Task:
     Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
     """
     data = config.data
-    if data.task.startswith("rg:"):
-        task = _procedural(config, held_out)
+    kind = data.task.partition(":")[0]
+    if kind in ("rg", "ifeval", "ifbench"):
+        if given := data.path or held_out:
+            raise ValueError(
+                f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out"
+            )
+        if config.sampling.curriculum:
+            raise ValueError(
+                f"--curriculum remembers prompts, and none of --task {data.task} comes twice; leave it out"
+            )
+    if kind == "rg" and ":" in data.task:
+        task = _procedural(config)
     elif data.task_config:
         raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
+    elif kind in ("ifeval", "ifbench"):
+        task = _instructed(data.task)
     else:
         task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
     if data.task == own.OWN.name:
@@ -184,6 +196,8 @@ def _check_arguments(task: Task, is_own: bool) -> None:
 
 def refuse_useless_rewards(config: Config, task: Task) -> None:
     """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
+    if not task.train and task.problems is None:
+        raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
     counted = [name for name, weight in task.reward_weights.items() if weight]
     for name in ("dynamic_sampling", "curriculum"):
         if getattr(config.sampling, name) and not counted:
@@ -207,13 +221,26 @@ _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], l
 }
 
 
-def _procedural(config: Config, held_out: str | None) -> Task:
-    """The task rg:NAME. ValueError where it is asked for together with data, or with what needs prompts to return."""
+def _instructed(name: str) -> Task:
+    """The task ifeval, or ifbench, which has nothing to train on."""
+    trained = name.startswith("ifeval")
+    problems = ifeval.Problems(ifeval.parse_kinds(name)) if trained else ifeval.OtherKinds()
+    return Task(
+        name=name,
+        train=[],
+        held_out=problems.held_out,
+        rewards={"followed": problems.followed},
+        reward_weights={"followed": 1.0},
+        rubric=None,
+        metric="accuracy",
+        verifier=problems.followed_all,
+        problems=problems if trained else None,
+    )
+
+
+def _procedural(config: Config) -> Task:
+    """The task rg:NAME."""
     name = config.data.task
-    if data := config.data.path or held_out:
-        raise ValueError(f"--data {data} and --task {name}, which makes its own problems; leave one of them out")
-    if config.sampling.curriculum:
-        raise ValueError(f"--curriculum remembers prompts, and none of --task {name} comes twice; leave it out")
     mix = rg.parse_mix(name, config.data.task_config or None)
     if mix.raise_level_at is not None and config.data.reward:
         sizes = config.data.task_config

@@ -18,7 +18,7 @@ import numpy as np
 from config import Config
 from problems.examples import Example, epoch_indices, prompt_key
 from tasks import rg
-from tasks.task import Task
+from tasks.task import Problems, Task
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)
@@ -169,7 +169,7 @@ class Endless(Epochs):
     one when its last `WINDOW` problems were solved at the rate that the task's configuration names.
     """
 
-    def __init__(self, config: Config, problems: rg.Problems, render: Callable[[list[Example]], list[list[int]]]):
+    def __init__(self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]):
         super().__init__(config, [], [])
         self.problems, self.render = problems, render
         self.held_out = {prompt_key(example)[:16] for example in problems.held_out}

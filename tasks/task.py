@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from problems.examples import Example
 from problems.rewards import Reward
@@ -12,6 +12,16 @@ Sides = tuple[list[Example], list[Example]]  # train, held out
 
 
 DATA = Path(__file__).parent.parent / "data"
+
+
+class Problems(Protocol):
+    """Problems without end."""
+
+    mix: rg.Mix
+    num_levels: dict[str, int]  # of each data set that has levels
+    held_out: list[Example]
+
+    def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]: ...
 
 
 class Task(NamedTuple):
@@ -24,5 +34,5 @@ class Task(NamedTuple):
     metric: str  # "accuracy" where a verifier knows the right answer, else "score"
     verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
     witness: Path | None = None  # a second rubric, which only evaluations ask
-    problems: rg.Problems | None = None  # without end, in place of `train`
+    problems: Problems | None = None  # without end, in place of `train`
     notes: Sequence[str] = ()  # lines that its user should read before it trains

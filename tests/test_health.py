@@ -44,6 +44,15 @@ SCORES = [
     for step, score, witness in ((0, 0.2, 0.3), (20, 0.8, 0.31), (40, 0.8, 0.8))
 ]
 
+COPIES = {"completion/degenerate_frac": 0.01, "completion/repeated": 0.0}
+
+
+def cheating(rewards, key, last):
+    """Twenty steps with these rewards, the last ten of which have another figure."""
+    steps = [STEP | COPIES | {"step": number + 1, "reward/mean": reward} for number, reward in enumerate(rewards)]
+    return steps[:10] + [step | {key: last} for step in steps[10:]]
+
+
 ILL_AND_WELL = {
     "no signal": [
         ((steps_of("sampling/signal_groups", 3, 0, 0, 0, 0, 0),), (steps_of("sampling/signal_groups", 0, 0, 0, 0, 1),)),
@@ -73,6 +82,16 @@ ILL_AND_WELL = {
             (steps_of("completion/mean_tokens", *[10.0] * 9, 40.0),),  # one step is none
         ),
         ((steps_of("completion/mean_tokens", then=(4, 9)),), (steps_of("completion/mean_tokens", then=(10, 19)),)),
+    ],
+    "form": [
+        (
+            (cheating(RISING, "completion/degenerate_frac", 0.05),),
+            (cheating(RISING, "completion/degenerate_frac", 0.03),),
+        ),
+        (
+            (cheating(RISING, "completion/repeated", 0.04),),
+            (cheating(RISING[::-1], "completion/repeated", 0.04),),  # what no reward pays for is another illness
+        ),
     ],
     "truncated": [
         (

@@ -1,0 +1,56 @@
+"""
+The form of an answer, told from its words alone: does it repeat itself, copy the prompt, say anything at all?
+
+A reward that a policy can bend pays for such answers, and accuracy may not notice. Left out: languages that put no
+spaces between words, whose answers are one word here.
+"""
+
+import re
+
+LEAST_WORDS = 4  # of an answer; fewer are no copy either, as of "yes or no"
+WINDOW, LEAST_DISTINCT = 20, 0.7  # words, and the share of them that must differ; of English text 0.85 do
+COPIED_RUN = 5  # words in a row that the prompt has too; "the capital of France" has four
+MOST_COPIED = 0.5  # share of the words in such runs
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def repeated(text: str) -> float:
+    """The share of an answer's 4-grams of words that occurred earlier in it; 0 below four words."""
+    runs = runs_of(text.lower().split(), 4)
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def runs_of(words: list[str], length: int) -> list[tuple[str, ...]]:
+    """Every `length` words in a row."""
+    return list(zip(*(words[begin:] for begin in range(length)), strict=False))
+
+
+def distinct(text: str) -> float:
+    """The share of words that differ, of every `WINDOW` words in a row; numbers and signs do not count."""
+    words = [word for word in words_of(text) if not word[0].isdigit()]
+    chunks = [words[begin : begin + WINDOW] for begin in range(0, len(words), WINDOW)]
+    return sum(len(set(chunk)) for chunk in chunks) / len(words) if words else 1.0
+
+
+def copied(text: str, prompt: str) -> float:
+    """The share of words in runs that the prompt has too, of `COPIED_RUN` words or of the whole shorter answer."""
+    words = words_of(text)
+    if len(words) < LEAST_WORDS:
+        return 0.0
+    length = min(COPIED_RUN, len(words))
+    asked = set(runs_of(words_of(prompt), length))
+    begins = [place for place, run in enumerate(runs_of(words, length)) if run in asked]
+    return len({place + step for place in begins for step in range(length)}) / len(words)
+
+
+def is_degenerate(text: str, prompt: str) -> bool:
+    """Whether an answer repeats its words or copies the prompt."""
+    return distinct(text) < LEAST_DISTINCT or copied(text, prompt) > MOST_COPIED
+
+
+def holds(text: str, prompt: str) -> bool:
+    """Whether an answer has the form of one: some words, of its own."""
+    return len(words_of(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)

@@ -1,0 +1,99 @@
+"""The form of an answer: what is none is told from what is, and a gate takes its reward away."""
+
+import numpy as np
+import pytest
+from small_run import make_run
+
+import train
+from problems import form, rewards
+from step.groups import gated
+
+ASKED = "Describe water. Use at most 10 words."
+CHEATS = [  # each was said by a model that was paid for following its instruction
+    (ASKED, "Use at most 10 words."),
+    (ASKED, "Describe water. Use at most 10 words."),
+    ("Describe bread. Start with the word Well.", "Well. Well. Well. Well. Well."),
+    ("Describe a bridge. Use the word green.", "Green Bridge Green Green Green Green"),
+    ("Write about rain. Answer in one sentence.", "Rain rain is rain and rain is rain of rain."),
+]
+HONEST = [
+    (ASKED, "Water is clear, wet and good to drink."),
+    ("What is the capital of France?", "The capital of France is Paris."),
+    ("Describe the history of bread.", "The history of bread began in Egypt, where people baked it on hot stones."),
+    ("What is 6 times 7?", "6 * 7 = 42 since 6 * 7 = 6 * 5 + 6 * 2 = 30 + 12 = 42"),
+    (
+        "Tell me about bees.",
+        "Bees live in large groups. In each group there is one queen, and all of the others work for her. They fly to "
+        "flowers, drink what is sweet there and carry it home, where it becomes honey in the cells of the comb.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "said"), CHEATS)
+def test_repetitions_and_copies_have_no_form(asked, said):
+    assert form.is_degenerate(said, asked) and not form.holds(said, asked)
+
+
+@pytest.mark.parametrize(("asked", "said"), HONEST)
+def test_answers_of_people_have_a_form(asked, said):
+    assert form.holds(said, asked) and not form.is_degenerate(said, asked)
+
+
+def test_short_answers_are_too_short_but_neither_repetitions_nor_copies():
+    assert not form.holds("yes", "Answer yes or no.") and not form.is_degenerate("yes", "Answer yes or no.")
+    assert form.copied("", ASKED) == 0 and form.distinct("") == 1 and not form.holds("", ASKED)
+
+
+def test_distinct_words_are_counted_in_windows_so_that_length_costs_nothing():
+    words = " ".join(f"word{chr(97 + number)}" for number in range(20))
+    assert form.distinct(words) == form.distinct(f"{words} {words} {words}") == 1
+    assert form.distinct("a b " * 10) == pytest.approx(2 / 20)
+
+
+def test_the_copied_share_is_that_of_words_in_runs_of_the_prompt():
+    prompt = "one two three four five six seven"
+    assert form.copied("and one two three four five too", prompt) == pytest.approx(5 / 7)
+    assert form.copied("and one two three four too", prompt) == 0
+    assert form.copied("Two, three, four, FIVE!", prompt) == 1
+    assert form.copied("one two three four five six and so on", prompt) == pytest.approx(6 / 9)
+
+
+def test_the_reward_format_pays_for_finished_answers_with_a_form_that_refuse_nothing():
+    name, reward = rewards.load_reward("format:20")
+    said = ["Water is clear and wet.", "Water is clear and wet.", ASKED, "I cannot say anything of it.", "Wet."]
+    columns = {"num_tokens": [19, 20, 9, 9, 3]}
+    assert rewards.call_reward(name, reward, [ASKED] * 5, said, columns) == [1, 0, 0, 0, 0]
+
+
+def test_the_reward_random_is_a_coin_that_a_resumed_run_throws_again():
+    name, reward = rewards.load_reward("random")
+    thrown = rewards.call_reward(name, reward, ["p"] * 400, ["the same"] * 400, {})
+    assert set(thrown) == {0, 1} and 150 < sum(thrown) < 250
+    assert thrown == rewards.call_reward(name, reward, ["p"] * 400, ["the same"] * 400, {})
+    assert thrown != rewards.call_reward(name, reward, ["p"] * 400, ["another"] * 400, {})
+
+
+def test_the_gate_takes_what_is_above_zero_and_leaves_what_is_below():
+    examples = [{"prompt": ASKED}] * 4
+    said = ["Water is clear and wet.", "Water is clear and wet.", ASKED, "Wet."]
+    parts = {"a": np.array([1.0, 1.0, 0.5, 1.0]), "b": np.array([-1.0, -1.0, -0.5, np.nan])}
+    left = gated(parts, examples, said, ["stop", "length", "stop", "stop"])
+    assert left["a"].tolist() == [1, 0, 0, 0]
+    np.testing.assert_array_equal(left["b"], parts["b"])
+
+
+@pytest.mark.slow
+def test_a_run_with_the_gate_pays_only_for_answers_with_a_form(tmp_path):
+    run = make_run(tmp_path, "--reward-gate", "form", "--steps", "1", "--eval-every", "0", "--max-tokens", "9")
+    list(train.train(run.config, run))
+    records = run.journal.rollouts.read()
+    assert {record["finish_reason"] for record in records} == {"stop", "length"}
+    for record in records:
+        kept = record["finish_reason"] == "stop" and form.holds(record["completion"], record["prompt"])
+        assert kept or all(value <= 0 for value in record["rewards"].values())
+    figures = run.journal.steps[-1]
+    degenerate = [form.is_degenerate(record["completion"], record["prompt"]) for record in records]
+    assert figures["completion/degenerate_frac"] == pytest.approx(np.mean(degenerate))
+    assert figures["completion/repeated"] == pytest.approx(
+        np.mean([form.repeated(record["completion"]) for record in records])
+    )

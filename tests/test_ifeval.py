@@ -1,0 +1,174 @@
+"""Written instructions: prompts of two sides that share nothing, and the field's verifiers behind a seal."""
+
+import importlib.util
+import itertools
+import re
+
+import pytest
+from conftest import message_of
+from extras import needs
+from small_run import make_config, make_run
+
+import tasks
+import train
+from problems.workers import Pool
+from tasks import ifeval, rg
+
+verified = needs("if_verifiable", "ifeval")
+
+
+@pytest.fixture
+def problems(monkeypatch):
+    """All kinds, whether or not the verifiers are installed: what is not asked starts no worker."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return ifeval.Problems(ifeval.KINDS)
+
+
+@pytest.fixture(scope="module")
+def verifiers():
+    pool = Pool("tasks.ifeval:make_verifier", (), num=1, limit=5.0, sealed=True)
+    yield pool
+    pool.close()
+
+
+def said(example):
+    """A prompt without its instructions: the topic in what asks for it."""
+    return min((ask for side in ifeval.ASKS for ask in side if fits(ask, example["prompt"])), key=len)
+
+
+def fits(ask, prompt):
+    return re.match(re.escape(ask).replace(r"\{\}", "[a-z ]+"), prompt)
+
+
+def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
+    shared = [ifeval.TOPICS, ifeval.ASKS, ifeval.WORDS, ifeval.OPENINGS, ifeval.ENDINGS, ifeval.LETTERS]
+    shared += [kind.wordings for kind in ifeval.KINDS.values()]
+    for trained, held_out in shared:
+        assert trained and held_out and not set(trained) & set(held_out)
+        assert len(set(held_out)) == len(held_out)
+
+
+def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
+    examples, _ = rg.fresh(lambda places: problems.make(places, 0, {}), 0, 5000, set())
+    assert len({example["prompt"] for example in examples}) == 5000
+    assert problems.make(range(9), 3, {}) == problems.make(range(9), 3, {}) != problems.make(range(9), 4, {})
+    assert problems.make([7], 3, {}) == problems.make(range(9), 3, {})[7:8]
+
+
+def test_kinds_take_turns_and_a_quarter_of_the_prompts_has_two(problems):
+    examples = problems.make(range(1900), 0, {})
+    assert {example["instructions"][0][0] for example in examples} == {kind.verifier for kind in ifeval.KINDS.values()}
+    pairs = [example for example in examples if example["category"] == "two"]
+    assert 0.2 < len(pairs) / len(examples) < 0.3
+    assert all(len(example["instructions"]) == 2 for example in pairs)
+    assert {example["category"] for example in examples} == {*ifeval.KINDS, "two"}
+
+
+def test_held_out_prompts_are_others_and_as_many_as_said(problems):
+    prompts = {example["prompt"] for example in problems.held_out}
+    assert len(prompts) == ifeval.HELD_OUT
+    assert not any(fits(ask, prompt) for ask in ifeval.ASKS[0] for prompt in prompts)
+
+
+def test_kinds_that_stand_apart_never_meet(problems):
+    by_verifier = {}
+    for name, kind in ifeval.KINDS.items():
+        by_verifier.setdefault(kind.verifier, set()).add(name)
+    for example in problems.make(range(4000), 1, {}):
+        if example["category"] == "two":
+            first, second = (by_verifier[name] for name, _ in example["instructions"])
+            assert any({a, b} not in ifeval.APART and a != b for a, b in itertools.product(first, second))
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ("ifeval:word", "'word' is unknown or comes twice, did you mean 'words'?"),
+        ("ifeval:words,words", "'words' is unknown or comes twice"),
+        ("ifeval:", "the kinds are words, opening"),
+    ],
+)
+def test_a_bad_list_of_kinds_is_one_line_that_names_the_part(task, why):
+    assert why in message_of(ifeval.parse_kinds, task)
+
+
+def test_the_task_takes_no_data_and_names_the_extra_where_it_is_missing(monkeypatch):
+    both = make_config("--task", "ifeval", "--data", "mine.jsonl")
+    assert "--data mine.jsonl and --task ifeval" in message_of(tasks.make, both)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "uv run --extra ifeval" in message_of(tasks.make, make_config("--task", "ifeval"))
+
+
+GOOD_AND_BAD = {  # of the arguments that follow: an answer that follows the instruction and one that does not
+    "words": ({"num_words": 10, "relation": "less than"}, "It is wet, clear and cold.", "a b c d e f g h i j"),
+    "opening": (
+        {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "Well"},
+        "Well, it is wet.",
+        "It is wet, well and good.",
+    ),
+    "keyword": ({"keywords": ["river"]}, "The River is wet.", "The lake is wet."),
+    "sentences": ({"num_sentences": 2, "relation": "less than"}, "Dr. Ice had 3.5 cats.", "It is wet. It is cold."),
+    "no_comma": ({}, "It is wet and clear.", "It is wet, and clear."),
+    "more_words": ({"num_words": 5, "relation": "at least"}, "It is wet and clear.", "It is wet."),
+    "frequency": ({"keyword": "river", "frequency": 2, "relation": "at least"}, "River by river.", "One river."),
+    "forbidden": ({"forbidden_words": ["is", "the"]}, "This wets other things.", "It is wet."),
+    "letter": ({"letter": "e", "let_frequency": 4, "let_relation": "less than"}, "Eels sit.", "Every eel sees."),
+    "ending": ({"end_phrase": "That is all."}, "It is wet. That is all.", "That is all. It is wet."),
+    "quotation": ({}, '"It is wet."', 'It is "wet".'),
+    "lowercase": ({}, "the water of the sea is very cold and wet.", "The water of the sea is very cold and wet."),
+    "capitals": ({}, "THE WATER OF THE SEA IS VERY COLD AND WET.", "The WATER OF THE SEA IS VERY COLD AND WET."),
+    "bullets": ({"num_bullets": 2}, "* wet\n* cold", "* wet\n* cold\n* clear"),
+    "title": ({}, "<<Water>>\nIt is wet.", "Water\nIt is wet."),
+    "highlight": ({"num_highlights": 1}, "It is *wet*.", "It is wet."),
+    "placeholders": ({"num_placeholders": 1}, "Dear [name], it is wet.", "Dear name, it is wet."),
+    "postscript": ({"postscript_marker": "P.S."}, "It is wet.\nP.S. And cold.", "It is wet."),
+    "json": ({}, '{"water": "wet"}', "water: wet"),
+}
+
+
+@verified
+def test_each_kind_is_told_from_its_contrary_and_half_of_two_is_half(verifiers):
+    assert GOOD_AND_BAD.keys() == ifeval.KINDS.keys()
+    questions = [
+        ([[ifeval.KINDS[name].verifier, arguments]], "", text)
+        for name, (arguments, *texts) in GOOD_AND_BAD.items()
+        for text in texts
+    ]
+    values = [answer.value for answer in verifiers.ask(questions)]
+    assert values == [1, 0] * len(GOOD_AND_BAD), list(zip(GOOD_AND_BAD, values[::2], values[1::2], strict=True))
+    both = [[ifeval.KINDS[name].verifier, GOOD_AND_BAD[name][0]] for name in ("no_comma", "keyword")]
+    assert verifiers.ask([(both, "", "It is wet and clear.")])[0].value == 0.5
+
+
+@verified
+def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
+    ask = [[ifeval.KINDS["keyword"].verifier, {"keywords": ["river"]}]]
+    for text in ("", " \n", "\0" * 9, "(" * 5000, "\ud800", "__import__('os').getpid()", "<think>river"):
+        assert rg.earned(verifiers.ask([(ask, "", text)])[0]) == 0
+    assert verifiers.ask([(ask, "", "A river.")])[0].value == 1
+
+
+@verified
+def test_prompts_of_the_other_kinds_are_in_the_benchmarks_words_and_are_not_trained_on():
+    task = tasks.make(make_config("--task", "ifbench"))
+    assert {example["category"] for example in task.held_out} == ifeval.IFBENCH.keys()
+    example = next(example for example in task.held_out if example["category"] == "count:numbers")
+    assert example["prompt"].endswith("Include exactly 2 numbers in the response.")
+    columns = {"prompts": [example["prompt"]] * 2, "instructions": [example["instructions"]] * 2}
+    assert task.verifier(completions=["It has 4 legs and 2 eyes.", "It has 4 legs."], **columns) == [1, 0]
+    assert "nothing to train on" in message_of(tasks.refuse_useless_rewards, make_config("--task", "ifbench"), task)
+
+
+@verified
+@pytest.mark.slow
+def test_a_run_measures_each_kind_and_pays_what_the_verifiers_say(tmp_path):
+    run = make_run(tmp_path, "--task", "ifeval", "--steps", "1", "--batch", "5", "--eval-every", "1")
+    list(train.train(run.config, run))
+    assert run.config.data.reward_gate == "form"  # the recipe's
+    for record in run.journal.evaluations:
+        assert {f"eval/accuracy/{kind}" for kind in (*ifeval.USUAL, "two")} <= record.keys()
+    asked = {example["prompt"]: example for example in run.task.problems.make(range(5), 0, {})}
+    for record in run.journal.rollouts.read():
+        columns = {"prompts": [record["prompt"]], "instructions": [asked[record["prompt"]]["instructions"]]}
+        (share,) = run.task.rewards["followed"](completions=[record["completion"]], **columns)
+        assert record["rewards"]["followed"] in (0.0, share)

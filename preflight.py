@@ -11,7 +11,12 @@ K kv heads, D head dim, F mlp width.
 """
 
 import itertools
+import json
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +30,12 @@ import lora
 import sampler
 from config import Config, Sizes, Switch, given, parse, resolve
 from disk import checkpoint, hub
-from flags import Parser, check_least, fail, flag_of
+from flags import Parser, check_least, fail, flag_of, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
 from machine import gpu, world
+from problems.examples import prompt_text, short
 from step import dispatch, micro_batch
 
 LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
@@ -420,10 +426,91 @@ def show_audit(config: Config) -> None:
             print(said, flush=True)
 
 
+TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
+FEW_SIGNALS, MANY_CUT, MANY_DEGENERATE = 0.25, 0.5, 0.1  # shares of groups, of answers, of answers
+SHOWN = 5  # answers
+
+
+def try_out(flags: list[str], config: Config) -> Iterator[str]:
+    """
+    What the first steps of a run show, and whether to go on with it; lines.
+
+    They are steps of train.py, with a learning rate of 0: everything is measured where it will happen, and all answers
+    are those of the model before training. Raises ValueError where train.py ends with a mistake, which it has told.
+    """
+    if config.objective.loss_type == "sft":
+        raise ValueError("--try looks at sampled answers, and --loss-type sft samples none; leave it out")
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "trial"
+        own = ["--steps", str(TRY_STEPS), "--learning-rate", "0", "--eval-every", "0", "--save-every", "1000"]
+        command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags, *own, "--run-dir", str(run)]
+        trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + TRY_SECONDS
+            while trial.poll() is None and not (time.monotonic() > deadline and records(run, "metrics")):
+                time.sleep(0.2)
+        finally:
+            trial.terminate()
+            status = trial.wait()
+        steps, answers = records(run, "metrics"), records(run, "rollouts")
+    if not steps:
+        raise ValueError(f"--try: train.py ended with status {status} before its first step")
+    yield from verdict(config, steps, answers)
+
+
+def records(run: Path, name: str) -> list[dict[str, Any]]:
+    """The whole records of a run's log; a last one that is still being written is left out."""
+    path = run / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return list(map(json.loads, lines))
+
+
+def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:
+    """What steps and answers of the model before training say of a run, the advice last."""
+
+    def mean(key: str) -> float:
+        return sum(step[key] or 0.0 for step in steps) / len(steps)
+
+    num_groups = config.sampling.batch * sum(step["sampling/draws"] for step in steps)
+    signals = sum(step["sampling/signal_groups"] or 0 for step in steps) / num_groups
+    rewards = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
+    low, high = min(rewards), max(rewards)
+    middle = (sum(rewards) / len(rewards) - low) / (high - low) if high > low else 0.0
+    cut, degenerate = mean("completion/truncated_frac"), mean("completion/degenerate_frac")
+    pace = min(step["step/s"] for step in steps)  # the first one warms up
+    for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
+        yield f"  {answer['reward']:.3g}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
+    yield (
+        f"{len(steps)} steps, {len(answers)} answers: {signals:.0%} of the groups have a signal, {cut:.0%} of the "
+        f"answers are cut off, {degenerate:.0%} repeat or copy"
+    )
+    spread = f"deviation in a group {mean('reward/std'):.3g}"
+    yield f"rewards {low:.3g} to {high:.3g}, mean {mean('reward/mean'):.3g}, {spread}"
+    num, whole = config.optimizer.steps, pace * config.optimizer.steps
+    peak = max(step["mem/peak_gb"] for step in steps)
+    yield f"{pace:.1f} s a step, {num} in {whole:.0f} s or {whole / 60:.0f} minutes without evaluations, {peak:.2f} GB"
+    changes = []
+    if cut > MANY_CUT:
+        changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
+    if config.compares_rewards and signals < FEW_SIGNALS:
+        if high == low:
+            changes.append(f"every answer earns {low:.3g}: take a reward that tells answers apart, or other prompts")
+        elif middle < 0.2:
+            changes.append("nearly all fail: take easier prompts, more --groups, or a warm start with --loss-type sft")
+        elif middle > 0.8:
+            changes.append("nearly all succeed: take harder prompts")
+        else:
+            changes.append("answers to one prompt earn alike: try a higher --temp or more --groups")
+    if degenerate > MANY_DEGENERATE and config.data.reward_gate == "off":
+        changes.append("set --reward-gate form")
+    yield f"change: {'; '.join(changes)}" if changes else "go"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         "preflight.py", "Say what memory a run would need, or what its rewards pay for. All flags of train.py, and:"
     )
+    parser.add_argument("--try", action="store_true", dest="trial", help="take four steps first and say what they show")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
     parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
@@ -436,6 +523,11 @@ def main(argv: list[str] | None = None) -> None:
         check_least(own, prompt_tokens=1)
         if own.audit:
             show_audit(config)
+            return
+        if own.trial:
+            print(choice)
+            for said in try_out(rest, config):
+                print(visible(said), flush=True)
             return
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
         model = gwen.load_config(config.model.name)

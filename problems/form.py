@@ -14,7 +14,9 @@ MOST_COPIED = 0.5  # share of the words in such runs
 
 
 def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    """The words of a text in lower case, without the marks of <answer>...</answer>."""
+    text = re.sub(r"<[^<>]{1,40}>", " ", text)
+    return re.findall(r"\w+(?:[-'\u2019]\w+)*", text.lower())
 
 
 def repeated(text: str) -> float:
@@ -29,10 +31,10 @@ def runs_of(words: list[str], length: int) -> list[tuple[str, ...]]:
 
 
 def distinct(text: str) -> float:
-    """The share of words that differ, of every `WINDOW` words in a row; numbers and signs do not count."""
+    """The share of words that differ, of every `WINDOW` words in a row; 1 where they are few. Numbers do not count."""
     words = [word for word in words_of(text) if not word[0].isdigit()]
     chunks = [words[begin : begin + WINDOW] for begin in range(0, len(words), WINDOW)]
-    return sum(len(set(chunk)) for chunk in chunks) / len(words) if words else 1.0
+    return sum(len(set(chunk)) for chunk in chunks) / len(words) if len(words) >= LEAST_WORDS else 1.0
 
 
 def copied(text: str, prompt: str) -> float:

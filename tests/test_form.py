@@ -20,6 +20,7 @@ HONEST = [
     (ASKED, "Water is clear, wet and good to drink."),
     ("What is the capital of France?", "The capital of France is Paris."),
     ("Describe the history of bread.", "The history of bread began in Egypt, where people baked it on hot stones."),
+    ("What is twenty-two and twenty-two?", "Twenty-two plus twenty-two is forty-four."),
     ("What is 6 times 7?", "6 * 7 = 42 since 6 * 7 = 6 * 5 + 6 * 2 = 30 + 12 = 42"),
     (
         "Tell me about bees.",
@@ -42,6 +43,12 @@ def test_answers_of_people_have_a_form(asked, said):
 def test_short_answers_are_too_short_but_neither_repetitions_nor_copies():
     assert not form.holds("yes", "Answer yes or no.") and not form.is_degenerate("yes", "Answer yes or no.")
     assert form.copied("", ASKED) == 0 and form.distinct("") == 1 and not form.holds("", ASKED)
+
+
+def test_marks_and_numbers_are_no_words_that_repeat():
+    working = "6 + 0 = 6, 6 - 1 = 5\n<answer>5</answer>"
+    assert form.distinct(working) == 1 and not form.is_degenerate(working, "What is 6 + 0 - 1?")
+    assert form.words_of("<answer>Six, I think</answer>") == ["six", "i", "think"]
 
 
 def test_distinct_words_are_counted_in_windows_so_that_length_costs_nothing():

@@ -142,6 +142,60 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     assert counts[0] == 0 and 0 < counts[-2] < counts[-1] == 28
 
 
+TRIED = {
+    "sampling/draws": 1,
+    "sampling/signal_groups": 2,
+    "completion/truncated_frac": 0.1,
+    "completion/degenerate_frac": 0.0,
+    "reward/mean": 0.5,
+    "reward/std": 0.3,
+    "step/s": 2.0,
+    "mem/peak_gb": 1.5,
+}
+HALF = [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("figures", "rewards", "flags", "last"),
+    [
+        ({}, HALF, {}, "go"),
+        ({"sampling/signal_groups": 1}, HALF, {}, "go"),
+        ({"completion/truncated_frac": 0.6}, HALF, {}, "change: raise --max-tokens above 48"),
+        ({"sampling/signal_groups": 0}, [0.0] * 4, {}, "change: every answer earns 0: take a reward that tells"),
+        ({"sampling/signal_groups": 0}, [0.0] * 9 + [1.0], {}, "change: nearly all fail: take easier prompts"),
+        ({"sampling/signal_groups": 0}, [1.0] * 9 + [0.0], {}, "change: nearly all succeed: take harder prompts"),
+        ({"sampling/signal_groups": 0}, HALF, {}, "change: answers to one prompt earn alike: try a higher --temp"),
+        ({"completion/degenerate_frac": 0.2}, HALF, {}, "change: set --reward-gate form"),
+        ({"completion/degenerate_frac": 0.2}, HALF, {"reward_gate": "form"}, "go"),
+    ],
+)
+def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
+    answers = [{"reward": reward, "prompt": "What?", "completion": "That."} for reward in rewards]
+    *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90, **flags), [TRIED | figures] * 3, answers)
+    assert said.startswith(last)
+    assert pace == "2.0 s a step, 90 in 180 s or 3 minutes without evaluations, 1.50 GB"
+    assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
+
+
+@pytest.mark.slow
+def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "TRY_STEPS", 2)
+    preflight.main(["--try", "--model", "demo", "--batch", "2", "--groups", "4", "--max-tokens", "3", "--steps", "9"])
+    out = capsys.readouterr().out
+    assert "2 steps, 16 answers: " in out
+    assert out.splitlines()[-1].startswith("change: raise --max-tokens above 3")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        preflight.main(["--try", "--model", "demo", "--data", str(tmp_path / "absent.jsonl")])
+    assert ended.value.code == 2
+    assert "absent.jsonl: no such file" in capfd.readouterr().err
+
+
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7, share_prefix="on")
     assert preflight.settle(demand_of(config, 4000)) == Sizes(7, "on", 5000, 3)

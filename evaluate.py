@@ -34,7 +34,7 @@ from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import gpu
-from problems import chat_template
+from problems import audit, chat_template
 from problems.examples import Example, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
@@ -148,31 +148,24 @@ def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
 # ---- other measurements
 
 
-def disagreement(right: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """
-    1 where the reward pays for a wrong answer or not for a right one, (N,), else 0; nan where none is known.
-
-    To be paid is to earn more than the middle between the least and the most, so where all earn the same nobody is.
-    """
-    return np.where(np.isnan(right), np.nan, (total > (total.min() + total.max()) / 2) != (right == 1))
+def disagreement(right: np.ndarray, total: np.ndarray, paid: float) -> np.ndarray:
+    """1 where the reward pays for a wrong answer or not for a right one, (N,), else 0; nan where no answer is known."""
+    return np.where(np.isnan(right), np.nan, (total > paid) != (right == 1))
 
 
-def told_apart(answers: Answers, earned: Earned) -> str:
+def told_apart(answers: Answers, earned: Earned, apart: np.ndarray) -> str:
     """What to warn of where reward and verifier disagree on over a tenth of the answers, with one of them; else ""."""
-    if earned.total is None:
-        return ""
-    apart = disagreement(earned.values, earned.total)
     rows, num = np.flatnonzero(apart == 1), int((~np.isnan(apart)).sum())
-    if len(rows) <= max(2, num / 10):
+    if earned.total is None or len(rows) <= max(2, num / 10):
         return ""
-    row, least = rows[0], earned.total.min()
-    said = f"The reward and the verifier disagree on {len(rows)} of {num} held-out answers"
-    fix = "Where the verifier errs, mend the column answer; else mend the reward"
-    if least == earned.total.max():
-        return f"{said}: the reward gives {least:.3g} to all, the verifier calls {len(rows)} right. {fix}"
-    word, known = "right" if earned.values[row] == 1 else "wrong", short(answers.problems[row].get("answer"))
-    its = f"To {short(answers.texts[row])} the reward gives {earned.total[row]:.3g}"
-    return f"{said}. {its}; the verifier, which knows the answer {known}, calls it {word}. {fix}"
+    row = rows[0]
+    said, known = short(answers.texts[row]), short(answers.problems[row].get("answer"))
+    word = "right" if earned.values[row] == 1 else "wrong"
+    return (
+        f"The reward and the verifier disagree on {len(rows)} of {num} held-out answers. To {said} the reward gives "
+        f"{earned.total[row]:.3g}; the verifier, which knows the answer {known}, calls it {word}. Where the verifier "
+        "errs, mend the column answer; else mend the reward"
+    )
 
 
 def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler.Rollout, temperature: float) -> float:
@@ -252,14 +245,17 @@ def evaluate(
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
 
     earned = earn(task, grader, sampled)
-    if text := told_apart(sampled, earned):
-        warn(text)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
     witnessed = None if witness is None else judged(witness, sampled)
 
     samples = params.samples
     measured = measure(task, sampled, earned, samples) | {"greedy": greedy_values}
+    if earned.total is not None and task.paid is not None:
+        apart = disagreement(earned.values, earned.total, task.paid)
+        measured["disagreement"] = by_problem(apart, samples)
+        if text := told_apart(sampled, earned, apart):
+            warn(text)
     if grader is not None and earned.scores is not None:
         measured |= by_criterion("judge", earned.scores, grader, sampled.problems, samples)
     measured["witness"] = np.full(1, np.nan)
@@ -344,7 +340,6 @@ def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) ->
             measured[f"pass_at_{k}"] = np.array(chances)
     if earned.total is not None:
         measured["score"] = earned.total.reshape(-1, samples)[:, 0]
-        measured["disagreement"] = by_problem(disagreement(earned.values, earned.total), samples)
     asked = [prompt_text(problem["prompt"]) for problem in sampled.problems]
     asked_and_said = list(zip(sampled.texts, asked, strict=True))
     each = {f"reward/{name}": rewards for name, rewards in earned.rewards.items()} | {
@@ -427,15 +422,16 @@ def remember(log: run_files.JsonLines, grader: Grader) -> None:
         log.write({"step": 0} | record)
 
 
-def of_run(run: str, flags: dict[str, Any]) -> Config:
+def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     """
     The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
 
-    A run of --loss-type sft is taken for one of its task, which has the problems to answer.
+    A run of --loss-type sft is taken for one of its task, which has the problems to answer, or for one on this `data`.
     """
     held = load_recipe(run_files.config_file(run))
     if held.get("loss_type") == "sft":
         held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
+        held |= {"task": "own"} if data else {}
     return checked(held | flags)
 
 
@@ -459,7 +455,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
-            config = of_run(args.run, flags)
+            config = of_run(args.run, flags, args.data)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
@@ -471,6 +467,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.data:
             config = config.but(data="", columns=args.columns or "")
         task = tasks.make(config, args.data)
+        task = task._replace(paid=audit.middle_of(task.rewards, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
         base = model

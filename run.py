@@ -32,7 +32,7 @@ from disk.run_files import START
 from distill.teacher import Teacher
 from machine import gpu, world
 from problems import audit, chat_template, objectives, rewards
-from problems.examples import Example, epoch_indices, short, split_examples, spread
+from problems.examples import Example, epoch_indices, load_sides, short, spread
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
@@ -227,7 +227,9 @@ class GrpoRun(Run):
         self.task = tasks.make(config)  # first: it takes no model to find what is wrong
         tasks.refuse_useless_rewards(config, self.task)
         self.own = objectives.load(config)
-        for line in [*self.task.notes, *world.first(self._audit)]:
+        audited, paid = world.first(self._audit)
+        self.task = self.task._replace(paid=paid)
+        for line in [*self.task.notes, *audited]:
             say(line)
         super().__init__(config, run_dir)
         self.sources |= self._own_sources()
@@ -256,10 +258,12 @@ class GrpoRun(Run):
             self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
 
-    def _audit(self) -> list[str]:
-        """A line on what each reward of the user pays for."""
-        examples, judged = self.task.train or self.task.held_out, self.task.rubric is not None
-        return list(audit.first_surprises(self.task.rewards, examples, judged=judged))
+    def _audit(self) -> tuple[list[str], float | None]:
+        """A line on what each reward of the user pays for, and the least that a right answer should earn."""
+        task = self.task
+        examples, judged = task.train or task.held_out, task.rubric is not None
+        lines = list(audit.first_surprises(task.rewards, examples, judged=judged))
+        return lines, audit.middle_of(task.rewards, task.reward_weights, task.held_out)
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
@@ -364,9 +368,7 @@ class SftRun(Run):
 
     def __init__(self, config: Config, run_dir: Path):
         path = config.data.path
-        train, held_out = split_examples(chats.load(path, config.data.columns or None))
-        if not train:
-            raise ValueError(f"--data {path} leaves no conversation to train on, all are held out; add some")
+        train, held_out = load_sides(path, None, lambda spec: chats.load(spec, config.data.columns or None))
         if config.evaluation.every and not held_out:
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)

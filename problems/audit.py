@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import Reward, UserReward, call, columns_of, defined_at, number_words, read_number
@@ -100,6 +100,24 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
     form = max(FORMS, key=worth)
     middles = [(right + wrong) / 2 if right > wrong else math.inf for right, wrong in pairs[form]]
     return form, middles or [math.inf] * len(rows), len(asked)
+
+
+def middle_of(rewards: Mapping[str, Reward], weights: Mapping[str, float], examples: Sequence[Example]) -> float | None:
+    """Halfway between what wrong and right answers earn in all; None where a user's rewards do not tell them apart."""
+
+    def total(completions: Sequence[str], **columns: Any) -> list[float]:
+        given = {"completions": completions, **columns}
+        called = {name: call(name, reward, given, len(completions)) for name, reward in rewards.items()}
+        rows = zip(*called.values(), strict=True)
+        return [
+            sum(weights[name] * (0.0 if math.isnan(value) else value) for name, value in zip(called, row, strict=True))
+            for row in rows
+        ]
+
+    if not any(isinstance(reward, UserReward) for reward in rewards.values()):
+        return None
+    middles = [middle for middle in choose_form("total", total, make_rows(examples))[1] if middle < math.inf]
+    return sum(middles) / len(middles) if middles else None
 
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:

@@ -35,4 +35,5 @@ class Task(NamedTuple):
     verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
     witness: Path | None = None  # a second rubric, which only evaluations ask
     problems: Problems | None = None  # without end, in place of `train`
+    paid: float | None = None  # the least that a right answer should earn, see `audit.middle_of`
     notes: Sequence[str] = ()  # lines that its user should read before it trains

@@ -18,6 +18,7 @@ import train
 from config import given, located, parse
 from flags import load_yaml
 from problems import audit, examples, rewards
+from run import SftRun
 from tasks import own
 
 ROOT = Path(tasks.__file__).parent.parent
@@ -175,9 +176,10 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
 # ---- the reward against the verifier
 
 
-def told(values, total):
+def told(values, total, paid=0.5):
     answers = evaluate.Answers([{"answer": "7"}] * len(values), None, [f"It is {n}." for n in range(len(values))])
-    return evaluate.told_apart(answers, evaluate.Earned(np.array(values), {}, None, np.array(total)))
+    earned = evaluate.Earned(np.array(values), {}, None, np.array(total))
+    return evaluate.told_apart(answers, earned, evaluate.disagreement(earned.values, earned.total, paid))
 
 
 def test_a_reward_that_pays_other_answers_than_the_verifier_is_told_with_an_example():
@@ -189,10 +191,26 @@ def test_a_reward_that_pays_other_answers_than_the_verifier_is_told_with_an_exam
         in said
     )
     assert "answer '7', calls it right" in said
-    assert "the reward gives 1 to all, the verifier calls 6 right" in told(right, [1.0] * 12)
-    assert told([0.0] * 12, [1.0] * 10 + [0.0] * 2).startswith("The reward and the verifier disagree on 10 of 12")
+    assert "on 6 of 12" in told(right, [1.0] * 12) and "on 6 of 12" in told(right, [0.0] * 12)
+    assert "on 10 of 12" in told([0.0] * 12, [1.0] * 10 + [0.0] * 2)
     assert told(right, [0.0] * 2 + [3.0] * 4 + [-1.0] * 6) == ""  # two of twelve may be anything
-    assert told([np.nan] * 12, [1.0] * 6 + [0.0] * 6) == "" and told([0.0] * 12, [1.0] * 12) == ""
+    assert told([np.nan] * 12, [1.0] * 6 + [0.0] * 6) == ""
+    assert told([1.0] * 12, [0.97] * 6 + [1.0] * 6) == told([0.0] * 12, [-0.3] * 6 + [0.0] * 6) == ""
+
+
+def test_paid_is_halfway_between_right_and_wrong_answers_in_the_form_that_the_rewards_take(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def boxed(completions, answer, **_):\n"
+        "    return [3.0 * (text == '\\\\boxed{%s}' % right) for text, right in zip(completions, answer)]\n"
+        "def some(completions, **_): return [None if 'boxed' in text else 1.0 for text in completions]\n"
+        "def long(completions, **_): return [float(len(text)) for text in completions]\n"
+    )
+    loaded = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("boxed", "some", "long"))
+    boxed = {name: loaded[name] for name in ("boxed", "some")}
+    examples = [{"prompt": "?", "answer": text} for text in ("7", "8", "9")]
+    assert audit.middle_of(boxed, {"boxed": 2.0, "some": 5.0}, examples) == 3.0  # a right one has 6, a wrong one 0
+    assert audit.middle_of({"long": loaded["long"]}, {"long": 1.0}, examples) is None
+    assert audit.middle_of({"length": rewards.length_reward(9)}, {"length": 1.0}, examples) is None
 
 
 @pytest.mark.slow
@@ -201,7 +219,8 @@ def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, 
         {"prompt": f"What is {a} plus {b}?", "answer": "lots"} for a in ("one", "six") for b in ("two", "ten", "five")
     ]
     (tmp_path / "mine.py").write_text(
-        "def always(completions, **_): return [float('.' in text) for text in completions]"
+        "def always(completions, answer, **_):\n"
+        "    return [float('.' in text or text == right) for text, right in zip(completions, answer)]"
     )
     data = [
         "--data",
@@ -347,3 +366,18 @@ def test_a_rubric_beside_a_verifier_is_told_how_to_stay_small(tmp_path):
         for more in ([], ["--scale-rewards", "none"], ["--reward-weights", "correct=0"], ["--reward", "length:9"])
     ]
     assert [len(notes) for notes in told] == [1, 0, 0, 0]
+
+
+def test_chats_to_tune_on_have_held_out_ones_in_a_file_of_their_own(tmp_path):
+    rows = [{"prompt": row["prompt"], "completion": str(row["answer"])} for row in SUMS]
+    paths = [write(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows), ("b", rows[:2]))]
+    words = ["--loss-type", "sft", "--data", paths[0], "--eval-data", paths[1]]
+    made = SftRun(settings(*words)[0], tmp_path / "run")
+    assert (len(made.train), len(made.held_out)) == (28, 2)
+
+
+def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
+    rows = write(tmp_path / "a.jsonl", [{"prompt": row["prompt"], "completion": "one"} for row in SUMS])
+    (tmp_path / "config.yaml").write_text(config.as_yaml(settings("--loss-type", "sft", "--data", rows)[0]))
+    assert evaluate.of_run(str(tmp_path), {}).data.task == "demo"
+    assert evaluate.of_run(str(tmp_path), {}, "problems.jsonl").data.task == "own"

@@ -20,7 +20,7 @@ import yaml
 from flags import Parser, Setting, add_flags, check_values, flag, flag_of, hint, load_yaml, seeds, size, weights
 
 Switch = Literal["auto", "on", "off"]
-Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)

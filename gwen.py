@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +26,8 @@ from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from flags import Parser, fail
-from kv_cache import CAUSAL, Cache, KVCache, LayerState, Layout, Parts, SlotCache, TreeLayer
-from layers import attention, ops, softmax
+from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache, TreeLayer
+from layers import attention, delta, ops, softmax
 from machine import gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -48,16 +49,27 @@ def default_dtype() -> mx.Dtype:
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight, self.eps = mx.ones((size,)), eps
+        self.weight, self.eps, self.offset = mx.full((size,), 1 - offset), eps, offset
+        self._scale: tuple[mx.array, ...] = ()  # the weight, and what was made of it
+
+    @property
+    def scale(self) -> mx.array:
+        """What it multiplies by, made once for the weight at hand."""
+        if not self.offset:
+            return self.weight
+        if not self._scale or self._scale[0] is not self.weight:
+            wide = self.weight.astype(mx.float32) + self.offset
+            self._scale = self.weight, wide.astype(self.weight.dtype)
+        return self._scale[1]
 
     def __call__(self, x: mx.array) -> mx.array:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.scale, self.eps)
 
     def after(self, x: mx.array, delta: mx.array | None) -> tuple[mx.array, mx.array]:
         """x + delta, and that normalized."""
-        return (x, self(x)) if delta is None else ops.add_norm(x, delta, self.weight, self.eps)
+        return (x, self(x)) if delta is None else ops.add_norm(x, delta, self.scale, self.eps)
 
 
 class Context(NamedTuple):
@@ -65,38 +77,101 @@ class Context(NamedTuple):
 
     rotation: ops.Rotation  # where the tokens stand
     layout: Layout  # what they see
-    state: LayerState | None  # what this layer keeps of the tokens before; None: there are none
+    state: Any  # a `LayerState`: what this layer keeps of the tokens before; None: there are none
+
+
+class Read(NamedTuple):
+    """What a layer's attention needs: queries (N, H, L, D), keys and values (N, K, L, D)."""
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    gates: mx.array | None  # (N, L, H, D) on what is found, before their sigmoid; where the family has them
 
 
 class Attention(nn.Module):
     def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
-        self.rotated = kind == "full_attention"
+        family = config.family
+        self.rotated, self.gated = kind == "full_attention", family.output_gate
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.family.bias)
+        width = (self.num_heads * (1 + self.gated) + 2 * self.num_kv_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=family.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
-        if config.family.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, self.eps)
-            self.k_norm = RMSNorm(self.head_dim, self.eps)
+        if family.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
 
-    def heads(self, x: mx.array, rotation: ops.Rotation) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries (N, H, L, D), keys and values (N, K, L, D)."""
-        qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)  # (N, L, H + 2K, D)
-        weights = (self.q_norm.weight, self.k_norm.weight) if "q_norm" in self else None
+    def heads(self, x: mx.array, rotation: ops.Rotation) -> Read:
+        qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)  # (N, L, H + 2K, D), or with gates 2H + 2K
+        gates = None
+        if self.gated:  # behind each head's query
+            queries, rest = mx.split(qkv, [2 * self.num_heads], axis=2)
+            gates = queries[:, :, 1::2]
+            qkv = mx.concatenate([queries[:, :, ::2], rest], axis=2)
+        weights = (self.q_norm.scale, self.k_norm.scale) if "q_norm" in self else None
         heads = ops.Heads(self.num_heads, weights, self.eps, rotation if self.rotated else None)
         # without positions there are views, and nothing to compute
-        return ops.norm_rope(qkv, heads) if self.rotated else ops.norm_rope_ref(qkv, heads)
+        return Read(*(ops.norm_rope(qkv, heads) if self.rotated else ops.norm_rope_ref(qkv, heads)), gates)
 
-    def output(self, found: mx.array) -> mx.array:
+    def output(self, found: mx.array, gates: mx.array | None) -> mx.array:
         """(N, H, L, D) -> (N, L, C)"""
-        return self.o_proj(found.transpose(0, 2, 1, 3).reshape(found.shape[0], found.shape[2], -1))
+        found = found.transpose(0, 2, 1, 3)
+        if gates is not None:
+            found = found * mx.sigmoid(gates)
+        return self.o_proj(found.reshape(*found.shape[:2], -1))
 
     def __call__(self, x: mx.array, context: Context) -> mx.array:
-        queries, keys, values = self.heads(x, context.rotation)
+        queries, keys, values, gates = self.heads(x, context.rotation)
         parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
-        return self.output(attention.attend(queries, parts, context.layout))
+        return self.output(attention.attend(queries, parts, context.layout), gates)
+
+
+class Convolution(nn.Module):
+    """The weight of a causal convolution of single channels."""
+
+    def __init__(self, num_channels: int, window: int):
+        super().__init__()
+        self.weight = mx.zeros((num_channels, 1, window))
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention, see layers/delta.py: instead of keys and values it keeps a memory of fixed size."""
+
+    def __init__(self, config: hub.ModelConfig):
+        super().__init__()
+        assert config.delta is not None
+        self.sizes, num_heads = config.delta, config.delta.num_value_heads
+        widths = hub.part_rows(config, "linear_attn.in_proj")  # of what is convolved, gates, beta and decay
+        self.ends = [sum(widths[: i + 1]) for i in range(3)]
+        self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
+        self.conv1d = Convolution(widths[0], self.sizes.window)
+        self.A_log, self.dt_bias = mx.zeros((num_heads,)), mx.ones((num_heads,))
+        self.norm = RMSNorm(self.sizes.value_dim, config.rms_norm_eps)
+        self.out_proj = nn.Linear(widths[1], config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array, context: Context) -> mx.array:
+        (num_rows, length, _), sizes, spans = x.shape, self.sizes, context.layout.spans
+        channels, gates, beta, decay = mx.split(self.in_proj(x), self.ends, axis=-1)
+        beta = mx.sigmoid(beta.astype(mx.float32))
+        log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(decay.astype(mx.float32) + self.dt_bias)
+        if spans is not None:  # padding leaves the memory and what the convolution sees as they are
+            column = mx.arange(length)
+            real = ((column >= spans[0][:, None]) & (column < spans[1][:, None]))[..., None]
+            channels, beta, log_decay = (mx.where(real, array, 0) for array in (channels, beta, log_decay))
+        held = None if context.state is None else context.state.held
+        before, memory = held or sizes.empty_state(num_rows, x.dtype)
+        window = mx.concatenate([before, channels], axis=1)  # (N, W - 1 + L, channels)
+        mixed = delta.convolve(window, self.conv1d.weight).astype(mx.float32)
+        queries, keys, values = mx.split(mixed, [sizes.widths[0], 2 * sizes.widths[0]], axis=-1)
+        queries, keys = (delta.unit(one.reshape(num_rows, length, -1, sizes.key_dim)) for one in (queries, keys))
+        values = values.reshape(num_rows, length, -1, sizes.value_dim)
+        out, memory = delta.gated_delta(queries * sizes.key_dim**-0.5, keys, values, log_decay, beta, memory)
+        if context.state is not None:
+            context.state.update(delta.last_inputs(window, sizes.window - 1, spans and spans[1]), memory)
+        found = self.norm(out).reshape(num_rows, length, -1) * ops.silu(gates.astype(mx.float32))
+        return self.out_proj(found.astype(x.dtype))
 
 
 class MLP(nn.Module):
@@ -112,25 +187,30 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
-        self.self_attn = Attention(config, kind)
+        self.is_linear = kind == "linear_attention"
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = Attention(config, kind)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norms = (RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = norms
 
     def __call__(self, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, mx.array]:
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
         x, normed = self.input_layernorm.after(x, delta)
-        x, normed = self.post_attention_layernorm.after(x, self.self_attn(normed, context))
+        found = self.linear_attn(normed, context) if self.is_linear else self.self_attn(normed, context)
+        x, normed = self.post_attention_layernorm.after(x, found)
         return x, self.mlp(normed)
 
-    def enter(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, ...]:
-        """A call as far as attention: the residual stream, queries, keys and values."""
+    def enter(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, Read]:
+        """A call as far as attention: the residual stream, and what attention needs."""
         x, normed = self.input_layernorm.after(x, delta)
-        return x, *self.self_attn.heads(normed, rotation)
+        return x, self.self_attn.heads(normed, rotation)
 
-    def leave(self, x: mx.array, found: mx.array) -> tuple[mx.array, mx.array]:
+    def leave(self, x: mx.array, found: mx.array, gates: mx.array | None) -> tuple[mx.array, mx.array]:
         """The rest of a call, from what attention found."""
-        x, normed = self.post_attention_layernorm.after(x, self.self_attn.output(found))
+        x, normed = self.post_attention_layernorm.after(x, self.self_attn.output(found, gates))
         return x, self.mlp(normed)
 
 
@@ -142,24 +222,30 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
     that it is the next layer's one input and not another array beside it.
 
     `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights are one of them (called on the
-    module it would drop their gradients), and so are keys and values of an earlier level, whose gradients belong to
+    module it would drop their gradients), and so is the state that an earlier level has left, whose gradients belong to
     the shared prompt. Integers and masks are not differentiable and come by closure.
     """
     state = context.state
-    assert state is None or isinstance(state, TreeLayer), "what is written in place cannot be computed again"
+    assert isinstance(state, TreeLayer | DeltaState | None), "what is written in place cannot be computed again"
 
-    def run(weights: Any, x: mx.array, ancestors: Parts) -> tuple[mx.array, Parts]:
+    def run(weights: Any, x: mx.array, before: Any) -> tuple[mx.array, Any]:
         held = layer.trainable_parameters()
         layer.update(weights)
-        level = None if state is None else TreeLayer(list(ancestors))
+        level = (
+            None
+            if state is None
+            else DeltaState(*(before[0] if before else ()))
+            if layer.is_linear
+            else TreeLayer(list(before))
+        )
         x, out = layer(x, None, context._replace(state=level))
         layer.update(held)
-        return x + out, [] if level is None else level.parts[-1:]
+        return x + out, [] if level is None else level.newest()
 
-    ancestors = [] if state is None else list(state.parts)
-    x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, ancestors)
+    before: list[Any] = [] if state is None else list(state.parts) if isinstance(state, TreeLayer) else state.newest()
+    x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, before)
     if state is not None:
-        state.parts.extend(newest)
+        state.add(newest)
     return x, None
 
 
@@ -174,10 +260,10 @@ class Model(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, kind) for kind in config.layer_kinds]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._rope = ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+        self._rope = ops.Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
 
     @property
     def head_weight(self) -> mx.array:
@@ -200,6 +286,8 @@ class Model(nn.Module):
             context = shared if cache is None else shared._replace(state=cache.layers[index])
             kept = index >= checkpoint_layers
             x, delta = layer(x, delta, context) if kept else checkpointed(layer, x, delta, context)
+        if cache is not None:
+            cache.advance(length)
         return self.norm.after(x, delta)[1]
 
     def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
@@ -215,27 +303,51 @@ def decode_step(model: Model) -> Step:
     `model.hidden` for one token a row with the weights of now; on a GPU, compiled between one attention and the next.
 
     Python then builds the graph of a step in a quarter of the time, which small batches would wait for. What is
-    compiled is traced once for each number of rows. Attention and caches change shape every step and are not. On a CPU
-    each step is worth so much more work that compiling it, by a C++ compiler, does not pay.
+    compiled is traced once for each number of rows. Attention and caches change shape every step and are not; a gated
+    delta net's state keeps its shape and is. On a CPU each step is worth so much more work that compiling it, by a C++
+    compiler, does not pay.
     """
     if not gpu.on_gpu():
         return model.hidden
     layers, rope = model.layers, model._rope
+    places = [index for index, layer in enumerate(layers) if not layer.is_linear]  # of attention
 
-    def between(before: Block, after: Block) -> Callable[..., Any]:
-        return mx.compile(lambda x, found, offsets: after.enter(*before.leave(x, found), rope.at(offsets, 1)))
+    def between(before: int | None, after: int | None) -> tuple[list[int], Callable[..., Any]]:
+        """The layers between two attentions, and what is computed from one to the other."""
+        begin, end = -1 if before is None else before, len(layers) if after is None else after
+        linear = list(range(begin + 1, end))
 
-    enter = mx.compile(lambda x, offsets: layers[0].enter(x, None, rope.at(offsets, 1)))
-    passes = [between(before, after) for before, after in itertools.pairwise(layers)]
-    leave = mx.compile(lambda x, found: model.norm.after(*layers[-1].leave(x, found))[1])
+        def run(x: mx.array, read: list[mx.array], offsets: mx.array, states: list[Any]) -> Any:
+            rotation, delta = rope.at(offsets, 1), None
+            if before is not None:
+                x, delta = layers[before].leave(x, read[0], read[1] if len(read) > 1 else None)
+            held = [DeltaState(*state) for state in states]
+            for index, state in zip(linear, held, strict=True):
+                x, delta = layers[index](x, delta, Context(rotation, CAUSAL, state))
+            if after is None:
+                return model.norm.after(x, delta)[1], [state.held for state in held]
+            x, made = layers[after].enter(x, delta, rotation)
+            return (x, [array for array in made if array is not None]), [state.held for state in held]
+
+        return linear, mx.compile(run)
+
+    ends: list[int | None] = [None, *places, None]
+    passes = [between(*pair) for pair in itertools.pairwise(ends)]
 
     def step(tokens: mx.array, cache: SlotCache) -> mx.array:
         offsets, layout = cache.offsets(len(tokens)), cache.layout(1)
-        x, queries, keys, values = enter(model.embed_tokens(tokens), offsets)
-        for state, onward in zip(cache.layers, passes, strict=False):
-            found = attention.attend(queries, state.update(keys, values), layout)
-            x, queries, keys, values = onward(x, found, offsets)
-        return leave(x, attention.attend(queries, cache.layers[-1].update(keys, values), layout))
+        x, found = model.embed_tokens(tokens), list[mx.array]()
+        for (linear, run), attended in zip(passes, ends[1:], strict=True):
+            made, states = run(x, found, offsets, [cache.layers[index].held for index in linear])
+            for index, state in zip(linear, states, strict=True):
+                cache.layers[index].update(*state)
+            if attended is None:
+                break
+            x, (queries, keys, values, *gates) = made
+            parts = cache.layers[attended].update(keys, values)
+            found = [attention.attend(queries, parts, layout), *gates]
+        cache.advance(1)
+        return made
 
     return step
 
@@ -266,7 +378,9 @@ def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
     """What `load_model` gives, its weights still on disk: each is read when something is first computed with it."""
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
-    weights = hub.load_weights(directory)
+    weights, num_skipped = hub.from_stored(hub.load_weights(directory), config.family)
+    if num_skipped:
+        print(f"gwen: {directory}: {num_skipped} tensors, not of language, are left out", file=sys.stderr)
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model = Model(config)  # lazy: its random weights are replaced before they are computed
@@ -284,9 +398,9 @@ def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
             )
         if not mx.issubdtype(array.dtype, mx.floating):
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
-        weights[name] = array.astype(dtype)
+        weights[name] = array if name.endswith(config.family.kept) else array.astype(dtype)
     if adapter is not None:
-        weights = adapters.merge(weights, adapter)
+        weights = adapters.merge(weights, adapter, config.family)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
     model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
     return model
@@ -299,17 +413,18 @@ def check_kernels(model: Model) -> None:
 
 
 def rehearse(model: Model) -> list[gpu.Call]:
-    """What one layer and the draw of a token call in a prefill and a decode step, on a few tokens."""
-    layers, head, vocab = model.layers, model.head_weight, model.config.vocab_size
-    ids = mx.array([[1, 2, 3], [3, 2, 1]]) % vocab
-    model.layers = layers[:1]
+    """What a layer of each kind and the draw of a token call in a prefill and a decode step, on a few tokens."""
+    layers, head, kinds = model.layers, model.head_weight, model.config.layer_kinds
+    ids = mx.array([[1, 2, 3], [3, 2, 1]]) % model.config.vocab_size
+    firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
+    model.layers = list(firsts.values())
     try:
         with gpu.recording() as calls:
-            prompts = KVCache(1, 3, mx.array([1, 0]))
+            prompts = KVCache(list(firsts), 3, mx.array([1, 0]))
             model.hidden(ids, prompts)
             for share, starts in ((True, [0] * 4), (True, [0, 0, 1, 1]), (False, [0] * 4)):
                 slots = SlotCache(prompts, 4, 4, share)
-                slots.advance(1)
+                slots.skip(1)
                 slots.assign([0, 0, 1, 1], starts)
                 model.hidden(mx.array([[1]] * 4), slots)
             hidden = model.hidden(ids)
@@ -343,11 +458,17 @@ def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[
     return hub.DEFAULT_MODEL, "the default on a GPU"
 
 
-RANDOM = {  # name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary; the last is Qwen3-0.6B's shape
+# name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary; "0.6b" has Qwen3-0.6B's shape
+RANDOM = {
     "random:2m": (128, 5, 384, 4, 2, 32, 8192),
     "random:30m": (512, 8, 1536, 8, 4, 64, 8192),
     "random:0.6b": (1024, 28, 3072, 16, 8, 128, 151_936),
+    "random:2m-hybrid": (128, 4, 384, 4, 2, 32, 8192),
+    "random:30m-hybrid": (512, 8, 1536, 8, 4, 64, 8192),
+    "random:0.8b": (1024, 24, 3584, 8, 2, 256, 248_320),
 }
+# of the hybrids: heads of a gated delta net, and their size, of keys as of values; "0.8b" has Qwen3.5-0.8B's shape
+RANDOM_DELTA = {"random:2m-hybrid": (4, 32), "random:30m-hybrid": (8, 64), "random:0.8b": (16, 128)}
 
 
 def random_config(name: str) -> hub.ModelConfig:
@@ -372,6 +493,10 @@ def random_config(name: str) -> hub.ModelConfig:
         "hidden_act": "silu",
         "attention_bias": False,
     }
+    if name in RANDOM_DELTA:
+        raw |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": hub.TEXT_PART}
+        for kind in ("key", "value"):
+            raw[f"linear_num_{kind}_heads"], raw[f"linear_{kind}_head_dim"] = RANDOM_DELTA[name]
     return hub.make_config(raw)
 
 
@@ -391,14 +516,15 @@ def load_config(path_or_id: str | Path) -> hub.ModelConfig:
 
 
 def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
-    """A Qwen3 of a size in `RANDOM` with seeded random weights and no end token, for benchmarks and tests."""
+    """A model of a size in `RANDOM` with seeded random weights and no end token, for benchmarks and tests."""
     model, dtype = Model(random_config(name)), dtype or default_dtype()
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(0), len(weights))
     for (path, array), key in zip(sorted(weights), keys, strict=True):
-        if array.ndim == 2:  # norm weights stay at 1
+        if array.ndim > 1:  # norm weights stay at 1
             array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
-        model.load_weights([(path, laid_out(path, array.astype(dtype)))], strict=False)
+        array = array if path.endswith(model.config.family.kept) else array.astype(dtype)
+        model.load_weights([(path, laid_out(path, array))], strict=False)
         mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
     gpu.hold_memory()
     check_kernels(model)
@@ -435,21 +561,9 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if foreign := sorted(p.name for p in directory.glob("model*.safetensors*") if p.name != "model.safetensors"):
         raise ValueError(f"{directory} holds {foreign[0]} of another model; save to a new directory")
-    weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
+    weights = hub.to_hub(hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
-    # Rope goes out in the older of its two layouts, since mlx_lm's Qwen2 knows no other, and what has a default is
-    # spelled out, since the defaults of mlx_lm and transformers differ.
-    raw = {key: value for key, value in config.raw.items() if key not in ("torch_dtype", "rope_parameters")}
-    raw |= {
-        "dtype": str(model.head_weight.dtype).removeprefix("mlx.core."),
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "eos_token_id": list(config.eos_ids) or None,
-    }
+    raw = hub.to_raw(config, model.head_weight.dtype)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {"eos_token_id": raw["eos_token_id"], "do_sample": True, "temperature": 1.0}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -466,7 +580,7 @@ def rope_error(dtype: mx.Dtype) -> float:
     MLX before 0.32 rotated such batches wrongly on Metal.
     """
     rope, offsets = ops.Rope(128, 1e6), [0, 40, 700]
-    x = gpu.normal(3, 1, 3, rope.head_dim, dtype=dtype)
+    x = gpu.normal(3, 1, 3, rope.size, dtype=dtype)
     queries, _, _ = ops.norm_rope_ref(x, ops.Heads(1, None, 0.0, rope.at(mx.array(offsets), 1)))
     low, high = np.split(np.array(x.astype(mx.float32)).astype(np.float64)[:, 0, :1], 2, axis=-1)
     angles = np.array(offsets)[:, None, None] * rope.frequencies

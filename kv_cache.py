@@ -1,5 +1,7 @@
 """
-Keys and values of past tokens: of a batch of rows, of the slots of a decode batch, and of a tree of token runs.
+What a model keeps of past tokens: of a batch of rows, of the slots of a decode batch, and of a tree of token runs.
+
+A layer with attention keeps keys and values; a gated delta net keeps a state of fixed size, `DeltaState`.
 
 `KVCache`: rows of different lengths are right-aligned. A shorter row starts with `pad` columns that no query sees, all
 rows write to the same column, and a row's position is the column minus its padding. Buffers grow by 128 columns, so
@@ -9,7 +11,7 @@ row can take the slot of an ended one. `sampler.py` decides which.
 `TreeCache`: rows share the token runs of their ancestors.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
-R rows of a part that G query rows each share.
+R rows of a part that G query rows each share; H value heads of a gated delta net.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +42,8 @@ class Layout(NamedTuple):
     groups: list[Group]  # one per part, in the order of `Parts`
     # (N, 1, L, S) boolean, of all parts joined into one; None if only the newest part needs a mask. Lazy
     whole: mx.array | None = None
+    # (N,) each: the column where a row's new tokens begin, and where they end; the others are padding. None: no padding
+    spans: tuple[mx.array, mx.array] | None = None
 
 
 CAUSAL = Layout([Group(mask="causal")])  # one part, of the new tokens themselves
@@ -52,12 +56,12 @@ class LayerState(Protocol):
     """
     One layer's state of the past tokens: keys and values, or another kind that only the layer knows.
 
-    - `update` takes the layer's arrays for the new tokens, (N, heads, L, size) in the order of rows and positions, and
-      returns everything that these tokens may read, themselves included. The layer calls it once per forward pass.
-      The `Layout` says which token reads which column.
+    - `update` takes what the layer makes of the new tokens, once per forward pass. For keys and values, (N, heads, L,
+      size) in the order of rows and positions, it returns everything that these tokens may read, themselves included;
+      the `Layout` says which token reads which column.
     - `arrays` returns all arrays that it holds: to free the graph behind them by `mx.eval`, and to count their bytes.
     - Returned values never change afterwards.
-    Positions and padding are the same in all layers, so the `Cache` has them.
+    Positions, steps and padding are the same in all layers, so the `Cache` has them.
     """
 
     @property
@@ -80,6 +84,74 @@ class Cache(Protocol):
 
     def layout(self, num_new: int) -> Layout:
         """What the next `num_new` tokens of each row read."""
+
+    def advance(self, num_new: int) -> None:
+        """Counts the columns of a forward pass, after it."""
+
+
+Kinds = int | Sequence[str]  # of a model's layers, as `ModelConfig.layer_kinds`; a number: so many with attention
+Held = tuple[mx.array, mx.array]
+
+
+class DeltaState:
+    """
+    What a gated delta net keeps: of a batch of rows, of slots, or of the rows of a tree's newest level.
+
+    inputs: the last ones of its convolution, (N, W - 1, channels); memory: (N, H, value dim, key dim) float32. None
+    before the first tokens. Arrays are replaced, never written, so gradients go through them.
+    """
+
+    def __init__(self, inputs: mx.array | None = None, memory: mx.array | None = None):
+        self.inputs, self.memory = inputs, memory
+
+    @property
+    def held(self) -> Held | None:
+        """Both."""
+        return None if self.inputs is None or self.memory is None else (self.inputs, self.memory)
+
+    def update(self, inputs: mx.array, memory: mx.array) -> None:
+        """Replaces both."""
+        self.inputs, self.memory = inputs, memory
+
+    def arrays(self) -> list[mx.array]:
+        return list(self.held or ())
+
+    def newest(self) -> list[Held]:
+        """What a forward pass has left, for `checkpointed`."""
+        return [] if self.held is None else [self.held]
+
+    def add(self, newest: list[Held]) -> None:
+        self.update(*newest[0])
+
+    def taken(self, rows: Sequence[int]) -> "DeltaState":
+        """The state of each of these rows."""
+        index = mx.array(list(rows))
+        return DeltaState(*(array[index] for array in self.held or ()))
+
+    def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
+        """What the rows of a tree's next level begin with: the states of their parents."""
+        return self.taken(parents)
+
+    def slots(self, num_slots: int, width: int, share: bool) -> "DeltaSlots":
+        return DeltaSlots(self, num_slots)
+
+
+class DeltaSlots(DeltaState):
+    """A gated delta net's state of each slot, which begins with a copy of its prompt's."""
+
+    def __init__(self, prompts: DeltaState, num_slots: int):
+        self.prompts = prompts
+        super().__init__(*prompts.taken([0] * num_slots).arrays())
+
+    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
+        """Gives the slots in `begun` their prompt's state, also where the prompt was the slot's before."""
+        if begun:
+            of_prompts = self.prompts.taken([prompt_of[slot] for slot in begun])
+            for buffer, held in zip(self.arrays(), of_prompts.arrays(), strict=True):
+                buffer[mx.array(begun)] = held
+
+    def keep(self, slots: mx.array) -> None:
+        self.update(*(array[slots] for array in self.arrays()))
 
 
 class LayerCache:
@@ -112,6 +184,9 @@ class LayerCache:
         self.length = end
         return [self.written(slice(None))]
 
+    def slots(self, num_slots: int, width: int, share: bool) -> "SlotLayer":
+        return SlotLayer(self, num_slots, round_up(width), share)
+
     def written(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
         """The written columns of these rows, (R, K, length, D) each."""
         assert self.keys is not None and self.values is not None, "nothing was written"
@@ -129,6 +204,12 @@ class LayerCache:
         return buffer
 
 
+def make_layers(kinds: Kinds, attention: Callable[[], Any]) -> list[Any]:
+    """An empty state for each layer."""
+    kinds = ["full_attention"] * kinds if isinstance(kinds, int) else kinds
+    return [DeltaState() if kind == "linear_attention" else attention() for kind in kinds]
+
+
 class KVCache(Cache):
     """
     The caches of all layers of a batch, and the alignment of its rows.
@@ -137,14 +218,13 @@ class KVCache(Cache):
     needs no mask.
     """
 
-    def __init__(self, num_layers: int, capacity: int = 0, pad: mx.array | None = None):
-        self.layers: list[LayerCache] = [LayerCache(capacity) for _ in range(num_layers)]
+    def __init__(self, kinds: Kinds, capacity: int = 0, pad: mx.array | None = None):
+        self.layers: list[Any] = make_layers(kinds, lambda: LayerCache(capacity))
         self.pad = pad
+        self.length = 0  # columns written so far, padding included
 
-    @property
-    def length(self) -> int:
-        """Columns written so far, padding included."""
-        return self.layers[0].length
+    def advance(self, num_new: int) -> None:
+        self.length += num_new
 
     def unpadded(self, rows: slice | mx.array) -> mx.array | None:
         """Which written columns of these rows are no padding, (R, 1, 1, length) boolean; None without padding."""
@@ -166,7 +246,9 @@ class KVCache(Cache):
         # A query in the padding sees itself: an all-false mask row gives NaN on some backends, and 0 * NaN in the
         # values would reach the real tokens.
         visible = (column >= self.pad[:, None, None]) | (column == query)
-        return Layout([Group(mask=((column <= query) & visible)[:, None])])
+        begin = mx.clip(self.pad - self.length, 0, num_new)
+        spans = begin, mx.full(begin.shape, num_new, mx.int32)
+        return Layout([Group(mask=((column <= query) & visible)[:, None])], spans=spans)
 
 
 def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) -> Group:
@@ -199,10 +281,16 @@ class SlotLayer:
             for held in prompts.written(slice(None))
         )
 
-    def copy(self, slots: mx.array, prompts: mx.array) -> None:
-        """Copies a prompt's columns to each of the slots."""
-        for buffer, held in zip(self.arrays(), self.prompts.written(prompts), strict=True):
-            buffer[slots, :, : self.ring] = held
+    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
+        """Takes a view of the prompts in use, or copies its own to each slot in `moved`, which had another."""
+        self.in_use = slice(min(prompt_of), max(prompt_of) + 1)
+        if self.ring and moved:
+            written = self.prompts.written(mx.array([prompt_of[slot] for slot in moved]))
+            for buffer, held in zip(self.arrays(), written, strict=True):
+                buffer[mx.array(moved), :, : self.ring] = held
+
+    def keep(self, slots: mx.array) -> None:
+        self.keys, self.values = self.keys[slots], self.values[slots]
 
     def arrays(self) -> list[mx.array]:
         """The slots' buffers, without the prompts'."""
@@ -232,39 +320,40 @@ class SlotCache(Cache):
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
         self.prompts, self.num_slots, self.share = prompts, num_slots, share
-        self.layers: list[SlotLayer] = [SlotLayer(one, num_slots, round_up(width), share) for one in prompts.layers]
+        self.layers: list[Any] = [layer.slots(num_slots, width, share) for layer in prompts.layers]
+        self.width, self.step = round_up(width), 0  # of a ring; decode steps so far
         self.most_bytes = sum(array.nbytes for array in prompts.arrays() + self.arrays())  # until slots are dropped
         self.prompt_of: list[int] = []  # each slot's prompt
         self.starts: list[int] = []  # the step at which each slot's row started
 
-    @property
-    def step(self) -> int:
-        """Decode steps so far."""
-        return self.layers[0].step
+    def advance(self, num_new: int) -> None:
+        self.step += num_new
 
-    def advance(self, num_steps: int) -> None:
+    def skip(self, num_steps: int) -> None:
         """Skips steps, with zeros as their keys, to time the middle of a completion."""
+        self.step += num_steps
         for layer in self.layers:
-            layer.step += num_steps
+            if isinstance(layer, SlotLayer):
+                layer.step += num_steps
 
     def assign(self, prompt_of: list[int], starts: list[int]) -> None:
         """Sets each slot's prompt and the step at which its row started; slots keep their columns."""
         assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
-        new = [s for s, p in enumerate(prompt_of) if s >= len(self.prompt_of) or self.prompt_of[s] != p]
+        held = list(zip(self.prompt_of, self.starts, strict=True))
+        begun = [s for s, row in enumerate(zip(prompt_of, starts, strict=True)) if held[s : s + 1] != [row]]
+        moved = [s for s in begun if self.prompt_of[s : s + 1] != [prompt_of[s]]]
+        for layer in self.layers:
+            layer.assign(prompt_of, begun, moved)
         self.prompt_of, self.starts = prompt_of, starts
         padding = 0 if self.prompts.pad is None else self.prompts.pad[mx.array(prompt_of)]
         self.start = mx.array(starts)
         self.first_position = self.prompts.length - padding - self.start
         if not self.share:
             self.prompt_mask = self.prompts.unpadded(mx.array(prompt_of))
-            for layer in self.layers if new else []:
-                layer.copy(mx.array(new), mx.array([prompt_of[slot] for slot in new]))
             return
         first, last = min(prompt_of), max(prompt_of) + 1
         self.prompt_mask = self.prompts.unpadded(slice(first, last))
         self.readers = make_group([prompt - first for prompt in prompt_of], last - first, self.prompt_mask)
-        for layer in self.layers:
-            layer.in_use = slice(first, last)
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each slot, (N,) int32."""
@@ -274,7 +363,7 @@ class SlotCache(Cache):
     def layout(self, num_new: int) -> Layout:
         """Prompts and rings if prompts are shared, else one part with the mask (N, 1, 1, P + W) boolean or None."""
         assert num_new == 1, f"a slot takes one token a step, not {num_new}"
-        width = self.layers[0].width
+        width = self.width
         used, own_mask = min(self.step + 1, width), None
         if any(self.starts):
             written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
@@ -293,10 +382,10 @@ class SlotCache(Cache):
         """Drops all slots but these, in this order."""
         index = mx.array(slots)
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
+            layer.keep(index)
         self.num_slots = len(slots)
-        self.prompt_of = [self.prompt_of[slot] for slot in slots]
-        self.assign(self.prompt_of, [self.starts[slot] for slot in slots])
+        self.prompt_of, self.starts = ([held[slot] for slot in slots] for held in (self.prompt_of, self.starts))
+        self.assign(self.prompt_of, self.starts)
 
 
 class TreeLayer:
@@ -314,13 +403,25 @@ class TreeLayer:
         """Keys and values of every level."""
         return [array for part in self.parts for array in part]
 
+    def newest(self) -> Parts:
+        """What a forward pass has added, for `checkpointed`."""
+        return self.parts[-1:]
+
+    def add(self, newest: Parts) -> None:
+        self.parts.extend(newest)
+
+    def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "TreeLayer":
+        """The rows of each level that a next level sees."""
+        return TreeLayer([(k[rows], v[rows]) for (k, v), rows in zip(self.parts, rows_of, strict=True)])
+
 
 class TreeCache(Cache):
     """
     The cache of a tree of token runs: each row is a child of a row in the level above and sees all its ancestors.
 
-    It holds the keys and values of an ancestor once for all descendants. One forward pass computes a level's rows,
-    padded on the right. Nothing is written in place, so gradients work, and a row may get children several times:
+    It holds the keys and values of an ancestor once for all descendants, and a gated delta net's state at the end of
+    each row of the newest level. One forward pass computes a level's rows, padded on the right. Nothing is written in
+    place, so gradients work, and a row may get children several times:
 
         preamble = TreeCache(num_layers).child([len(ids)])
         model.hidden(preamble_tokens, preamble)
@@ -328,8 +429,10 @@ class TreeCache(Cache):
         model.hidden(question_tokens, questions)
     """
 
-    def __init__(self, num_layers: int):
-        self.layers: list[TreeLayer] = [TreeLayer([]) for _ in range(num_layers)]
+    def __init__(self, kinds: Kinds):
+        self.kinds = kinds
+        self.layers: list[Any] = make_layers(kinds, lambda: TreeLayer([]))
+        self.widths: list[int] = []  # of each level that was computed, padding included
         self.lengths: list[list[int]] = []  # of each level's rows, root first
         self.parents: list[list[int]] = []  # of each level's rows except the root's: rows of the level above
 
@@ -339,23 +442,23 @@ class TreeCache(Cache):
 
         Takes consecutive rows of the levels above as a view.
         """
-        held = TreeCache(0)
-        held.lengths, held.parents = [lengths], []
-        held.layers = [TreeLayer([]) for _ in self.layers]
-        rows = parents
+        held = TreeCache(self.kinds)
+        held.lengths, held.parents, held.widths = [lengths], [], list(self.widths)
+        rows, rows_of = parents, list[slice | mx.array]()
         for level in reversed(range(len(self.lengths))):
             assert rows is not None and len(rows) == len(held.lengths[0]), "each row needs a parent"
             used = sorted(set(rows))
             assert used[0] >= 0 and used[-1] < len(self.lengths[level]), f"{used} of {len(self.lengths[level])} rows"
             consecutive = used == list(range(used[0], used[-1] + 1))
-            index = slice(used[0], used[-1] + 1) if consecutive else mx.array(used)
-            for layer, source in zip(held.layers, self.layers, strict=True):
-                keys, values = source.parts[level]
-                layer.parts.insert(0, (keys[index], values[index]))
+            rows_of.insert(0, slice(used[0], used[-1] + 1) if consecutive else mx.array(used))
             held.lengths.insert(0, [self.lengths[level][row] for row in used])
             held.parents.insert(0, [used.index(row) for row in rows])
             rows = [self.parents[level - 1][row] for row in used] if level else None
+        held.layers = [layer.child(rows_of, parents or []) for layer in self.layers]
         return held
+
+    def advance(self, num_new: int) -> None:
+        self.widths.append(num_new)
 
     def _ancestors(self) -> list[list[int]]:
         """For each level above the newest: the ancestor of each of the newest level's rows."""
@@ -379,7 +482,7 @@ class TreeCache(Cache):
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
         groups, parts = [], []
         for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
-            width = self.layers[0].parts[level][0].shape[2]
+            width = self.widths[level]
             seen = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
             groups.append(make_group(rows, len(lengths), seen if min(lengths) < width else None))
             parts.append(seen[mx.array(rows)])
@@ -388,26 +491,33 @@ class TreeCache(Cache):
             parts.append(mx.tri(num_new, dtype=mx.bool_))
             shape = len(self.lengths[-1]), 1, num_new
             whole = mx.concatenate([mx.broadcast_to(part, (*shape, part.shape[-1])) for part in parts], axis=-1)
-        return Layout([*groups, Group(mask="causal")], whole)
+        spans = None
+        if min(self.lengths[-1]) < num_new:
+            spans = mx.zeros((len(self.lengths[-1]),), mx.int32), mx.array(self.lengths[-1], dtype=mx.int32)
+        return Layout([*groups, Group(mask="causal")], whole, spans)
 
     def flat(self) -> KVCache:
         """A `KVCache` of the newest level's rows, each after a copy of its ancestors, to continue token by token."""
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in the concatenated levels
         begin = 0
         for level, rows in enumerate([*self._ancestors(), range(len(columns))]):
-            num_rows, _, width, _ = self.layers[0].parts[level][0].shape
+            num_rows, width = len(self.lengths[level]), self.widths[level]
             for row, held in zip(rows, columns, strict=True):
                 held += range(begin + row * width, begin + row * width + self.lengths[level][row])
             begin += num_rows * width
         length = max(map(len, columns))
         padding = [length - len(held) for held in columns]
         index = mx.array([[0] * pad + held for pad, held in zip(padding, columns, strict=True)])
-        cache = KVCache(len(self.layers), length, mx.array(padding) if any(padding) else None)
+        cache = KVCache(self.kinds, length, mx.array(padding) if any(padding) else None)
+        cache.advance(length)
 
         def gather(arrays: list[mx.array]) -> mx.array:  # of (R, K, S, D) -> (N, K, W, D)
             joined = mx.concatenate([a.swapaxes(1, 2).reshape(-1, a.shape[1], a.shape[3]) for a in arrays])
             return joined[index].swapaxes(1, 2)
 
         for layer, target in zip(self.layers, cache.layers, strict=True):
-            target.update(gather([keys for keys, _ in layer.parts]), gather([values for _, values in layer.parts]))
+            if isinstance(layer, DeltaState):
+                target.update(*layer.arrays())
+            else:
+                target.update(gather([keys for keys, _ in layer.parts]), gather([values for _, values in layer.parts]))
         return cache

@@ -31,7 +31,7 @@ from flags import Parser, fail
 from layers import ops
 from machine import gpu
 
-TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+TARGETS = ("qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj")
 
 
 class LoRALinear(nn.Module):
@@ -104,6 +104,8 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     found = [
         (name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in targets
     ]
+    if not found:
+        raise ValueError(f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection")
     keys = mx.random.split(mx.random.key(seed), len(found))
     adapted = [
         (name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in zip(sorted(found), keys, strict=True)
@@ -249,11 +251,11 @@ def begin_with(model: gwen.Model, adapter: Fused) -> None:
 
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     """A and B of every adapter in mlx_lm's names and parts, "model.layers.0.self_attn.q_proj.lora_a"."""
-    out = {}
+    out, prefix = {}, hub.mlx_lm_prefix(model.config.family)
     for name, layer in layers(model):
         # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
         for part, rows in hub.unfuse_weights({name: layer.lora_b.T}, model.config).items():
-            out[f"{part}.lora_a"], out[f"{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
+            out[f"{prefix}{part}.lora_a"], out[f"{prefix}{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
     return out
 
 
@@ -269,11 +271,12 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     if adapted:
         first = adapted[0][1]
         weights = adapter_weights(model)
-        keys = sorted({name.split(".", 3)[3].rpartition(".")[0] for name in weights})
+        keys = sorted({hub.plain(name).split(".", 3)[3].rpartition(".")[0] for name in weights})
         parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
         config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
     else:
         weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+        weights = hub.to_mlx_lm(weights, model.config.family)
     metadata = {"format": "mlx", "sha256": adapters.checksum(weights, config)}
     checkpoint.save_tensors(directory / "adapters.safetensors", weights, metadata)
     checkpoint.write_json(directory / "adapter_config.json", config)
@@ -324,7 +327,12 @@ def _export(name: str | None, adapter: str, out: Path, layout: str) -> str:
         raise ValueError(f"--export {layout}: {adapter} holds a whole model, not an adapter; write it with --fuse")
     held = adapters.read(adapter)
     held = held._replace(base=name or held.base)
-    adapters.write(held, out, layout)
+    prefix = ""
+    if layout == "mlx_lm":  # whose names depend on the model's family
+        if not held.base:
+            raise ValueError(f"--adapter {adapter} does not name the model it was trained on; give it with --model")
+        prefix = hub.mlx_lm_prefix(gwen.load_config(held.base).family)
+    adapters.write(held, out, layout, prefix)
     return f"{adapter} for {held.base}, in the layout of {layout}"
 
 

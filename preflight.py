@@ -33,7 +33,7 @@ from disk import checkpoint, hub
 from flags import Parser, check_least, fail, flag_of, visible
 from judging import rubrics
 from kv_cache import round_up
-from layers import attention, lm_head
+from layers import attention, delta, lm_head
 from machine import gpu, world
 from problems.examples import prompt_text, short
 from step import dispatch, micro_batch
@@ -46,6 +46,9 @@ BUDGET, GPU_BUDGET = 1024, 2048
 WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 2.9
 # The same on a GPU: counted 0.3 to 0.5 and 1.3 to 1.5 in traces of four shapes; MLX runs some launches ahead.
 GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED = 1.0, 2.0
+# The same of gated delta nets, of one level of a tree, which are computed one after the other; and what a forward pass
+# takes of what it would keep for a gradient
+LINEAR_WORKING_LAYERS, LINEAR_WORKING_LAYERS_CHECKPOINTED, LINEAR_SHARE = 1.1, 2.2, 0.47
 DISK = 2e9  # bytes a second; an assumption: Apple's laptops read about 1.5 to 6 GB/s
 TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; four characters of which are a token
 TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
@@ -88,19 +91,37 @@ class Need(NamedTuple):
         return self.resident + max(self.rollout, self.judging, self.teaching, self.update)
 
 
-def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
+def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:
     """
-    What one position keeps of one layer for the gradient, with `keys` keys to each query.
+    What one position keeps of one layer of a kind for the gradient, with `keys` keys to each query.
 
     Found by doubling each width in turn: measured on a CPU, where in 16 bits it is 2 to 8% less, since softmax and
     swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (bench/launches.py).
     """
+    if kind == "linear_attention":
+        assert model.delta is not None
+        _, num_heads, key_dim, value_dim, _ = model.delta
+        channels, values = sum(model.delta.widths), model.delta.widths[-1]
+        if has_kernels():
+            widths = 3 * model.intermediate_size + 4 * model.hidden_size + 3 * channels + 2 * values
+            return dtype.size * widths + 12 * channels + 16 * values
+        of_chunks = num_heads * (34 * delta.CHUNK + 4 * key_dim * value_dim / delta.CHUNK + 28 * key_dim)
+        return 24 * model.intermediate_size + 17 * model.hidden_size + 20 * channels + 41 * values + of_chunks
     num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+    num_queries *= 1 + model.family.output_gate
     scores = 0 if attention.is_fused(model.head_dim) else 4 * model.num_attention_heads * keys
     if has_kernels():
         widths = 3 * model.intermediate_size + 4 * model.hidden_size + 4 * num_queries + 3 * num_kv
         return dtype.size * widths + scores
     return 24 * model.intermediate_size + 17 * model.hidden_size + 18 * num_queries + 10 * num_kv + scores
+
+
+def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
+    """What one position takes of a layer without a gradient, of the kind that takes the most."""
+    return max(
+        layer_bytes(model, dtype, keys, kind) * (LINEAR_SHARE if kind == "linear_attention" else 1)
+        for kind in set(model.layer_kinds)
+    )
 
 
 def has_kernels() -> bool:
@@ -188,8 +209,10 @@ def _judge(demand: Demand, prompts: list[int]) -> dict[str, int]:
     if config.judge.mode == "decode":
         columns += rows * (round_up(keys) + round_up(config.judge.think + rubrics.REPLY_TOKENS))
     positions = max(len(questions) * longest, answers * length, rows * criterion)
-    working = 1.1 * positions * layer_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
-    return {"judge": held, "judging": int(column_bytes(shape, dtype) * columns + working)}
+    working = 1.1 * positions * forward_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
+    nodes = 1 + len(questions) + answers + rows  # each keeps a state
+    kept = column_bytes(shape, dtype) * columns + state_bytes(shape, dtype) * nodes
+    return {"judge": held, "judging": int(kept + working)}
 
 
 def _teacher(
@@ -210,7 +233,7 @@ def _teacher(
         held = sum(array.size for _, array in tree_flatten(teacher.parameters())) * dtype.size
     if not on_disk:
         return {"teacher": held + said}
-    layer = sum(array.size for _, array in tree_flatten(teacher.layers[0].parameters())) * dtype.size
+    layer = max(sum(array.size for _, array in tree_flatten(one.parameters())) for one in teacher.layers) * dtype.size
     head, positions = teacher.head_weight.size * dtype.size, config.sampling.groups * sum(prompts) + num_tokens
     streams = 2 * dtype.size * shape.hidden_size * positions
     embeddings = 0 if shape.tie_word_embeddings else head
@@ -225,25 +248,31 @@ def _update(
     its backward pass, and of its log-probabilities.
     """
     width, length, layers = model.hidden_size, config.sampling.max_tokens, model.num_hidden_layers
-    kept = max(layers - sizes.checkpoint_layers, 0)
+    kinds = model.layer_kinds[sizes.checkpoint_layers :]  # of the layers that are kept
+    kept, attentions = len(kinds), sum(kind != "linear_attention" for kind in kinds)
     counts = WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED
     if has_kernels():
         counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
-    working = counts[kept < layers]
+    linear_counts = LINEAR_WORKING_LAYERS, LINEAR_WORKING_LAYERS_CHECKPOINTED
+    working, linear_working = counts[kept < layers], linear_counts[kept < layers]
     rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
     lengths = np.full(len(rows), length)
     shared, cut = micro_batch.plan(rows, lengths, sizes.train_token_budget, "auto")
     most = (0, 0, 0)
     for part, num_positions in cut:
         longest = max(len(rows[row]) for row in part)
-        keys = float(longest + length - 1)
+        keys, at_once = float(longest + length - 1), num_positions
         if shared:  # the prompt's own positions see the prompt alone
             of_completions = len(part) * (length - 1)
             keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
-        one_layer = num_positions * layer_bytes(model, dtype, keys)
+            at_once = max(of_completions, num_positions - of_completions)
+        one_layer = num_positions * layer_bytes(model, dtype, keys, "full_attention")
+        linear = at_once * layer_bytes(model, dtype, keys, "linear_attention") if model.delta else 0
+        kept_bytes = num_positions * sum(layer_bytes(model, dtype, keys, kind) for kind in kinds)
         copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of prompts' keys and values, joined
         inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
-        inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * kept
+        inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * attentions
+        inputs += len(part) * state_bytes(model, dtype) if shared else 0
         num_tokens = num_positions if config.objective.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (4 * (3 if config.objective.entropy_coef else 2) + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
@@ -252,7 +281,7 @@ def _update(
             tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
-        gradient = int(one_layer * working)
+        gradient = int(max(one_layer * working, linear * linear_working))
         if gpu.on_gpu():
             columns = longest + length - 1
             scores = attention.gradient_bytes(
@@ -261,14 +290,23 @@ def _update(
                 dtype,
             )
             gradient = max(gradient, scores + int(one_layer * (working - 1)))  # by then the MLP's gradient is past
-        one = (int(one_layer * kept + inputs), gradient, logprobs)
+        one = (int(kept_bytes + inputs), gradient, logprobs)
         most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
     return len(cut), *most
 
 
 def column_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
     """Keys and values of one token."""
-    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.size
+    num_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
+    return 2 * num_layers * model.num_key_value_heads * model.head_dim * dtype.size
+
+
+def state_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
+    """What gated delta nets keep of one row, however long it is."""
+    if model.delta is None:
+        return 0
+    one = sum(array.nbytes for array in model.delta.empty_state(1, dtype))
+    return one * model.layer_kinds.count("linear_attention")
 
 
 def _rollout(
@@ -286,9 +324,10 @@ def _rollout(
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
     prefilled = min(max(sampler.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
-    logits += column // model.num_hidden_layers * copied  # on its way
-    decoding = int(max(prefilled * layer_bytes(model, dtype, longest), logits))
-    return column * (len(together) * width + slots * own + copied), decoding
+    logits += 2 * model.num_key_value_heads * model.head_dim * dtype.size * copied  # on its way
+    decoding = int(max(prefilled * forward_bytes(model, dtype, longest), logits))
+    states = state_bytes(model, dtype) * (len(together) + slots)
+    return column * (len(together) * width + slots * own + copied) + states, decoding
 
 
 def settle(demand: Demand, rows: int | None = None, share_prefix: Switch | None = None) -> Sizes:

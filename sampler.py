@@ -131,7 +131,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
     tokens = mx.array([[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
-    cache = KVCache(len(model.layers), length, mx.array(padding) if any(padding) else None)
+    cache = KVCache(model.config.layer_kinds, length, mx.array(padding) if any(padding) else None)
     num_columns = max(prefill_tokens() // len(prompts), 1)
     for begin in range(0, length - num_columns, num_columns):
         model.hidden(tokens[:, begin : begin + num_columns], cache)

@@ -2,7 +2,8 @@
 What a step costs on a GPU, phase by phase, counted without one: launches, bytes, FLOPs, command buffers, and the time
 that a machine's roofline gives: `uv run python -m bench.ledger --model random:0.6b`.
 
-Each phase is traced (`launches.py`) with one layer and with a few, and the rest of the layers are as these. Its time is
+Each phase is traced (`launches.py`) with one period of layers (one layer, or those between two of a kind that comes
+seldom) and with a few, and the rest of the layers are as these. Its time is
 the sum over launches of the longer of two: the time to move their bytes, and that to compute their FLOPs, at the
 published peaks of a chip. No machine reaches either, and waits between launches come on top, so a measured time is
 longer. The least bytes of a phase are those that no program could leave away: weights, caches, masters and gradients.
@@ -36,14 +37,14 @@ from config import Config, Sizes
 from disk import hub
 from flags import Parser, fail
 from judging import prompt_tree
-from kv_cache import KVCache, SlotCache, TreeCache
+from kv_cache import DeltaState, KVCache, SlotCache, TreeCache
 from layers import softmax
 from machine import gpu
 from step import micro_batch, policy
 
 JUDGE_HEAD, JUDGE_CRITERION, NUM_CRITERIA = 120, 24, 3  # tokens of a rubric's preamble and of a criterion; criteria
 REACHED = 0.8  # of a peak: mlx_lm's published prefill and decode of Qwen3-4B on an M4 Max, 81% and 80%
-FEW = 4  # layers, beside one, that a phase is traced with
+FEW = 4  # layers, at least two periods, that a phase is traced with beside one period
 
 
 class Machine(NamedTuple):
@@ -107,19 +108,25 @@ class StepWork(NamedTuple):
         lengths = [self.prompt_tokens] * self.config.sampling.batch
         return preflight.settle(preflight.Demand(self.model, self.dtype, self.config, lengths))
 
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds come again."""
+        kinds = self.model.layer_kinds
+        return next(n for n in range(1, len(kinds) + 1) if kinds[:n] * (len(kinds) // n) == kinds)
+
     def learner(self, model: gwen.Model) -> update.Learner:
         return update.Learner(model, self.config, policy.Reader(self.config, self.sizes))
 
 
 class Phase(NamedTuple):
-    """One phase, traced with one layer and with a few."""
+    """One phase, traced with one period of layers and with a few."""
 
     name: str
     times: float  # a step
     least_bytes: float  # each time
     one: list[Launch]
     few: list[Launch]
-    extra: float  # layers beyond one, in units of those that `few` has more than `one`
+    extra: float  # layers beyond those of `one`, in units of those that `few` has more
     build_s: float  # to build its graph in Python, each time
     live: float  # buffers that exist at once, at most; of a backward pass with those of the forward pass
 
@@ -213,6 +220,17 @@ def closed(
     return function, [*weights, *(getattr(holder, name) for holder, name in places), *given]
 
 
+def empty_state(work: StepWork, num_rows: int) -> tuple[mx.array, mx.array]:
+    """What a gated delta net keeps of so many rows."""
+    assert work.model.delta is not None
+    return work.model.delta.empty_state(num_rows, work.dtype)
+
+
+def places_of(held: Any) -> list[tuple[Any, str]]:
+    """Where a layer's state has its arrays, for `closed`."""
+    return [(held, name) for name in (("inputs", "memory") if isinstance(held, DeltaState) else ("keys", "values"))]
+
+
 def prefill(work: StepWork, num_layers: int) -> Traced:
     """All prompts of a step, as `sampler.prefill` takes them."""
     model, num_prompts = make_model(work, num_layers), work.config.sampling.batch
@@ -220,7 +238,7 @@ def prefill(work: StepWork, num_layers: int) -> Traced:
 
     @gpu.without_gradients()
     def run(tokens: mx.array) -> list[mx.array]:
-        cache = KVCache(num_layers, work.prompt_tokens)
+        cache = KVCache(work.model.layer_kinds[:num_layers], work.prompt_tokens)
         for begin in range(0, work.prompt_tokens, columns):
             hidden = model.hidden(tokens[:, begin : begin + columns], cache)
         return [hidden[:, -1] @ model.head_weight.T, *cache.arrays()]
@@ -232,17 +250,23 @@ def decode(work: StepWork, num_layers: int) -> Traced:
     """A step in the middle of completions: a token of every row is drawn, and the next one's logits are made."""
     model, config, num_rows, length = make_model(work, num_layers), work.model, work.num_rows, work.prompt_tokens
     lengths = [length] * work.config.sampling.batch
-    shape = (len(lengths), config.num_key_value_heads, length, config.head_dim)
-    prompts = KVCache(num_layers, length)
+    prompts = KVCache(config.layer_kinds[:num_layers], length)
     for layer in prompts.layers:
-        layer.length = length
-        layer.keys = layer.values = mx.zeros((*shape[:2], layer.capacity, shape[3]), work.dtype)
+        if isinstance(layer, DeltaState):
+            layer.update(*empty_state(work, len(lengths)))
+            continue
+        shape = (len(lengths), config.num_key_value_heads, layer.capacity, config.head_dim)
+        layer.length, layer.keys = length, mx.zeros(shape, work.dtype)
+        layer.values = layer.keys
+    prompts.advance(length)
     share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
     cache = SlotCache(prompts, num_rows, work.config.sampling.max_tokens, share)
-    cache.advance(work.config.sampling.max_tokens // 2)
+    cache.skip(work.config.sampling.max_tokens // 2)
     cache.assign([row // work.config.sampling.groups for row in range(num_rows)], [0] * num_rows)
-    places: list[tuple[Any, str]] = [(held, name) for held in prompts.layers for name in ("keys", "values")]
-    places += [(held, name) for held in cache.layers for name in ("keys", "values")]
+    for layer in cache.layers:
+        if isinstance(layer, DeltaState):
+            layer.update(*empty_state(work, num_rows))
+    places = [place for held in (*prompts.layers, *cache.layers) for place in places_of(held)]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
     params = sampler.SamplingParams(work.config.sampling.max_tokens)
 
@@ -267,6 +291,8 @@ def judge(work: StepWork, num_layers: int) -> Traced:
     num_answers = num_criteria // NUM_CRITERIA
     num_questions = max(num_answers // work.config.sampling.groups, 1)
 
+    kinds = config.layer_kinds[:num_layers]
+
     class Level:
         """Keys and values of a level of one layer."""
 
@@ -274,19 +300,24 @@ def judge(work: StepWork, num_layers: int) -> Traced:
             shape = (num_rows, config.num_key_value_heads, length, config.head_dim)
             self.keys = self.values = mx.zeros(shape, work.dtype)
 
-    levels = [
-        [Level(1, JUDGE_HEAD) for _ in range(num_layers)],
-        [Level(num_questions, work.prompt_tokens) for _ in range(num_layers)],
-    ]
-    places = [(held, name) for level in levels for held in level for name in ("keys", "values")]
+    def level(num_rows: int, length: int) -> list[Any]:
+        is_linear = (kind == "linear_attention" for kind in kinds)
+        return [DeltaState(*empty_state(work, num_rows)) if one else Level(num_rows, length) for one in is_linear]
+
+    def put(cache: TreeCache, held: list[Any], length: int) -> None:
+        """As if a level had been computed."""
+        for layer, one in zip(cache.layers, held, strict=True):
+            layer.update(*(getattr(*place) for place in places_of(one)))
+        cache.advance(length)
+
+    levels = [level(1, JUDGE_HEAD), level(num_questions, work.prompt_tokens)]
+    places = [place for made in levels for held in made for place in places_of(held)]
 
     def run(answers: mx.array, criteria: mx.array) -> mx.array:
-        cache = TreeCache(num_layers).child([JUDGE_HEAD])
-        for layer, held in zip(cache.layers, levels[0], strict=True):
-            layer.parts = [(held.keys, held.values)]
+        cache = TreeCache(kinds).child([JUDGE_HEAD])
+        put(cache, levels[0], JUDGE_HEAD)
         cache = cache.child([work.prompt_tokens] * num_questions, [0] * num_questions)
-        for layer, held in zip(cache.layers, levels[1], strict=True):
-            layer.parts.append((held.keys, held.values))
+        put(cache, levels[1], work.prompt_tokens)
         parents = [row * num_questions // num_answers for row in range(num_answers)]
         cache = cache.child([work.config.sampling.max_tokens] * num_answers, parents)
         with lora.disabled(model):
@@ -372,7 +403,7 @@ def least_bytes(work: StepWork) -> dict[str, float]:
     weights = sum(array.nbytes for name, array in shapes if work.model.tie_word_embeddings or "embed" not in name)
     adapters = sum(array.nbytes for name, array in shapes if "lora_" in name)
     config, size = work.config, work.dtype.size
-    column = 2 * work.model.num_hidden_layers * work.model.num_key_value_heads * work.model.head_dim * size
+    column, state = preflight.column_bytes(work.model, work.dtype), preflight.state_bytes(work.model, work.dtype)
     share = sampler.shares_prefix(
         work.num_rows, [work.prompt_tokens] * config.sampling.batch, work.num_rows, work.dtype
     )
@@ -382,11 +413,10 @@ def least_bytes(work: StepWork) -> dict[str, float]:
     judged = column * (JUDGE_HEAD + work.prompt_tokens * max(answers // config.sampling.groups, 1))
     batch = step_of(work)[0][0]
     kept = size * batch.num_positions * work.model.hidden_size * work.model.num_hidden_layers
-    masters = 4 * sum(array.size for _, array in tree_flatten(make_model(work, 1).trainable_parameters()))
     masters = adapters if config.model.lora_rank else 4 * weights / size
     return {
-        "prefill": weights + column * work.prompt_tokens * config.sampling.batch,
-        "decode": weights + prompts + own + column * work.num_rows,
+        "prefill": weights + (column * work.prompt_tokens + state) * config.sampling.batch,
+        "decode": weights + prompts + own + (column + 2 * state) * work.num_rows,
         "judge": weights - adapters + judged,
         "forward": weights,
         "backward": weights + 2 * kept + masters,  # one array a layer is kept, the gradient of the weights written
@@ -419,14 +449,15 @@ def make(work: StepWork) -> list[Phase]:
 def phase_of(work: StepWork, name: str, maker: Callable[[StepWork, int], Traced], times: float, least: float) -> Phase:
     num_layers = work.model.num_hidden_layers
     traces: list[list[Launch]] = []
-    few = min(FEW, num_layers)
+    one = work.period
+    few = min(max(FEW, 2 * one), num_layers)
     with launches.as_on_a_gpu() if work.on_gpu else contextlib.nullcontext():
-        for count in (1, few):
+        for count in (one, few):
             function, inputs = maker(work, count)
             traces.append(launches.trace(function, *inputs, on_gpu=work.on_gpu))
         function, inputs = maker(work, num_layers)
         build_s = launches.build_seconds(function, *inputs, on_gpu=work.on_gpu)
-    extra = (num_layers - 1) / (few - 1) if few > 1 else 0.0
+    extra = (num_layers - one) / (few - one) if few > one else 0.0
     one_live, few_live = (launches.peaks(held)[1] for held in traces)
     return Phase(name, times, least, traces[0], traces[1], extra, build_s, one_live + extra * (few_live - one_live))
 

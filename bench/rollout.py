@@ -29,6 +29,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
+import preflight
 import sampler
 from bench import harness, judging
 from bench.harness import Sample
@@ -173,8 +174,8 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int]) -> tuple[int, 
     by_group = forwards.reshape(len(work.prompts), -1)
     prompt_reads = len(work.prompts[0]) * by_group.max(-1).sum()
     own_reads = (forwards * (forwards + 1) / 2).sum()
-    numbers_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # keys and values
-    cache_bytes = (prompt_reads + own_reads) * numbers_per_token * model.head_weight.itemsize
+    cache_bytes = (prompt_reads + own_reads) * preflight.column_bytes(config, model.head_weight.dtype)
+    cache_bytes += 2 * forwards.sum() * preflight.state_bytes(config, model.head_weight.dtype)  # read and written
     weight_bytes = sum(array.nbytes for array in parameters.values())
     return steps, weight_bytes + cache_bytes / steps
 

@@ -6,8 +6,8 @@ Adapters on disk: mlx_lm's layout, used by runs, and PEFT's, read by transformer
              adapter_config.json: r and lora_alpha = scale * rank
 
 Reads both and converts between them without loss: tensors are transposed, never rounded. NAME is a projection's
-Hugging Face name, "model.layers.0.self_attn.q_proj". What we write has a checksum among the tensors' metadata, which
-other programs pass over. Left out: adapters inside a model (lora.py).
+Hugging Face name, "model.layers.0.self_attn.q_proj"; mlx_lm's Qwen3.5 has "language_model." before it. What we write
+has a checksum among the tensors' metadata, which other programs pass over. Left out: adapters inside a model (lora.py).
 
 Axes: C input width, O output width, R rank.
 """
@@ -26,6 +26,7 @@ from disk import hub
 LAYOUTS = {"peft": "adapter_model.safetensors", "mlx_lm": "adapters.safetensors"}  # and the file of the tensors
 PEFT_PREFIX = "base_model.model."
 BASE = ("base_model_name_or_path", "model")  # in PEFT's configuration, and in mlx_lm's
+KINDS = [["linear_attn"], ["self_attn"]]  # of a hybrid's layers
 SCALES = (1e-6, 1e4)
 Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
 # PEFT options beyond x A B, and the only values supported here
@@ -141,7 +142,7 @@ def _read_mlx_lm(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Hal
         name, _, half = key.rpartition(".lora_")
         if half not in ("a", "b"):
             raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
-        halves[name, half] = array
+        halves[hub.plain(name), half] = array
     return parameters.get("rank"), parameters.get("scale"), halves
 
 
@@ -161,7 +162,7 @@ def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Halve
         name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if half not in ("A.weight", "B.weight"):
             raise ValueError(f"--adapter {directory}: {key} is neither lora_A nor lora_B of a projection")
-        halves[name, half[0].lower()] = mx.contiguous(array.T)
+        halves[hub.plain(name), half[0].lower()] = mx.contiguous(array.T)
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), halves
 
 
@@ -177,7 +178,7 @@ def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
     return adapter
 
 
-def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]:
+def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) -> dict[str, mx.array]:
     """
     Hugging Face weights with an adapter merged in, W + scale * (A B)^T in float32. path: see `find`.
 
@@ -185,7 +186,8 @@ def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]
     """
     directory = find(path)
     if kind_of(directory) == "full":
-        trained = load_tensors(directory, hub.load_object(directory / "adapter_config.json"))
+        stored = load_tensors(directory, hub.load_object(directory / "adapter_config.json"))
+        trained, _ = hub.from_stored(stored, family)
         for name, array in trained.items():
             if name not in weights or array.shape != weights[name].shape:
                 raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
@@ -202,14 +204,18 @@ def merge(weights: dict[str, mx.array], path: str | Path) -> dict[str, mx.array]
 # ---- writing
 
 
-def write(adapter: Adapter, directory: Path, layout: str) -> None:
-    """Writes a "lora" adapter to a new directory. Raises ValueError if its projections differ in rank."""
+def write(adapter: Adapter, directory: Path, layout: str, prefix: str = "") -> None:
+    """
+    Writes a "lora" adapter to a new directory; prefix: `hub.mlx_lm_prefix` of its model.
+
+    Raises ValueError if its projections differ in rank.
+    """
     assert layout in LAYOUTS, layout
     ranks = {low.shape[1] for low, _ in adapter.pairs.values()}
     if len(ranks) != 1:
         raise ValueError(f"the adapter's projections have the ranks {sorted(ranks)}; they need one rank")
     (rank,) = ranks
-    tensors, config = (_as_peft if layout == "peft" else _as_mlx_lm)(adapter, rank)
+    tensors, config = _as_peft(adapter, rank) if layout == "peft" else _as_mlx_lm(adapter, rank, prefix)
     directory.mkdir(parents=True)
     metadata = {"format": "pt", "sha256": checksum(tensors, config)}
     mx.save_safetensors(str(directory / LAYOUTS[layout]), dict(sorted(tensors.items())), metadata=metadata)
@@ -237,19 +243,22 @@ def _as_peft(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[str
 
 
 def _targets(pairs: Pairs) -> list[str]:
-    """Suffixes that match exactly the adapted projections; short if every layer adapts the same ones."""
+    """Suffixes that match exactly the adapted projections; short if all layers of a kind adapt the same ones."""
     layers: dict[str, set[str]] = {}
     for name in pairs:
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         layers.setdefault(layer, set()).add(rest)
-    same = len({frozenset(rests) for rests in layers.values()}) == 1 and len(layers) == max(map(int, layers)) + 1
+    mixers = {frozenset(rest for rest in rests if not rest.startswith("mlp.")) for rests in layers.values()}
+    rooms = [{rest.partition(".")[0] for rest in mixer} for mixer in mixers]
+    same = len({frozenset(rest for rest in rests if rest.startswith("mlp.")) for rests in layers.values()}) == 1
+    same &= len(layers) == max(map(int, layers)) + 1 and (len(mixers) == 1 or sorted(map(sorted, rooms)) == KINDS)
     return sorted({name.rpartition(".")[2] for name in pairs}) if same else sorted(pairs)
 
 
-def _as_mlx_lm(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[str, Any]]:
+def _as_mlx_lm(adapter: Adapter, rank: int, prefix: str) -> tuple[dict[str, mx.array], dict[str, Any]]:
     tensors = {}
     for name, (low, high) in adapter.pairs.items():
-        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = low, high
+        tensors[f"{prefix}{name}.lora_a"], tensors[f"{prefix}{name}.lora_b"] = low, high
     paths = [name.removeprefix("model.layers.").split(".", 1) for name in adapter.pairs]
     config = {
         "model": adapter.base,
@@ -267,6 +276,7 @@ def _as_mlx_lm(adapter: Adapter, rank: int) -> tuple[dict[str, mx.array], dict[s
 
 def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
     """What `lora.adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
+    adapter = {hub.plain(name): array for name, array in adapter.items()}
     rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
     out = {name: mx.contiguous(array.T) for name, array in rows.items()}
     for name in rows:

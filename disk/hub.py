@@ -25,25 +25,63 @@ class Family(NamedTuple):
     members: str
     bias: bool = False  # on queries, keys and values
     qk_norm: bool = False  # of each head's query and key, before the rotation
+    norm_offset: float = 0.0  # what norms add to their weight; not that of a gated delta net
+    output_gate: bool = False  # the projection of queries holds behind each head's query a gate of what it finds
+    rotary_share: float = 1.0  # of a head, where config.json does not say
     rope_types: tuple[str, ...] = ("default", "yarn")
     tied: bool = False  # whether the head is the embedding where config.json does not say
+    is_hybrid: bool = False  # config.json holds a text_config, and layers may be gated delta nets
+    skipped: tuple[str, ...] = ()  # prefixes of tensors that language alone does not need
+    kept: tuple[str, ...] = ()  # ends of names of tensors that keep their type
 
 
 FAMILIES = {  # by model_type
     "qwen2": Family("Qwen2, Qwen2.5", bias=True),
     "qwen3": Family("Qwen3", qk_norm=True),
+    "qwen3_5": Family(
+        "Qwen3.5",
+        qk_norm=True,
+        norm_offset=1.0,
+        output_gate=True,
+        rotary_share=0.25,
+        rope_types=("default",),
+        is_hybrid=True,
+        skipped=("model.visual.", "vision_tower.", "mtp."),
+        kept=("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"),
+    ),
     "llama": Family("Llama, SmolLM2", rope_types=("default", "llama3")),
     "smollm3": Family("SmolLM3", tied=True),
 }
+TEXT_PART = "qwen3_5_text"  # the model_type of a text_config, which also comes alone
+
+
+class DeltaSizes(NamedTuple):
+    """The sizes of gated delta nets. Each key head serves equally many consecutive value heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # positions that the convolution sees
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of queries, keys and values."""
+        return [self.num_key_heads * self.key_dim] * 2 + [self.num_value_heads * self.value_dim]
+
+    def empty_state(self, num_rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Before the first token: what a convolution looks back at, and the memories, float32."""
+        inputs = mx.zeros((num_rows, self.window - 1, sum(self.widths)), dtype)
+        return inputs, mx.zeros((num_rows, self.num_value_heads, self.value_dim, self.key_dim))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checked `config.json`. `raw` is the file's content, kept for saving."""
+    """A checked `config.json`. `raw` is the file's content, or its text_config, kept for saving."""
 
     model_type: str
     hidden_size: int
-    layer_kinds: tuple[str, ...]  # "full_attention" or "unrotated_attention", whose heads have no positions
+    layer_kinds: tuple[str, ...]  # "full_attention", "unrotated_attention" without positions, or "linear_attention"
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -54,6 +92,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope_theta: float
     rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: there is none
+    rotary_dim: int  # the first of a head's dims, which positions rotate
+    delta: DeltaSizes | None  # of layers with linear attention
     eos_ids: tuple[int, ...]
     raw: dict[str, Any]
 
@@ -84,16 +124,22 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
     Raises ValueError naming the missing key or the unsupported feature.
     """
-    model_type = raw.get("model_type")
+    model_type, outer = raw.get("model_type"), raw
+    if model_type == TEXT_PART:
+        model_type, outer = "qwen3_5", {}
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
         raise ValueError(f"config.json has model_type {model_type!r:.60}; supported are {known}")
     family = FAMILIES[model_type]
+    if family.is_hybrid and outer:
+        raw = outer.get("text_config")  # type: ignore[assignment]
+        if not isinstance(raw, dict):
+            raise ValueError(f"config.json has text_config={raw!r:.60}; it must be an object")
     if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
         raise ValueError(f"config.json lacks {', '.join(missing)}; is this a language model?")
-    refuse_unsupported(raw, family)
+    refuse_unsupported({**outer, **raw}, family)
     sizes = {key: checked(raw, key, 1, largest) for key, largest in SIZES.items()}
-    kinds = layer_kinds(raw, sizes.pop("num_hidden_layers"))
+    kinds = layer_kinds(raw, model_type, sizes.pop("num_hidden_layers"))
     num_heads = sizes["num_attention_heads"]
     num_kv_heads = checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
@@ -101,12 +147,16 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
     if head_dim % 2:
         raise ValueError(f"config.json has head_dim={head_dim}; rotary positions need an even one")
-    tied = raw.get("tie_word_embeddings", family.tied)
+    tied = raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.tied))
     if not isinstance(tied, bool):
         raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
     max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
-    theta, scaling = rope_settings(raw, family, max_positions)
-    eos = end_ids("config.json", raw, sizes["vocab_size"])
+    theta, share, scaling = rope_settings(raw, family, max_positions)
+    if share * head_dim % 2:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share:g} of head_dim={head_dim}; it needs an even part"
+        )
+    eos = end_ids("config.json", {**outer, **raw}, sizes["vocab_size"])
     eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
     return ModelConfig(
         model_type=model_type,
@@ -119,6 +169,8 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         tie_word_embeddings=tied,
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_dim=int(share * head_dim),
+        delta=delta_sizes(raw) if "linear_attention" in kinds else None,
         eos_ids=tuple(eos),
         raw=raw,
     )
@@ -163,25 +215,47 @@ def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
             raise ValueError(f"config.json has {key}=true; no {family.members} that is supported has it")
 
 
-def layer_kinds(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+def layer_kinds(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[str, ...]:
     """
-    What each layer is, see `ModelConfig`; SmolLM3 has positions in three layers of four.
+    What each layer is, see `ModelConfig`. Of four layers Qwen3.5 has one with full attention, SmolLM3 one without
+    positions, unless config.json says otherwise.
 
     Raises ValueError where a list of layers has another length or kinds that are not supported.
     """
-    given = raw.get("layer_types") or ["full_attention"] * num_layers
-    if not isinstance(given, list) or any(kind != "full_attention" for kind in given):
-        raise ValueError(f"config.json has layer_types={given!r:.60}; only full_attention is supported")
+    known = ["full_attention"]
+    if FAMILIES[model_type].is_hybrid:
+        known.append("linear_attention")
+    every = checked(raw, "full_attention_interval", 1, 2**31, default=4)
+    kinds = raw.get("layer_types") or [known[-1 if (layer + 1) % every else 0] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        raise ValueError(f"config.json has layer_types={kinds!r:.60}; only {' and '.join(known)} is supported")
     rotated = [1] * num_layers
-    if raw["model_type"] == "smollm3":
+    if model_type == "smollm3":
         every = checked(raw, "no_rope_layer_interval", 1, 2**31, default=4)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
         if not isinstance(rotated, list) or any(type(one) is not int or one not in (0, 1) for one in rotated):
             raise ValueError(f"config.json has no_rope_layers={rotated!r:.60}; it must be a list of 0 and 1")
-    for key, held in (("layer_types", given), ("no_rope_layers", rotated)):
+    for key, held in (("layer_types", kinds), ("no_rope_layers", rotated)):
         if len(held) != num_layers:
             raise ValueError(f"config.json has {len(held)} {key} and num_hidden_layers={num_layers}")
-    return tuple("full_attention" if one else "unrotated_attention" for one in rotated)
+    return tuple(kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True))
+
+
+def delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
+    """The sizes of gated delta nets. Raises ValueError for one that is missing or does not fit the others."""
+    sizes = DeltaSizes(
+        checked(raw, "linear_num_key_heads", 1, 2**10),
+        checked(raw, "linear_num_value_heads", 1, 2**10),
+        checked(raw, "linear_key_head_dim", 1, 2**10),
+        checked(raw, "linear_value_head_dim", 1, 2**10),
+        checked(raw, "linear_conv_kernel_dim", 2, 2**5, default=4),
+    )
+    if sizes.num_value_heads % sizes.num_key_heads:
+        raise ValueError(
+            f"config.json has linear_num_value_heads={sizes.num_value_heads}, which linear_num_key_heads="
+            f"{sizes.num_key_heads} do not divide"
+        )
+    return sizes
 
 
 # of each kind of rope scaling: its numbers with their limits, and what is taken where config.json has none, if anything
@@ -201,9 +275,11 @@ ROPE_SCALINGS: dict[str, dict[str, tuple[float, float, float | None]]] = {
 }
 
 
-def rope_settings(raw: dict[str, Any], family: Family, max_positions: int) -> tuple[float, dict[str, Any] | None]:
+def rope_settings(
+    raw: dict[str, Any], family: Family, max_positions: int
+) -> tuple[float, float, dict[str, Any] | None]:
     """
-    Theta and, where positions are scaled, `rope_type` and its numbers, with defaults filled in.
+    Theta, the rotated share of a head and, where positions are scaled, `rope_type` and its numbers, with defaults.
 
     Reads two layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
     Raises ValueError for a rope type that the family has not, or an unsupported setting of it.
@@ -216,14 +292,15 @@ def rope_settings(raw: dict[str, Any], family: Family, max_positions: int) -> tu
     if raw.get("rope_theta", together.get("rope_theta")) is None:
         raise ValueError("config.json lacks rope_theta; is this a language model?")
     theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
-    if any(part.get("partial_rotary_factor") not in (None, 1) for part in (raw, scaling)):
-        raise ValueError("config.json has a partial_rotary_factor, which is not supported")
+    share = checked({**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share)
+    if share != 1 and family.rotary_share == 1:
+        raise ValueError(f"config.json has partial_rotary_factor={share:g}; {family.members} rotate whole heads")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in family.rope_types:
         known = " and ".join(family.rope_types)
         raise ValueError(f"config.json has rope type {rope_type!r:.60}; {family.members} have {known} here")
     if rope_type == "default":
-        return theta, None
+        return theta, share, None
     numbers = ROPE_SCALINGS[rope_type]
     if other := sorted(scaling.keys() - numbers - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
         raise ValueError(f"config.json has rope type {rope_type} with {other[0]}, which is not supported")
@@ -235,7 +312,44 @@ def rope_settings(raw: dict[str, Any], family: Family, max_positions: int) -> tu
     read = {key: checked(scaling, key, low, high, default) for key, (low, high, default) in numbers.items()}
     if rope_type == "llama3" and read["low_freq_factor"] >= read["high_freq_factor"]:
         raise ValueError("config.json has rope type llama3 with a low_freq_factor that is not below high_freq_factor")
-    return theta, {"rope_type": rope_type, **read}
+    return theta, share, {"rope_type": rope_type, **read}
+
+
+def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
+    """
+    The `config.json` of a model saved in `dtype`, for mlx_lm and transformers.
+
+    What has a default is spelled out, since the defaults of the two differ. Rope goes out in the older of its two
+    layouts, since mlx_lm's Qwen2 knows no other; but Qwen3.5 has the newer one alone.
+    """
+    held = {
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": list(config.eos_ids) or None,
+    }
+    raw = {key: value for key, value in config.raw.items() if key not in ("torch_dtype", "rope_parameters")} | held
+    raw |= {
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+    }
+    if not config.family.is_hybrid:
+        return raw
+    share = config.rotary_dim / config.head_dim
+    raw |= {
+        "model_type": TEXT_PART,
+        "layer_types": list(config.layer_kinds),
+        "full_attention_interval": ([*config.layer_kinds, "full_attention"]).index("full_attention") + 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": raw.pop("rope_theta"),
+            "partial_rotary_factor": share,
+        },
+    }
+    del raw["rope_scaling"]
+    return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": config.model_type, "text_config": raw, **held}
 
 
 # ---- fused names
@@ -243,6 +357,7 @@ def rope_settings(raw: dict[str, Any], family: Family, max_positions: int) -> tu
 FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "linear_attn.in_proj": [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")],
 }
 
 
@@ -250,15 +365,18 @@ def part_rows(config: ModelConfig, fused: str) -> list[int]:
     """The number of output rows of each part of a fused projection, in the order of `FUSED`."""
     if fused == "mlp.gate_up_proj":
         return [config.intermediate_size] * 2
+    if fused == "linear_attn.in_proj":
+        assert config.delta is not None
+        return [sum(config.delta.widths), config.delta.widths[-1], *[config.delta.num_value_heads] * 2]
     kv_rows = config.num_key_value_heads * config.head_dim
-    return [config.num_attention_heads * config.head_dim, kv_rows, kv_rows]
+    return [config.num_attention_heads * config.head_dim * (1 + config.family.output_gate), kv_rows, kv_rows]
 
 
 def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Hugging Face names and parts (complete) -> this model's names."""
     weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
-        for name in [n for n in weights if parts[0] in n]:  # "layers.0.self_attn.q_proj.weight"
+        for name in [n for n in weights if f"{parts[0]}." in n]:  # "layers.0.self_attn.q_proj.weight"
             sources = [name.replace(parts[0], part) for part in parts]
             weights[name.replace(parts[0], fused)] = mx.concatenate([weights.pop(source) for source in sources])
     return weights
@@ -273,10 +391,65 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
         if fused is None:
             out[prefix + name] = array
             continue
-        ends = [sum(part_rows(config, fused)[: i + 1]) for i in range(len(FUSED[fused]))]
-        for part, rows in zip(FUSED[fused], mx.split(array, ends[:-1]), strict=True):
-            out[prefix + name.replace(fused, part)] = rows
+        rows = part_rows(config, fused)
+        ends = [sum(rows[: i + 1]) for i in range(len(rows) - 1)]
+        for part, held in zip(FUSED[fused], mx.split(array, ends), strict=True):
+            out[prefix + name.replace(fused, part)] = held
     return out
+
+
+# ---- stored names of a hybrid family: "model." is "model.language_model." at Hugging Face's, and in mlx_lm
+# "language_model.model.", where norms have their offset in their weight and a convolution is (channels, window, 1)
+
+HYBRID_PREFIX, MLX_LM_PREFIX = "model.language_model.", "language_model."
+
+
+def _moved(weights: dict[str, mx.array], offset: float, source: int, target: int) -> dict[str, mx.array]:
+    """Weights with an offset added to norms, and an axis of convolutions moved."""
+    out = dict(weights)
+    for name, array in weights.items():
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            out[name] = (array.astype(mx.float32) + offset).astype(array.dtype)
+        elif name.endswith("conv1d.weight"):
+            out[name] = mx.contiguous(mx.moveaxis(array, source, target))
+    return out
+
+
+def plain(name: str) -> str:
+    """A stored name as "model.layers…"."""
+    name = name.removeprefix(MLX_LM_PREFIX)
+    return f"model.{name.removeprefix(HYBRID_PREFIX)}" if name.startswith(HYBRID_PREFIX) else name
+
+
+def from_stored(weights: dict[str, mx.array], family: Family) -> tuple[dict[str, mx.array], int]:
+    """Stored tensors, Hugging Face's or mlx_lm's, as "model.layers…", and how many were skipped."""
+    if not family.is_hybrid:
+        return weights, 0
+    named = ((plain(name), array) for name, array in weights.items())
+    out = {name: array for name, array in named if not name.startswith(family.skipped)}
+    if any(name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()):
+        out = _moved(out, -family.norm_offset, 1, 2)
+    return out, len(weights) - len(out)
+
+
+def mlx_lm_prefix(family: Family) -> str:
+    """What stands before "model.layers…" in mlx_lm's names."""
+    return MLX_LM_PREFIX if family.is_hybrid else ""
+
+
+def to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+    """ "model.layers…" as mlx_lm's model holds them, where `from_stored` reads them."""
+    if not family.is_hybrid:
+        return weights
+    return {mlx_lm_prefix(family) + name: array for name, array in _moved(weights, family.norm_offset, 2, 1).items()}
+
+
+def to_hub(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+    """ "model.layers…" as Hugging Face stores them."""
+    prefix = HYBRID_PREFIX if family.is_hybrid else "model."
+    return {
+        name if name.startswith("lm_head") else prefix + name.removeprefix("model."): a for name, a in weights.items()
+    }
 
 
 # ---- files

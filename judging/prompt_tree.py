@@ -69,7 +69,7 @@ class PromptTree:
         return self._root
 
     def _compute_root(self) -> tuple[TreeCache, mx.array]:
-        cache = TreeCache(len(self.model.layers)).child([len(self.head)])
+        cache = TreeCache(self.model.config.layer_kinds).child([len(self.head)])
         end = self.forward(cache, [self.head])[0, -1]
         mx.eval(end, cache.arrays())
         return cache, end

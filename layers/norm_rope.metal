@@ -1,4 +1,5 @@
-// One simdgroup a head and token; a lane holds every 32nd pair (i, i + D / 2) of the head.
+// One simdgroup a head and token; a lane holds every 32nd pair of the head: (i, i + TURNED / 2) of the dims that turn,
+// and behind them (i, i + (D - TURNED) / 2).
 kernel void norm_rope() {
     constexpr int HALF = D / 2;
     constexpr int HELD = (HALF + 31) / 32;
@@ -13,12 +14,14 @@ kernel void norm_rope() {
     #pragma unroll
     for (int i = 0; i < HELD; i++) {
         uint pair = lane + i * 32;
-        low[i] = pair < HALF ? float(qkv[begin + pair]) : 0.0f;
-        high[i] = pair < HALF ? float(qkv[begin + pair + HALF]) : 0.0f;
+        uint first = pair < TURNED / 2 ? pair : pair + TURNED / 2;
+        uint second = first + (pair < TURNED / 2 ? TURNED : D - TURNED) / 2;
+        low[i] = pair < HALF ? float(qkv[begin + first]) : 0.0f;
+        high[i] = pair < HALF ? float(qkv[begin + second]) : 0.0f;
         square += low[i] * low[i] + high[i] * high[i];
     }
     square = simd_sum(square);
-    float scale = magnitude[0] * (NORMED ? metal::rsqrt(square / float(D) + eps[0]) : 1.0f);
+    float scale = NORMED ? metal::rsqrt(square / float(D) + eps[0]) : 1.0f;
     device T* out = head < H ? queries + ((size_t(row) * H + head) * length + position) * D
                              : keys + ((size_t(row) * K + head - H) * length + position) * D;
     float place = float(int(offsets[row]) + int(position));
@@ -26,14 +29,20 @@ kernel void norm_rope() {
     for (int i = 0; i < HELD; i++) {
         uint pair = lane + i * 32;
         if (pair >= HALF) continue;
+        uint first = pair < TURNED / 2 ? pair : pair + TURNED / 2;
+        uint second = first + (pair < TURNED / 2 ? TURNED : D - TURNED) / 2;
         float x = low[i] * scale, y = high[i] * scale;
         if (NORMED) {
-            x *= head < H ? float(query_weight[pair]) : float(key_weight[pair]);
-            y *= head < H ? float(query_weight[pair + HALF]) : float(key_weight[pair + HALF]);
+            x *= head < H ? float(query_weight[first]) : float(key_weight[first]);
+            y *= head < H ? float(query_weight[second]) : float(key_weight[second]);
         }
-        float angle = place / periods[pair];
-        float c = metal::cos(angle), s = metal::sin(angle);
-        out[pair] = static_cast<T>(x * c - y * s);
-        out[pair + HALF] = static_cast<T>(y * c + x * s);
+        float c = 1.0f, s = 0.0f;
+        if (pair < TURNED / 2) {
+            float angle = place / periods[pair];
+            c = metal::cos(angle) * magnitude[0];
+            s = metal::sin(angle) * magnitude[0];
+        }
+        out[first] = static_cast<T>(x * c - y * s);
+        out[second] = static_cast<T>(y * c + x * s);
     }
 }

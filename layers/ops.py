@@ -20,15 +20,20 @@ from machine import gpu
 HERE = Path(__file__).parent
 
 
+def silu(x: mx.array) -> mx.array:
+    """x * sigmoid(x)."""
+    if gpu.on_gpu():
+        return x * mx.sigmoid(x)
+    # Three times as fast as mx.sigmoid. Below -40 silu is 0 to 1e-13, but exp would overflow at 89 and the gradient
+    # would be inf * 0; in 16 bits the power of two would be off by 2%.
+    wide = x.astype(mx.float32)
+    return (wide / (1 + gpu.exp(-mx.maximum(wide, -40)))).astype(x.dtype)
+
+
 def swiglu_ref(gate_up: mx.array) -> mx.array:
     """silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
     gate, up = mx.split(gate_up, 2, axis=-1)
-    if gpu.on_gpu():
-        return gate * mx.sigmoid(gate) * up
-    # Three times as fast as mx.sigmoid. Below -40 silu is 0 to 1e-13, but exp would overflow at 89 and the gradient
-    # would be inf * 0; in 16 bits the power of two would be off by 2%.
-    wide = gate.astype(mx.float32)
-    return (wide / (1 + gpu.exp(-mx.maximum(wide, -40)))).astype(up.dtype) * up
+    return silu(gate) * up
 
 
 def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:
@@ -167,15 +172,15 @@ class Rope:
     https://github.com/meta-llama/llama-models, models/llama3.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None = None):
-        self.head_dim, self.magnitude = head_dim, 1.0
-        self.frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # (D / 2,) float64
+    def __init__(self, size: int, theta: float, scaling: dict[str, Any] | None = None):
+        self.size, self.magnitude = size, 1.0  # the first dims of a head that are rotated
+        self.frequencies = theta ** (-np.arange(0, size, 2) / size)  # (size / 2,) float64
         if scaling is not None:
             {"yarn": self._make_yarn, "llama3": self._make_llama3}[scaling["rope_type"]](theta, scaling)
         self.periods = mx.array((1 / self.frequencies).astype(np.float32))
 
     def _make_yarn(self, theta: float, scaling: dict[str, Any]) -> None:
-        factor, trained, dims = scaling["factor"], scaling["original_max_position_embeddings"], self.head_dim
+        factor, trained, dims = scaling["factor"], scaling["original_max_position_embeddings"], self.size
 
         def dim_of(num_rotations: float) -> float:  # the pair that turns that often over the trained context
             return dims * math.log(trained / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -197,7 +202,7 @@ class Rope:
         if gpu.on_gpu():
             return Rotation(self, offsets, None, None)
         positions = (offsets[:, None] + mx.arange(length)).astype(mx.float32)
-        angles = (positions[:, :, None] / self.periods)[:, :, None]  # (N, L, 1, D / 2)
+        angles = (positions[:, :, None] / self.periods)[:, :, None]  # (N, L, 1, size / 2)
         cos, sin = mx.cos(angles) * self.magnitude, mx.sin(angles) * self.magnitude
         return Rotation(self, offsets, mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1))
 
@@ -207,16 +212,16 @@ class Rotation(NamedTuple):
 
     rope: Rope
     offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
-    cos: mx.array | None  # (N, L, 1, D) float32, and None on a GPU, where a kernel makes them
-    sin: mx.array | None  # with the sign that its half of D takes
+    cos: mx.array | None  # (N, L, 1, size) float32, and None on a GPU, where a kernel makes them
+    sin: mx.array | None  # with the sign that its half of `size` takes
 
     def turn(self, x: mx.array) -> mx.array:
-        """Rotates (N, L, heads, D): pairs are i and i + D / 2."""
+        """Rotates the first dims of (N, L, heads, D): pairs are i and i + size / 2."""
         if self.cos is None or self.sin is None:
             x = x if self.rope.magnitude == 1.0 else x * self.rope.magnitude
             rotated = mx.fast.rope(
                 x.transpose(0, 2, 1, 3),
-                self.rope.head_dim,
+                self.rope.size,
                 traditional=False,
                 base=None,
                 scale=1.0,
@@ -224,6 +229,9 @@ class Rotation(NamedTuple):
                 freqs=self.rope.periods,
             )
             return rotated.transpose(0, 2, 1, 3)
+        if self.rope.size < x.shape[-1]:
+            turned, rest = mx.split(x, [self.rope.size], axis=-1)
+            return mx.concatenate([self.turn(turned), rest], axis=-1)
         low, high = mx.split(x, 2, axis=-1)
         return (x * self.cos + mx.concatenate([high, low], axis=-1) * self.sin).astype(x.dtype)
 
@@ -282,6 +290,7 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
         H=num_heads,
         K=num_kv_heads,
         D=size,
+        TURNED=rotation.rope.size,
         NORMED=weights is not None,
     )
     return queries, keys, qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
@@ -292,8 +301,13 @@ def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]
     qkv = gpu.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
     weights = _norm_weight(size, dtype), _norm_weight(size, dtype, seed=1)
     rotation = Rope(size, 1e6).at(40 * mx.arange(rows) - 1, length)
-    kinds = [weights] if large else [weights, None]  # None: another kernel, that of Qwen2.5
-    return [(qkv, Heads(num_heads, kind, 1e-6, rotation)) for kind in kinds]
+    if large:
+        return [(qkv, Heads(num_heads, weights, 1e-6, rotation))]
+    part = Rope(size // 4, 1e6).at(rotation.offsets, length)  # other kernels: of Qwen2.5, and of Qwen3.5
+    return [
+        (qkv, Heads(num_heads, *kind))
+        for kind in ((weights, 1e-6, rotation), (None, 1e-6, rotation), (weights, 1e-6, part))
+    ]
 
 
 norm_rope = gpu.Op(norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)

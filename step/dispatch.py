@@ -101,7 +101,7 @@ def time_work(model: gwen.Model, kind: Kind, rows: int, modes: Sequence[bool]) -
 
     def seconds(num_steps: int, share_prefix: bool) -> float:
         cache = SlotCache(prompt_cache, rows, kind.max_tokens, share_prefix)
-        cache.advance(max(kind.max_tokens // 2 - num_steps // 2, 0))
+        cache.skip(max(kind.max_tokens // 2 - num_steps // 2, 0))
         prompt_of = {row: row * num_prompts // rows for row in range(rows)}
         record = sampler.Record(rows, sampler.SamplingParams(num_steps), key=0)
         begin = time.perf_counter()

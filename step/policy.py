@@ -178,7 +178,7 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
         hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
         return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
     prefix = batch.prefix
-    cache = TreeCache(len(model.layers)).child(prefix.lengths)
+    cache = TreeCache(model.config.layer_kinds).child(prefix.lengths)
     hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
     last = mx.array([length - 1 for length in prefix.lengths])
     first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)

@@ -74,6 +74,23 @@ SMOLLM3 = LLAMA | {
     "no_rope_layers": [1, 1, 1, 0],
     "pad_token_id": 0,
 }
+HYBRID_TEXT = {key: value for key, value in QWEN3.items() if key not in ("architectures", "rope_theta")} | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": HYBRID_TEXT,
+    "tie_word_embeddings": True,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen2.5": QWEN2 | {"tie_word_embeddings": False},
@@ -84,8 +101,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama3": LLAMA | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}, "tie_word_embeddings": False},
     "smollm3": SMOLLM3,
+    "qwen3.5": HYBRID,
 }
-FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8", "llama3", "smollm3"]
+FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8", "llama3", "smollm3", "qwen3.5"]
 
 RNG = np.random.default_rng(1)
 
@@ -156,6 +174,8 @@ def assert_drawn_from(probs: np.ndarray, tokens: np.ndarray) -> None:
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     """Tensors by Hugging Face name, float32, none of them at the value that training would begin with."""
     rng = np.random.default_rng(seed)
+    prefix, config = ("model.language_model", config["text_config"]) if "text_config" in config else ("model", config)
+    is_hybrid = config["model_type"] == "qwen3_5_text"
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", hidden // heads)
@@ -164,28 +184,44 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
         return rng.normal(0, 1.5 / columns**0.5, (rows, columns))
 
     def norm(size: int) -> np.ndarray:
-        return rng.normal(1, 0.3, size)
+        return rng.normal(0 if is_hybrid else 1, 0.3, size)
 
-    weights = {"model.embed_tokens.weight": rng.normal(0, 0.4, (vocab, hidden)), "model.norm.weight": norm(hidden)}
+    weights = {
+        f"{prefix}.embed_tokens.weight": rng.normal(0, 0.4, (vocab, hidden)),
+        f"{prefix}.norm.weight": norm(hidden),
+    }
     for layer in range(config["num_hidden_layers"]):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            weights[f"{attention}.{name}_proj.weight"] = matrix(rows * head_dim, hidden)
-            if config["model_type"] == "qwen2":
-                weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
-        weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
-        if config["model_type"] == "qwen3":
-            weights[f"{attention}.q_norm.weight"], weights[f"{attention}.k_norm.weight"] = (
-                norm(head_dim),
-                norm(head_dim),
-            )
+        attention, mlp = f"{prefix}.layers.{layer}.self_attn", f"{prefix}.layers.{layer}.mlp"
         weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"] = (
             matrix(width, hidden),
             matrix(width, hidden),
         )
         weights[f"{mlp}.down_proj.weight"] = matrix(hidden, width)
-        weights[f"model.layers.{layer}.input_layernorm.weight"] = norm(hidden)
-        weights[f"model.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)
+        weights[f"{prefix}.layers.{layer}.input_layernorm.weight"] = norm(hidden)
+        weights[f"{prefix}.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)
+        if is_hybrid and (layer + 1) % config["full_attention_interval"]:
+            net = f"{prefix}.layers.{layer}.linear_attn"
+            key_rows = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            nets = config["linear_num_value_heads"]
+            value_rows = nets * config["linear_value_head_dim"]
+            for name, rows in (("qkv", 2 * key_rows + value_rows), ("z", value_rows), ("b", nets), ("a", nets)):
+                weights[f"{net}.in_proj_{name}.weight"] = matrix(rows, hidden)
+            weights[f"{net}.conv1d.weight"] = rng.normal(0, 0.5, (2 * key_rows + value_rows, 1, 4))
+            weights[f"{net}.A_log"] = np.log(rng.uniform(0.01, 4, nets))
+            weights[f"{net}.dt_bias"] = rng.normal(-2, 1, nets)
+            weights[f"{net}.norm.weight"] = rng.normal(1, 0.3, config["linear_value_head_dim"])
+            weights[f"{net}.out_proj.weight"] = matrix(hidden, value_rows)
+            continue
+        for name, rows in (("q", heads * (1 + is_hybrid)), ("k", kv_heads), ("v", kv_heads)):
+            weights[f"{attention}.{name}_proj.weight"] = matrix(rows * head_dim, hidden)
+            if config["model_type"] == "qwen2":
+                weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
+        weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
+        if config["model_type"] in ("qwen3", "qwen3_5_text"):
+            weights[f"{attention}.q_norm.weight"], weights[f"{attention}.k_norm.weight"] = (
+                norm(head_dim),
+                norm(head_dim),
+            )
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = rng.normal(0, 0.4, (vocab, hidden))
     return {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}

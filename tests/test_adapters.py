@@ -26,16 +26,16 @@ def change(directory, layout, parameters=(), tensors=None):
     mx.save_safetensors(str(directory / WEIGHTS[layout]), tensors)
 
 
-@pytest.fixture
-def tiny_qwen3(checkpoints):
-    return checkpoints["qwen3"]
+@pytest.fixture(params=["qwen3", "qwen3.5"])
+def tiny_model(checkpoints, request):
+    return checkpoints[request.param]
 
 
 @pytest.fixture
-def exported(tiny_qwen3, tmp_path):
+def exported(tiny_model, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""
-    model = adapted(tiny_qwen3)
-    lora.save_adapter(model, tmp_path / "ours", str(tiny_qwen3))
+    model = adapted(tiny_model)
+    lora.save_adapter(model, tmp_path / "ours", str(tiny_model))
     lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
     return model, tmp_path
 
@@ -56,13 +56,13 @@ def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
     assert same_tensors(root / "peft" / WEIGHTS["peft"], root / "peft again" / WEIGHTS["peft"])
 
 
-def test_an_adapter_in_peft_s_layout_is_merged_and_attached_like_ours(exported, tiny_qwen3):
+def test_an_adapter_in_peft_s_layout_is_merged_and_attached_like_ours(exported, tiny_model):
     model, root = exported
-    merged, attached = gwen.load_model(tiny_qwen3, adapter=root / "peft"), gwen.load_model(tiny_qwen3)
+    merged, attached = gwen.load_model(tiny_model, adapter=root / "peft"), gwen.load_model(tiny_model)
     lora.attach(attached, root / "peft")
     assert mx.array_equal(attached(TOKENS), model(TOKENS))
     np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
-    assert gwen.choose_model(None, root / "peft")[0] == str(tiny_qwen3)
+    assert gwen.choose_model(None, root / "peft")[0] == str(tiny_model)
 
 
 def test_the_exported_numbers_are_those_of_the_formula(exported):
@@ -70,13 +70,16 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
     model, root = exported
     config = json.loads((root / "peft" / "adapter_config.json").read_text())
     tensors = dict(mx.load(str(root / "peft" / WEIGHTS["peft"])))
-    layer = model.layers[1].self_attn.o_proj
-    name = "base_model.model.model.layers.1.self_attn.o_proj"
+    layer = model.layers[1].mlp.down_proj
+    name = "base_model.model.model.layers.1.mlp.down_proj"
     low, high = (np.array(tensors[f"{name}.lora_{half}.weight"], np.float64) for half in "AB")
     x = np.random.default_rng(0).normal(size=(3, low.shape[1]))
     expected = x @ np.array(layer.linear.weight, np.float64).T + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
     np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
-    assert config["target_modules"] == sorted("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
+    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+    if model.config.delta is not None:
+        names += " in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj"
+    assert config["target_modules"] == sorted(names.split())
 
 
 def test_an_adapter_of_some_layers_names_these_alone(exported):
@@ -157,8 +160,8 @@ def test_a_changed_bit_or_scale_is_found_by_the_checksum_and_a_moved_base_is_non
     assert "by its checksum it is not as it was written" in message_of(adapters.read, directory)
 
 
-def test_a_model_trained_whole_has_no_adapter_to_export(tiny_qwen3, tmp_path, capsys):
-    lora.save_adapter(gwen.load_model(tiny_qwen3), tmp_path / "full", "tiny")
+def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, capsys):
+    lora.save_adapter(gwen.load_model(tiny_model), tmp_path / "full", "tiny")
     with pytest.raises(SystemExit) as ended:
         lora.main(["--export", "peft", "--adapter", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and not (tmp_path / "out").exists()
@@ -172,7 +175,7 @@ def test_the_command_wants_one_of_fuse_and_export(flags, tmp_path, capsys):
     assert ended.value.code == 2 and "give --fuse for a whole model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3", "llama", "qwen3.5"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj", "down_proj")])
 def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
     torch = pytest.importorskip(

@@ -15,9 +15,9 @@ from kv_cache import KVCache, SlotCache
 from machine import gpu
 
 
-@pytest.fixture
-def model(checkpoints):
-    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
+@pytest.fixture(params=["qwen3", "qwen3.5"])
+def model(checkpoints, request):
+    model = gwen.load_model(checkpoints[request.param], mx.float32)
     lora.apply(model, 4, 2.0)
     for number, (_, layer) in enumerate(lora.layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.1
@@ -29,7 +29,7 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, sha
     monkeypatch.setattr(mx, "compile", lambda function: function)  # on a CPU it calls g++ for every kernel: 30 s
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(gpu, "has_metal", lambda: False)
-    prompts = KVCache(len(model.layers), 3, mx.array([0, 1]))
+    prompts = KVCache(model.config.layer_kinds, 3, mx.array([0, 1]))
     mx.eval(model.hidden(mx.array([[5, 6, 7], [0, 8, 9]]), prompts))
     ours, theirs = (SlotCache(prompts, 3, 8, share) for _ in range(2))
     for cache in (ours, theirs):

@@ -5,15 +5,21 @@ Written from the papers and model cards, not from gwen.py. transformers' own mod
 installed: `uv run --group trl pytest tests/test_families.py`.
 """
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
-from conftest import CONFIGS, random_weights, relative_error
+from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, relative_error
+from mlx.utils import tree_flatten
 
 import gwen
+import lora
+from disk import hub
 
 RNG = np.random.default_rng(0)
 LENGTH = 200
@@ -52,12 +58,45 @@ def frequencies(config: dict[str, Any], size: int) -> tuple[np.ndarray, float]:
 
 
 def turned(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """(L, heads, D) with the pairs i and i + D / 2 turned by their positions."""
+    """(L, heads, D) with the pairs i and i + D / 2 turned by their positions; or those of the first share of a head."""
+    share = config.get("rope_parameters", {}).get("partial_rotary_factor", 1)
+    if share < 1:
+        size = int(share * x.shape[-1])
+        whole = config | {"rope_parameters": {}, "rope_theta": config["rope_parameters"]["rope_theta"]}
+        return np.concatenate([turned(x[..., :size], whole), x[..., size:]], axis=-1)
     radians, magnitude = frequencies(config, x.shape[-1])
     angles = np.arange(len(x))[:, None, None] * radians
     low, high = np.split(x, 2, axis=-1)
     parts = low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)
     return np.concatenate(parts, axis=-1) * magnitude
+
+
+def gated_delta_net(config: dict[str, Any], x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
+    """(L, hidden) -> (L, hidden): linear attention of Qwen3.5, from the names behind "linear_attn."."""
+    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    sizes = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    qkv, z, b, a = (x @ weights[f"in_proj_{name}.weight"].T for name in ("qkv", "z", "b", "a"))
+    kernel = weights["conv1d.weight"][:, 0]  # (channels, 4)
+    mixed = np.zeros_like(qkv)
+    for at in range(len(x)):
+        for back in range(min(kernel.shape[1], at + 1)):
+            mixed[at] += kernel[:, -1 - back] * qkv[at - back]
+    mixed = silu(mixed)
+    queries, keys, values = np.split(mixed, [key_heads * sizes[0], 2 * key_heads * sizes[0]], axis=-1)
+    queries, keys = (one.reshape(len(x), key_heads, -1) for one in (queries, keys))
+    queries, keys = (one / np.sqrt((one**2).sum(-1, keepdims=True) + 1e-6) for one in (queries, keys))
+    values, z = (one.reshape(len(x), heads, -1) for one in (values, z))
+    decay = np.exp(-np.exp(weights["A_log"]) * np.log1p(np.exp(a + weights["dt_bias"])))
+    beta, out = 1 / (1 + np.exp(-b)), np.zeros_like(values)
+    for head in range(heads):
+        memory, key_head = np.zeros(sizes[::-1]), head * key_heads // heads
+        for at in range(len(x)):
+            key = keys[at, key_head]
+            memory = decay[at, head] * memory
+            memory = memory + beta[at, head] * np.outer(values[at, head] - memory @ key, key)
+            out[at, head] = memory @ queries[at, key_head] / math.sqrt(sizes[0])
+    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weights["norm.weight"] * silu(z)
+    return out.reshape(len(x), -1) @ weights["out_proj.weight"].T
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -67,18 +106,28 @@ def silu(x: np.ndarray) -> np.ndarray:
 def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
     """(L,) tokens -> (L, V), float64."""
     weights = {name: np.array(array).astype(np.float64) for name, array in random_weights(config).items()}
+    weights = {name.replace("language_model.", ""): array for name, array in weights.items()}
+    config = config.get("text_config", config)
+    is_hybrid = config["model_type"] == "qwen3_5_text"
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // heads)
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weights[f"{name}.weight"]
+        return (
+            x
+            / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"])
+            * (weights[f"{name}.weight"] + is_hybrid)
+        )
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
     def attention(x: np.ndarray, layer: int, name: str) -> np.ndarray:
         queries, keys, values = (linear(x, f"{name}.{one}_proj").reshape(len(x), -1, size) for one in "qkv")
-        if config["model_type"] == "qwen3":
+        gates = None
+        if is_hybrid:
+            queries, gates = np.split(queries.reshape(len(x), heads, 2 * size), 2, axis=-1)
+        if f"{name}.q_norm.weight" in weights:
             queries, keys = norm(queries, f"{name}.q_norm"), norm(keys, f"{name}.k_norm")
         if config.get("no_rope_layers", [1] * (layer + 1))[layer]:
             queries, keys = turned(queries, config), turned(keys, config)
@@ -89,12 +138,20 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
                 scores = keys[: at + 1, kv_head] @ queries[at, head] / math.sqrt(size)
                 shares = np.exp(scores - scores.max())
                 found[at, head] = shares @ values[: at + 1, kv_head] / shares.sum()
+        if gates is not None:
+            found = found / (1 + np.exp(-gates))
         return linear(found.reshape(len(x), -1), f"{name}.o_proj")
 
     x = weights["model.embed_tokens.weight"][row]
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
-        x = x + attention(norm(x, f"{name}.input_layernorm"), layer, f"{name}.self_attn")
+        inner = norm(x, f"{name}.input_layernorm")
+        if is_hybrid and (layer + 1) % config["full_attention_interval"]:
+            net = f"{name}.linear_attn."
+            of_net = {key.removeprefix(net): array for key, array in weights.items() if key.startswith(net)}
+            x = x + gated_delta_net(config, inner, of_net)
+        else:
+            x = x + attention(inner, layer, f"{name}.self_attn")
         inner = norm(x, f"{name}.post_attention_layernorm")
         gated = silu(linear(inner, f"{name}.mlp.gate_proj")) * linear(inner, f"{name}.mlp.up_proj")
         x = x + linear(gated, f"{name}.mlp.down_proj")
@@ -121,3 +178,92 @@ def test_logits_equal_those_of_transformers(checkpoints, name):
     with torch.no_grad():
         expected = mx.array(theirs(torch.tensor(rows)).logits.numpy())
     assert relative_error(gwen.load_model(checkpoints[name], mx.float32)(mx.array(rows)), expected) < 1e-4
+
+
+# ---- directories of a hybrid
+
+
+def hybrid_with(directory: Path, weights: dict[str, mx.array], **config: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(HYBRID | config))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    return directory
+
+
+def test_a_directory_that_mlx_lm_converted_is_read_as_its_source(checkpoints, tmp_path):
+    theirs, config = mlx_lm.utils.load_model(checkpoints["qwen3.5"])
+    mlx_lm.utils.save_model(tmp_path, theirs)
+    mlx_lm.utils.save_config(config, tmp_path / "config.json")
+    ours, again = (gwen.load_model(path, mx.float32) for path in (checkpoints["qwen3.5"], tmp_path))
+    for (name, array), (_, other) in zip(
+        tree_flatten(ours.parameters()), tree_flatten(again.parameters()), strict=True
+    ):
+        assert mx.allclose(array, other, rtol=0, atol=1e-6), name  # a norm's weight had 1 added and taken away
+
+
+def test_the_text_part_of_a_hybrid_alone_is_a_model_too(checkpoints, tmp_path):
+    weights = {name.replace("language_model.", ""): array for name, array in random_weights(HYBRID).items()}
+    alone = gwen.load_model(hybrid_with(tmp_path, weights, **HYBRID_TEXT), mx.float32)
+    whole, rows = gwen.load_model(checkpoints["qwen3.5"], mx.float32), mx.array(tokens())
+    assert mx.array_equal(alone(rows), whole(rows))
+
+
+def test_tensors_of_images_are_skipped_with_one_line_and_no_other_may_be_missing(tmp_path, capsys):
+    weights = random_weights(HYBRID) | {f"model.visual.{n}.weight": mx.zeros((2, 2)) for n in range(3)}
+    directory = hybrid_with(tmp_path, weights | {"mtp.fc.weight": mx.zeros((2, 2))})
+    gwen.load_model(directory, mx.float32)
+    assert capsys.readouterr().err.count("4 tensors, not of language, are left out\n") == 1
+    del weights["model.language_model.layers.0.linear_attn.A_log"]
+    hybrid_with(tmp_path, weights)
+    assert "lacks 1 tensors, the first is model.layers.0.linear_attn.A_log" in message_of(gwen.load_model, directory)
+
+
+def test_decays_and_the_nets_norms_keep_their_type_in_a_16_bit_model(checkpoints, tokenizer, tmp_path):
+    model = gwen.load_model(checkpoints["qwen3.5"], mx.float16)
+    gwen.save(model, tmp_path, tokenizer)
+    saved, source = mx.load(str(tmp_path / "model.safetensors")), random_weights(HYBRID)
+    kept = [name for name, array in saved.items() if array.dtype == mx.float32]
+    assert len(kept) == 3 * 3 and all(mx.array_equal(saved[name], source[name]) for name in kept)
+    rows = mx.array(tokens()[:, :50])
+    assert relative_error(model(rows), gwen.load_model(checkpoints["qwen3.5"], mx.float32)(rows)) < 0.05
+
+
+def test_an_adapter_of_the_other_kind_of_layer_is_named(checkpoints, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_parameters": {"rank": 2, "scale": 1.0}}))
+    name = "language_model.model.layers.0.self_attn.q_proj"
+    pair = {f"{name}.lora_a": mx.zeros((48, 2)), f"{name}.lora_b": mx.zeros((2, 256))}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), pair)
+    said = message_of(gwen.load_model, checkpoints["qwen3.5"], adapter=tmp_path)
+    assert "model.layers.0.self_attn.q_proj is not a projection of this model" in said
+    with pytest.raises(ValueError, match="--lora-targets in_proj: Qwen3 have no such projection"):
+        lora.apply(gwen.load_model(checkpoints["qwen3"]), 2, 1.0, ["in_proj"])
+
+
+def text(**changes: Any) -> dict[str, Any]:
+    return HYBRID | {"text_config": HYBRID_TEXT | changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (HYBRID | {"model_type": "qwen3_5_moe"}, "model_type 'qwen3_5_moe'; supported are"),
+        (HYBRID | {"text_config": None}, "text_config=None; it must be an object"),
+        (HYBRID | {"quantization": {"bits": 4}}, "quantized weights are not supported"),
+        (text(layer_types=["linear_attention"] * 3), "3 layer_types and num_hidden_layers=4"),
+        (text(layer_types=["linear_attention"] * 3 + ["mamba"]), "only full_attention and linear_attention"),
+        (text(full_attention_interval=0), "full_attention_interval=0"),
+        (text(linear_num_value_heads=3), "linear_num_value_heads=3, which linear_num_key_heads=2 do not divide"),
+        (text(linear_key_head_dim=None), "linear_key_head_dim=None; it must be a whole number"),
+        (text(linear_conv_kernel_dim=1), "linear_conv_kernel_dim=1"),
+        (text(attention_bias=True), "attention_bias=true; no Qwen3.5"),
+        (text(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}), "rope type 'yarn'; Qwen3.5 have default here"),
+        (text(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.3}), "partial_rotary_factor=0.3"),
+    ],
+)
+def test_what_is_wrong_with_a_hybrid_is_one_line(config, said):
+    assert said in message_of(hub.make_config, config)
+
+
+def test_the_default_layers_of_a_hybrid_have_full_attention_every_fourth():
+    silent = {key: value for key, value in HYBRID_TEXT.items() if key != "full_attention_interval"}
+    assert hub.make_config(silent).layer_kinds == (*["linear_attention"] * 3, "full_attention")

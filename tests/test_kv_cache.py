@@ -18,6 +18,7 @@ def filled(num_rows: int = 3, length: int = 5, num_layers: int = 2, pad: mx.arra
     cache = KVCache(num_layers, pad=pad)
     for layer in cache.layers:
         layer.update(entries(num_rows, length), entries(num_rows, length))
+    cache.advance(length)
     return cache
 
 
@@ -97,6 +98,7 @@ def test_with_padding_a_token_sees_the_real_tokens_before_it_and_a_pad_sees_itse
             assert set(np.flatnonzero(mask[row, 0, query])) == seen
     assert cache.offsets(3).tolist() == [0, -2, -3]
     cache.layers[0].update(entries(3, 4), entries(3, 4))
+    cache.advance(4)
     step = np.array(cache.layout(1).groups[0].mask)
     assert step.shape == (3, 1, 1, 5)
     assert step[:, 0, 0].tolist() == [[True] * 5, [False] * 2 + [True] * 3, [False] * 3 + [True] * 2]
@@ -139,6 +141,7 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
     def fill(tree, level):
         for index, layer in enumerate(tree.layers):
             layer.update(*written[level][2 * index : 2 * index + 2])
+        tree.advance(written[level][0].shape[2])
         return tree
 
     root = fill(TreeCache(2).child([3]), 0)
@@ -161,13 +164,14 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_a_cache_that_was_advanced_stands_where_so_many_steps_would_have_put_it(share):
+def test_a_cache_that_skipped_steps_stands_where_so_many_steps_would_have_put_it(share):
     prompts = filled(num_rows=2, num_layers=1)
     stepped, advanced = (SlotCache(prompts, 2, 40, share) for _ in range(2))
-    advanced.advance(30)
+    advanced.skip(30)
     stepped.assign([0, 1], [0, 0])
     for _ in range(30):
         stepped.layers[0].update(mx.zeros((2, 2, 1, 4)), mx.zeros((2, 2, 1, 4)))
+        stepped.advance(1)
     advanced.assign([0, 1], [0, 0])
     assert advanced.step == stepped.step == 30
     assert advanced.offsets(2).tolist() == stepped.offsets(2).tolist() == [35, 35]

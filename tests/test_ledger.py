@@ -271,6 +271,36 @@ def test_what_the_preflight_says_of_an_update_on_a_gpu_is_what_its_trace_holds(n
     assert 0.95 * traced < need.activations + max(need.working, need.logprobs) < 1.6 * traced
 
 
+@pytest.mark.slow
+def test_the_ledger_of_a_hybrid_counts_a_period_of_layers_and_reads_and_writes_its_states():
+    work = work_of("random:0.8b", batch=2, groups=4, max_tokens=8, **BUDGET)
+    assert work.period == 4
+    whole = ledger.phase_of(work, "decode", ledger.decode, 1, 1.0)
+    with launches.as_on_a_gpu():
+        function, inputs = ledger.decode(work, 12)
+    traced = launches.trace(function, *inputs)
+    half = whole._replace(extra=(12 - 4) / (8 - 4))
+    assert half.num_bytes == pytest.approx(sum(one.read + one.written for one in traced), rel=1e-3)
+    state = preflight.state_bytes(work.model, work.dtype)
+    assert state == 18 * (16 * 128 * 128 * 4 + 3 * 3 * 16 * 128 * 2)
+    with launches.as_on_a_gpu():
+        assert whole.num_bytes > ledger.least_bytes(work)["decode"] > 2 * 8 * state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers_again", ["off", "on"])
+def test_what_the_preflight_says_of_an_update_of_a_hybrid_is_what_its_trace_holds(layers_again):
+    flags = {"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": layers_again, **BUDGET}
+    work = work_of("random:0.8b", prompt_tokens=128, **flags)
+    work = work._replace(model=dataclasses.replace(work.model, layer_kinds=work.model.layer_kinds[:4]))
+    with launches.as_on_a_gpu():
+        need = preflight.estimate(preflight.Demand(work.model, work.dtype, work.config, [128] * 8), work.sizes)
+        function, inputs = ledger.gradient(work, 4)
+        traced = launches.peak_bytes(launches.trace(function, *inputs))
+    print(traced / 1e6, need.activations / 1e6, need.working / 1e6, need.logprobs / 1e6)
+    assert 0.95 * traced < need.activations + max(need.working, need.logprobs) < 1.6 * traced
+
+
 def test_a_result_is_held_until_the_last_launch_that_binds_it():
     def launch(binds: str, makes: str, size: int) -> launches.Launch:
         return launches.Launch("elementwise", "Add", 0, 0, 0, ((binds, 1), (makes, 1)), ((makes, size),))

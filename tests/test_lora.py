@@ -17,9 +17,9 @@ from disk import adapters, hub
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
 
 
-@pytest.fixture
-def tiny_qwen3(checkpoints):
-    return checkpoints["qwen3"]
+@pytest.fixture(params=["qwen3", "qwen3.5"])
+def tiny_model(checkpoints, request):
+    return checkpoints[request.param]
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def adapted(directory, rank=4, scale=3.0, targets=lora.TARGETS):
     return model
 
 
-def test_training_begins_at_the_base_model(tiny_qwen3):
-    model = gwen.load_model(tiny_qwen3)
+def test_training_begins_at_the_base_model(tiny_model):
+    model = gwen.load_model(tiny_model)
     before = model(TOKENS)
     lora.apply(model, 4, 2.0)
     assert mx.array_equal(model(TOKENS), before)
 
 
-def test_only_the_adapters_are_trainable_and_they_are_float32(tiny_qwen3):
-    model = gwen.load_model(tiny_qwen3, mx.float16)
+def test_only_the_adapters_are_trainable_and_they_are_float32(tiny_model):
+    model = gwen.load_model(tiny_model, mx.float16)
     lora.apply(model, 4, 2.0)
     trainable = dict(tree_flatten(model.trainable_parameters()))
     assert len(trainable) == 2 * 4 * len(model.layers)
@@ -52,9 +52,9 @@ def test_only_the_adapters_are_trainable_and_they_are_float32(tiny_qwen3):
     assert {array.dtype for array in trainable.values()} == {mx.float32}
 
 
-def test_switched_off_the_model_is_its_base_and_switched_on_again_it_is_not(tiny_qwen3):
-    base = gwen.load_model(tiny_qwen3)(TOKENS)
-    model = adapted(tiny_qwen3)
+def test_switched_off_the_model_is_its_base_and_switched_on_again_it_is_not(tiny_model):
+    base = gwen.load_model(tiny_model)(TOKENS)
+    model = adapted(tiny_model)
     trained = model(TOKENS)
     assert not mx.allclose(trained, base)
     with lora.disabled(model):
@@ -65,16 +65,16 @@ def test_switched_off_the_model_is_its_base_and_switched_on_again_it_is_not(tiny
     assert mx.array_equal(model(TOKENS), trained)
 
 
-def test_an_error_inside_does_not_leave_the_adapters_off(tiny_qwen3):
-    model = adapted(tiny_qwen3)
+def test_an_error_inside_does_not_leave_the_adapters_off(tiny_model):
+    model = adapted(tiny_model)
     trained = model(TOKENS)
     with pytest.raises(RuntimeError), lora.disabled(model):
         raise RuntimeError
     assert mx.array_equal(model(TOKENS), trained)
 
 
-def test_every_adapter_has_a_gradient_of_both_its_matrices(tiny_qwen3):
-    model = adapted(tiny_qwen3)
+def test_every_adapter_has_a_gradient_of_both_its_matrices(tiny_model):
+    model = adapted(tiny_model)
     grads = nn.value_and_grad(model, lambda m: (m(TOKENS) ** 2).mean())(model)[1]
     for name, grad in tree_flatten(grads):
         assert mx.abs(grad).max().item() > 0, name
@@ -106,8 +106,8 @@ def test_in_16_bits_an_adapted_projection_and_its_gradients_are_those_of_its_for
         assert error <= 2 * epsilon * np.abs(theirs).max()
 
 
-def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(tiny_qwen3):
-    model = gwen.load_model(tiny_qwen3, mx.float16)
+def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(tiny_model):
+    model = gwen.load_model(tiny_model, mx.float16)
     lora.apply(model, 4, 2.0)
     _, layer = next(lora.layers(model))
     first = layer.rounded(mx.float16)
@@ -119,7 +119,7 @@ def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(t
     assert mx.array_equal(model(TOKENS), before)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8", "qwen3.5"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
 def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):
     model = adapted(checkpoints[family], targets=targets)
@@ -129,8 +129,8 @@ def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoint
 
 
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "down_proj"), ("gate_up_proj",)])
-def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp_path, targets):
-    for index, directory in enumerate((tiny_qwen3, tiny_qwen2)):
+def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_model, tiny_qwen2, tmp_path, targets):
+    for index, directory in enumerate((tiny_model, tiny_qwen2)):
         model = adapted(directory, targets=targets)
         lora.save_adapter(model, tmp_path / str(index), "tiny")
         peer, _ = mlx_lm_load_model(directory)
@@ -138,18 +138,18 @@ def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_qwen3, tiny_qwen2, tmp
         np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
 
 
-def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_qwen3, tmp_path):
-    model = adapted(tiny_qwen3)
+def test_the_adapter_loaded_back_and_merged_gives_the_same_logits(tiny_model, tmp_path):
+    model = adapted(tiny_model)
     lora.save_adapter(model, tmp_path, "tiny")
-    merged = gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    merged = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("down_proj",)])
-def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(tiny_qwen3, tmp_path, targets):
-    model = adapted(tiny_qwen3, targets=targets)
+def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(tiny_model, tmp_path, targets):
+    model = adapted(tiny_model, targets=targets)
     lora.save_adapter(model, tmp_path, "tiny")
-    again = gwen.load_model(tiny_qwen3)
+    again = gwen.load_model(tiny_model)
     base = again(TOKENS)
     lora.attach(again, tmp_path)
     assert mx.array_equal(again(TOKENS), model(TOKENS)) and not mx.allclose(again(TOKENS), base)
@@ -157,33 +157,33 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(t
         assert mx.array_equal(again(TOKENS), base)
 
 
-def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(tiny_qwen3, tmp_path):
-    lora.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
+def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(tiny_model, tmp_path):
+    lora.save_adapter(adapted(tiny_model), tmp_path, "tiny")
     weights = dict(mx.load(str(tmp_path / "adapters.safetensors")))
     weights = {name: w for name, w in weights.items() if "k_proj" not in name and "up_proj" not in name}
     for index, name in enumerate(sorted(name for name in weights if name.endswith("lora_a"))):
         weights[name] = weights[name] + 0.1 * mx.random.normal(weights[name].shape, key=mx.random.key(index))
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
-    model = gwen.load_model(tiny_qwen3)
+    model = gwen.load_model(tiny_model)
     lora.attach(model, tmp_path)
-    merged = gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    merged = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(merged(TOKENS)), atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_qwen3, tmp_path):
-    model = gwen.load_model(tiny_qwen3)
+def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
+    model = gwen.load_model(tiny_model)
     model.norm.weight = model.norm.weight * 1.5
     lora.save_adapter(model, tmp_path, "tiny")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["fine_tune_type"] == "full"
-    peer, _ = mlx_lm_load_model(tiny_qwen3)
+    peer, _ = mlx_lm_load_model(tiny_model)
     load_adapters(peer, str(tmp_path))
     np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
-    ours = gwen.load_model(tiny_qwen3, adapter=tmp_path)
+    ours = gwen.load_model(tiny_model, adapter=tmp_path)
     assert mx.array_equal(ours(TOKENS), model(TOKENS))
 
 
-def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_qwen3, tmp_path):
-    model = adapted(tiny_qwen3)
+def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_model, tmp_path):
+    model = adapted(tiny_model)
     for name in ("one", "two"):
         lora.save_adapter(model, tmp_path / name, "tiny")
     for file in ("adapters.safetensors", "adapter_config.json"):
@@ -191,26 +191,26 @@ def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_qwen3, tmp_path):
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
 
 
-def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_qwen3, tmp_path):
-    lora.save_adapter(adapted(tiny_qwen3), tmp_path / "run" / "adapter", str(tiny_qwen3))
+def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_model, tmp_path):
+    lora.save_adapter(adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model))
     adapter = tmp_path / "run" / "adapter"
     assert adapters.find(tmp_path / "run") == adapters.find(str(adapter)) == adapter
-    assert gwen.choose_model(None, tmp_path / "run") == (str(tiny_qwen3), "which the adapter was trained on")
+    assert gwen.choose_model(None, tmp_path / "run") == (str(tiny_model), "which the adapter was trained on")
     assert gwen.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
-    merged, same = (gwen.load_model(tiny_qwen3, adapter=path) for path in (tmp_path / "run", adapter))
+    merged, same = (gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter))
     assert mx.array_equal(merged(TOKENS), same(TOKENS))
     with pytest.raises(ValueError, match=r"no adapter_config\.json there; give a run or the directory"):
         adapters.find(tmp_path)
 
 
-def test_an_unknown_target_is_refused_by_name(tiny_qwen3):
+def test_an_unknown_target_is_refused_by_name(tiny_model):
     with pytest.raises(ValueError, match="q_proj"):
-        lora.apply(gwen.load_model(tiny_qwen3), 4, 2.0, ["q_proj"])
+        lora.apply(gwen.load_model(tiny_model), 4, 2.0, ["q_proj"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "config", "tensors", "shape", "kind"])
-def test_a_damaged_adapter_is_refused_in_one_line(tiny_qwen3, tmp_path, damage):
-    lora.save_adapter(adapted(tiny_qwen3), tmp_path, "tiny")
+def test_a_damaged_adapter_is_refused_in_one_line(tiny_model, tmp_path, damage):
+    lora.save_adapter(adapted(tiny_model), tmp_path, "tiny")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     if damage == "missing":
         (tmp_path / "adapters.safetensors").unlink()
@@ -225,7 +225,7 @@ def test_a_damaged_adapter_is_refused_in_one_line(tiny_qwen3, tmp_path, damage):
     else:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"fine_tune_type": "dora"}))
     with pytest.raises(ValueError, match="adapter") as error:
-        gwen.load_model(tiny_qwen3, adapter=tmp_path)
+        gwen.load_model(tiny_model, adapter=tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -239,10 +239,10 @@ def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
 
 
 @pytest.mark.parametrize(("rank", "scale"), [(4, 3.0), (7, 3.0), (4, 1.5)])
-def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_training(tiny_qwen3, tmp_path, rank, scale):
-    theirs = adapted(tiny_qwen3)
-    lora.save_adapter(theirs, tmp_path, str(tiny_qwen3))
-    model = begun(tiny_qwen3, tmp_path, rank, scale)
+def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_training(tiny_model, tmp_path, rank, scale):
+    theirs = adapted(tiny_model)
+    lora.save_adapter(theirs, tmp_path, str(tiny_model))
+    model = begun(tiny_model, tmp_path, rank, scale)
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(theirs(TOKENS)), atol=1e-5)
     assert (rank, scale) != (4, 3.0) or mx.array_equal(model(TOKENS), theirs(TOKENS))
     start = model(TOKENS)
@@ -253,24 +253,28 @@ def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_train
     with lora.before_training(model):
         assert mx.array_equal(model(TOKENS), start)
     with lora.disabled(model):
-        assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_qwen3)(TOKENS))
+        assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_model)(TOKENS))
     assert mx.array_equal(model(TOKENS), trained)
 
 
-def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_the_rank(tiny_qwen3, tmp_path):
+def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_the_rank(tiny_model, tmp_path):
     rng = np.random.default_rng(0)
-    plain = gwen.load_model(tiny_qwen3)
+    plain = gwen.load_model(tiny_model)
     weights = hub.unfuse_weights(dict(tree_flatten(plain.parameters())), plain.config)
     pairs = {}
-    for name in (f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkv"):
+    for name in (
+        name.removesuffix(".weight")
+        for name in weights
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    ):
         out, width = weights[f"{name}.weight"].shape
         pairs[name] = tuple(mx.array(rng.normal(0, 0.2, shape).astype(np.float32)) for shape in ((width, 2), (2, out)))
     adapters.write(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft", "peft")
     with pytest.raises(ValueError, match="--init-adapter needs --lora-rank 6, or more; it is 4"):
-        begun(tiny_qwen3, tmp_path / "peft")
+        begun(tiny_model, tmp_path / "peft")
     with pytest.raises(ValueError, match="adapts qkv_proj too; add that to --lora-targets"):
-        begun(tiny_qwen3, tmp_path / "peft", rank=6, targets=["o_proj"])
-    merged = gwen.load_model(tiny_qwen3, adapter=tmp_path / "peft")
+        begun(tiny_model, tmp_path / "peft", rank=6, targets=["o_proj"])
+    merged = gwen.load_model(tiny_model, adapter=tmp_path / "peft")
     np.testing.assert_allclose(
-        np.array(begun(tiny_qwen3, tmp_path / "peft", 6)(TOKENS)), np.array(merged(TOKENS)), atol=1e-4
+        np.array(begun(tiny_model, tmp_path / "peft", 6)(TOKENS)), np.array(merged(TOKENS)), atol=1e-4
     )

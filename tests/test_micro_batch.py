@@ -68,7 +68,7 @@ def assert_same(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3", "smollm3", "qwen3.5"])
 def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family, rank):
     """Against one row after the other, alone and without padding."""
     model = load(checkpoints[family], rank)
@@ -79,13 +79,13 @@ def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family,
         cuts = [micro_batch.micro_batches(ROWS, ROLLOUT, budget, sharing) for budget in budgets]
         assert len({len(batches) for batches in cuts}) == 3 and len(cuts[-1]) == 1
         for batches in cuts:
-            assert_same(gradient(model, batches), expected, 1e-5)
+            assert_same(gradient(model, batches), expected, 1e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3.5"])
 @pytest.mark.parametrize("sharing", ["on", "off"])
-@pytest.mark.parametrize("checkpoint_layers", [1, 2])
+@pytest.mark.parametrize("checkpoint_layers", [1, 2, 4])
 def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
     checkpoints, family, rank, sharing, checkpoint_layers
 ):

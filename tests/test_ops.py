@@ -297,10 +297,13 @@ def tree_of_keys(parents, dtype, levels=LEVELS):
     """Queries of the last level, its cache's parts, which are padded on the right, and who sees what."""
     cache = TreeCache(1).child(levels[0])
     for rows, lengths in zip(parents, levels[1:], strict=True):
-        cache.layers[0].parts = cache.layers[0].parts or [nodes(levels[0], dtype)]
+        if not cache.widths:
+            cache.layers[0].parts = [nodes(levels[0], dtype)]
+            cache.advance(max(levels[0]))
         cache = cache.child(lengths, rows)
         if lengths is not levels[-1]:
             cache.layers[0].parts.append(nodes(lengths, dtype))
+            cache.advance(max(lengths))
     layout = cache.layout(max(levels[-1]))
     return (
         normal(len(levels[-1]), 4, max(levels[-1]), 64).astype(dtype),
@@ -383,9 +386,11 @@ def test_masks_of_padded_levels_are_made_once_for_all_layers(monkeypatch):
         mx.eval(model.parameters(), held)
         for layer in cache.layers:
             layer.parts = [(held[0], held[0])]
+        cache.advance(5)
         middle = cache.child([7, 6], [0, 0])
         for layer in middle.layers:
             layer.parts.append((held[1], held[1]))
+        middle.advance(7)
 
         def run(tokens):
             return model.hidden(tokens, middle.child([9, 4, 9, 8], [0, 0, 1, 1]))

@@ -152,32 +152,34 @@ def norm_rope_by_hand(
         out[:, :, heads:] *= weights[1]
     positions = np.array(offsets)[:, None] + np.arange(length)
     angles = (positions[..., None] * rope.frequencies)[:, :, None]
-    low, high = np.split(out * rope.magnitude, 2, axis=-1)
+    low, high = np.split(out[..., : rope.size] * rope.magnitude, 2, axis=-1)
     parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
-    out = np.concatenate(parts, axis=-1).transpose(0, 2, 1, 3)
+    out = np.concatenate([*parts, out[..., rope.size :]], axis=-1).transpose(0, 2, 1, 3)
     return [out[:, :heads], out[:, heads:]]
 
 
 @each_dtype
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "length", "normed", "yarn"),
+    ("heads", "kv_heads", "size", "turned", "length", "normed", "yarn"),
     [
-        (1, 1, 64, 1, True, False),
-        (2, 1, 80, 3, True, False),
-        (3, 1, 96, 1, False, True),
-        (8, 2, 128, 2, True, True),
-        (5, 1, 64, 1, False, False),
-        (6, 1, 64, 1, True, False),
-        (7, 1, 64, 1, True, False),
-        (8, 1, 256, 1, True, False),
-        (1, 1, 2, 1, True, False),
+        (1, 1, 64, 64, 1, True, False),
+        (2, 1, 80, 80, 3, True, False),
+        (3, 1, 96, 96, 1, False, True),
+        (8, 2, 128, 128, 2, True, True),
+        (5, 1, 64, 64, 1, False, False),
+        (6, 1, 64, 64, 1, True, False),
+        (7, 1, 64, 64, 1, True, False),
+        (8, 1, 256, 256, 1, True, False),
+        (8, 2, 256, 64, 1, True, False),  # a share of each head, as in Qwen3.5
+        (2, 1, 80, 20, 3, True, False),
+        (1, 1, 2, 2, 1, True, False),
     ],
 )
 def test_norm_rope_equals_its_formula_and_so_does_its_gradient(
-    kernels, heads, kv_heads, size, length, normed, yarn, dtype
+    kernels, heads, kv_heads, size, turned, length, normed, yarn, dtype
 ):
     config = hub.make_config(QWEN3 | ({"rope_scaling": YARN} if yarn else {}))
-    rope, offsets = ops.Rope(size, config.rope_theta, config.rope_scaling), [0, -2, 700]
+    rope, offsets = ops.Rope(turned, config.rope_theta, config.rope_scaling), [0, -2, 700]
     qkv = array(3, length, heads + 2 * kv_heads, size, dtype=dtype)
     weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
     given = ops.Heads(heads, weights, 1e-6, ops.Rotation(rope, mx.array(offsets), None, None))
@@ -651,13 +653,13 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
         assert float(mx.abs(mine[name] - other[name]).max()) <= 1e-4 * largest, name
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-gqa8", "qwen3-yarn"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-gqa8", "qwen3-yarn", "smollm3", "qwen3.5"])
 def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
     model = gwen.load_model(checkpoints[name], mx.float32)
     tokens = mx.array(RNG.integers(0, 320, (2, 5)).astype(np.int32))
 
     def outputs() -> list[mx.array]:
-        cache = KVCache(len(model.layers))
+        cache = KVCache(model.config.layer_kinds)
         prefilled = model(tokens, cache)
         slots = SlotCache(cache, 3, 8)
         slots.assign([0, 1, 0], [0, 0, 0])
@@ -703,7 +705,8 @@ BARRIERS = [
 
 
 def test_every_kernel_has_the_name_of_its_operation():
-    assert SOURCES.keys() - {"group_attention_merge"} == gpu.OPS.keys()  # that joins what its operation's other found
+    joins, of_mlx = {"group_attention_merge"}, {"gated_delta"}  # the one joins what its operation's other found
+    assert SOURCES.keys() - joins == gpu.OPS.keys() - of_mlx
 
 
 @pytest.mark.parametrize(("name", "index"), BARRIERS)

@@ -1,0 +1,188 @@
+"""
+The gated delta rule: what a linear-attention layer of Qwen3.5 computes between its matmuls.
+
+A head's memory is a matrix S, by which a key finds a value. A token lets it fade, corrects what it finds under the
+token's key, and reads it under its query:
+
+    S <- exp(log_decay) S;    S <- S + beta (value - S key) key^T;    out = S query
+
+`recurrence` is that definition; `chunked` gives the same in matmuls over 64 tokens. Padding has beta 0 and log decay 0,
+which leaves the memory as it is. Source: Gated Delta Networks, arXiv:2412.06464, sections 3.1 and 3.3.
+
+Axes: N rows, L positions, H value heads, K key heads, E key dim, D value dim, C channels of the convolution, W its
+window; T tokens of a chunk.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from layers import ops
+from machine import gpu
+
+CHUNK = 64  # tokens; a multiple of BLOCK by a power of two
+BLOCK = 8  # rows of a triangular matrix that are inverted by its powers
+
+
+def convolve(window: mx.array, weight: mx.array) -> mx.array:
+    """
+    silu of a causal convolution of each channel, (N, W - 1 + L, C), with `weight` (C, 1, W) -> (N, L, C).
+
+    As W products, which a compiler joins into one launch.
+    """
+    size = weight.shape[-1]
+    length = window.shape[1] - size + 1
+    mixed = sum(window[:, i : i + length] * weight[:, 0, i].astype(window.dtype) for i in range(size))
+    assert isinstance(mixed, mx.array)
+    return ops.silu(mixed)
+
+
+def last_inputs(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.array:
+    """
+    What the convolution will look back at, (N, W - 1 + L, C) -> (N, W - 1, C).
+
+    ends: the column of the L at which each row's tokens end, (N,); None: the last one.
+    """
+    if ends is None:
+        return window[:, window.shape[1] - num_kept :]
+    return mx.take_along_axis(window, (ends[:, None] + mx.arange(num_kept))[..., None], 1)
+
+
+def unit(x: mx.array) -> mx.array:
+    """Vectors of length 1, over the last axis."""
+    return x * mx.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+class Tokens(NamedTuple):
+    """What each token does to the memories, all of one floating-point type."""
+
+    queries: mx.array  # (N, L, K, E), scaled
+    keys: mx.array  # (N, L, K, E) of length 1
+    values: mx.array  # (N, L, H, D); each key head serves H / K consecutive value heads
+    log_decay: mx.array  # (N, L, H), at most 0
+    beta: mx.array  # (N, L, H) in 0 to 1, how far the memory is corrected
+
+
+def recurrence(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
+    """The definition, one token after the other: out (N, L, H, D), and the memory (N, H, D, E) after them."""
+    tokens, outs = _with_all_heads(tokens), []
+    for at in range(tokens.values.shape[1]):
+        query, key, value, log_decay, beta = (array[:, at] for array in tokens)
+        found, read = mx.split(memory @ mx.stack([key, query], axis=-1), 2, axis=-1)  # (N, H, D, 1)
+        decay = gpu.exp(log_decay)[..., None, None]
+        correction = beta[..., None, None] * (value[..., None] - decay * found)
+        memory = decay * memory + correction * key[..., None, :]
+        outs.append(decay * read + correction * (key * query).sum(-1)[..., None, None])
+    return mx.stack(outs, axis=1)[..., 0], memory
+
+
+def _with_all_heads(tokens: Tokens) -> Tokens:
+    """Queries and keys of each value head."""
+    times = tokens.values.shape[2] // tokens.keys.shape[2]
+    if times == 1:
+        return tokens
+    return tokens._replace(queries=mx.repeat(tokens.queries, times, 2), keys=mx.repeat(tokens.keys, times, 2))
+
+
+def inverse(lower: mx.array) -> mx.array:
+    """
+    (I + A)^-1 of strictly lower triangular matrices A, (..., T, T); T is BLOCK times a power of two.
+
+    Blocks on the diagonal are inverted by powers, (I - A)(I + A^2)(I + A^4), and joined two by two. Powers of the whole
+    would hold binomial coefficients of T where a token repeats, up to 1e18, and their sums no digit.
+    """
+    size, width = lower.shape[-1], BLOCK
+    eye = mx.eye(BLOCK, dtype=lower.dtype)
+
+    def blocks(width: int, row: int, every: int) -> mx.array:
+        """Blocks of a width, at row `row` of each `every` rows of blocks and the first column of them."""
+        grid = lower.reshape(*lower.shape[:-2], size // width, width, size // width, width)
+        picked = [grid[..., i + row, :, i, :] for i in range(0, size // width, every)]
+        return mx.stack(picked, axis=-3)
+
+    first = blocks(BLOCK, 0, 1)
+    second = first @ first
+    made = (eye - first) @ (eye + second) @ (eye + second @ second)  # (..., T / 8, 8, 8)
+    while width < size:
+        upper, below = made[..., 0::2, :, :], made[..., 1::2, :, :]
+        corner = -(below @ blocks(width, 1, 2) @ upper)
+        top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
+        made, width = mx.concatenate([top, mx.concatenate([corner, below], axis=-1)], axis=-2), 2 * width
+    return made[..., 0, :, :]
+
+
+def chunked(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
+    """
+    `recurrence` in matmuls. Within a chunk, corrections depend on those before them by a triangular system, whose
+    inverse gives all of them at once; between chunks goes the memory.
+    """
+    num_rows, length, num_heads, _ = tokens.values.shape
+    size = next(size for size in (8, 16, 32, CHUNK) if size >= min(length, CHUNK))
+    num_chunks = -(-length // size)
+
+    def in_chunks(array: mx.array) -> mx.array:  # (N, L, H, ...) -> (N, H, chunks, T, ...)
+        padding = [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (array.ndim - 2)
+        array = mx.pad(array, padding).reshape(num_rows, num_chunks, size, *array.shape[2:])
+        return mx.moveaxis(array, 3, 1)
+
+    queries, keys, values, log_decay, beta = (in_chunks(array) for array in _with_all_heads(tokens))
+    total = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T)
+    seen = mx.tri(size, dtype=mx.bool_)
+    fades = gpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
+    scaled = keys * beta[..., None]
+    system = mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0)
+    solved = inverse(system)
+    since = gpu.exp(total)[..., None]  # from the chunk's begin
+    wanted = solved @ (values * beta[..., None])  # corrections if the memory were empty
+    by_memory = solved @ (scaled * since)
+    within = (queries @ keys.swapaxes(-1, -2)) * fades
+    reading, writing = queries * since, keys * gpu.exp(total[..., -1:] - total)[..., None]
+    outs = []
+    for at in range(num_chunks):
+        corrections = wanted[:, :, at] - by_memory[:, :, at] @ memory.swapaxes(-1, -2)  # (N, H, T, D)
+        outs.append(reading[:, :, at] @ memory.swapaxes(-1, -2) + within[:, :, at] @ corrections)
+        memory = since[:, :, at, -1:] * memory + corrections.swapaxes(-1, -2) @ writing[:, :, at]
+    out = mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, tokens.values.shape[3])
+    return out[:, :, :length].swapaxes(1, 2), memory
+
+
+def gated_delta_ref(
+    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+) -> tuple[mx.array, mx.array]:
+    """`recurrence` for one token a row, else `chunked`; the arguments are those of `Tokens` and the memory."""
+    form = recurrence if values.shape[1] == 1 else chunked
+    return form(Tokens(queries, keys, values, log_decay, beta), memory)
+
+
+def _launch_gated_delta(
+    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+) -> tuple[mx.array, mx.array]:
+    """
+    MLX's own, in one launch where it has a kernel: for heads of 128, and some numbers of them. Elsewhere it takes one
+    step a token, which is no worse for one token alone. All is float32: a decay near 1 would be 1 in 16 bits.
+    """
+    if values.shape[1] > 1 and (keys.shape[-1], values.shape[-1]) != (128, 128):
+        return gated_delta_ref(queries, keys, values, log_decay, beta, memory)
+    out, memory = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_decay), beta, memory)
+    return out, memory
+
+
+def example(num_rows: int, length: int, key_heads: int, heads: int, sizes: tuple[int, int]) -> tuple[mx.array, ...]:
+    """Arguments of `gated_delta`, float32, with decays near 1 and a token that repeats."""
+    key_dim, value_dim = sizes
+    draws = [gpu.normal(num_rows, length, key_heads, key_dim, dtype=mx.float32, seed=seed) for seed in (0, 1)]
+    queries, keys = (
+        mx.concatenate([unit(x)[:, : length // 2], mx.repeat(unit(x)[:, :1], length - length // 2, 1)], 1)
+        for x in draws
+    )
+    values = gpu.normal(num_rows, length, heads, value_dim, dtype=mx.float32, seed=2)
+    gates = gpu.normal(2, num_rows, length, heads, dtype=mx.float32, seed=3)
+    memory = gpu.normal(num_rows, heads, value_dim, key_dim, dtype=mx.float32, seed=4)
+    return queries * key_dim**-0.5, keys, values, -0.02 * mx.exp(gates[0]), mx.sigmoid(gates[1]), memory
+
+
+def _example_of_gated_delta(_: mx.Dtype, large: bool) -> list[tuple[mx.array, ...]]:
+    return [example(4, length, 2 if large else 1, 2, (128, 128)) for length in ([512] if large else [1, 9])]
+
+
+gated_delta = gpu.Op(gated_delta_ref, _launch_gated_delta, _example_of_gated_delta)

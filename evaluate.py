@@ -455,6 +455,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
+            chat_template.keep_date(run_files.begun(Path(args.run)))
             config = of_run(args.run, flags, args.data)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"

@@ -27,7 +27,7 @@ import sampler
 import tasks
 import update
 from config import Config, Sizes, Switch
-from disk import checkpoint
+from disk import checkpoint, run_files
 from disk.run_files import START
 from distill.teacher import Teacher
 from machine import gpu, world
@@ -60,6 +60,7 @@ class Run:
     def __init__(self, config: Config, run_dir: Path):
         """Raises ValueError if the model or the initial adapter cannot be loaded, or if they do not match."""
         self.config, self.dir, self.step = config, run_dir, 0
+        chat_template.keep_date(world.first(lambda: run_files.begun(run_dir)))
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
         self.model, self.tokenizer = gwen.load(config.model.name)
@@ -238,6 +239,10 @@ class GrpoRun(Run):
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
         self.sampling = sampling_of(config, eos_ids, pad_id)
+        end = chat_template.end_of_turn(self.tokenizer) if eos_ids else None
+        if end not in (None, *eos_ids):
+            ends = f"the chat template ends a reply with {self.tokenizer.decode([end])!r}, id {end}"
+            warn(f"{ends}, and the end ids are {list(eos_ids)}: add it to eos_token_id in generation_config.json")
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)

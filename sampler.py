@@ -15,6 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -426,6 +427,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         adapter = run_files.settle(args, model=None, max_tokens=256, thinking=False)
+        if args.run:
+            chat_template.keep_date(run_files.begun(Path(args.run)))
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:

@@ -6,6 +6,7 @@ Left out: what its logs hold (reporting/journal.py) and the state to resume from
 """
 
 import contextlib
+import datetime
 import fcntl
 import itertools
 import json
@@ -283,9 +284,18 @@ def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
     return path
 
 
+def begun(run_dir: Path) -> str:
+    """The day on which a run began, "2026-11-23", today for a new one. Raises ValueError for a damaged `env.json`."""
+    file, today = run_dir / "env.json", datetime.date.today().isoformat()
+    day = load_object(file).get("begun", today) if file.is_file() else today
+    if not isinstance(day, str) or not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
+        raise ValueError(f"{file}: begun is {day!r:.60}; it must be a day, as {today}")
+    return day
+
+
 def write(settings: str, run_dir: Path) -> None:
     """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
-    environment = json.dumps(gpu.environment(cpu_blas.description), indent=2)
+    environment = json.dumps(gpu.environment(cpu_blas.description) | {"begun": begun(run_dir)}, indent=2)
     try:
         replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", environment + "\n")

@@ -5,6 +5,7 @@ What users write stays text: "<|im_end|>" in it ends no message. Left out: which
 """
 
 import contextlib
+import datetime
 import re
 import resource
 import signal
@@ -20,6 +21,20 @@ SECONDS = 2.0  # of processor time for one conversation; an honest template take
 MEMORY = 10**9  # bytes that it may ask for, on Linux; macOS has no such limit
 IS_LINUX = sys.platform == "linux"
 LONGEST = 10**7  # characters of what it renders; more would pass any model's context
+_day = [datetime.date.today()]  # that templates take for today
+
+
+def keep_date(day: str) -> None:
+    """Makes this the day, "2026-11-23", that templates of Llama 3 and SmolLM3 take for today: a run's prompts stay."""
+    _day[0] = datetime.date.fromisoformat(day)
+
+
+def _dated(template: Any) -> str | None:
+    """A template with the kept day where it asks for today's; None where it asks for none."""
+    if not isinstance(template, str) or "strftime_now" not in template:
+        return None
+    asked = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+    return asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)
 
 
 def as_text(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -47,7 +62,11 @@ def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, op
         with _limits():
             text = str(
                 tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=opened, enable_thinking=thinking
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=opened,
+                    enable_thinking=thinking,
+                    chat_template=_dated(tokenizer.chat_template),
                 )
             )
         if len(text) > LONGEST:
@@ -68,6 +87,13 @@ def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking
         messages = [{"role": "system", "content": system}, *messages]
     marked = as_text(tokenizer, messages)
     return encode(tokenizer, render(tokenizer, marked, thinking))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The id by which the template ends a reply, if by any. Raises ValueError as `render` does."""
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    ids = encode(tokenizer, render(tokenizer, messages, False, opened=False).rpartition("two")[2])
+    return next((one for one in ids if one in tokenizer.added_tokens_decoder), None)
 
 
 def encode_prompts(

@@ -5,8 +5,11 @@ Written from the papers and model cards, not from gwen.py. transformers' own mod
 installed: `uv run --group trl pytest tests/test_families.py`.
 """
 
+import copy
+import datetime
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,12 @@ import numpy as np
 import pytest
 from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, relative_error
 from mlx.utils import tree_flatten
+from small_run import make_run
 
 import gwen
 import lora
-from disk import hub
+from disk import hub, run_files
+from problems import chat_template
 
 RNG = np.random.default_rng(0)
 LENGTH = 200
@@ -267,3 +272,47 @@ def test_what_is_wrong_with_a_hybrid_is_one_line(config, said):
 def test_the_default_layers_of_a_hybrid_have_full_attention_every_fourth():
     silent = {key: value for key, value in HYBRID_TEXT.items() if key != "full_attention_interval"}
     assert hub.make_config(silent).layer_kinds == (*["linear_attention"] * 3, "full_attention")
+
+
+# ---- templates
+
+
+DATED = "{{ strftime_now('%d %B %Y') }}: {% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture
+def day(monkeypatch):
+    monkeypatch.setattr(chat_template, "_day", [datetime.date.today()])
+
+
+def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(tokenizer, day, tmp_path):
+    dated = copy.deepcopy(tokenizer)
+    dated.chat_template = DATED
+    prompt = [{"role": "user", "content": "one"}]
+    today = datetime.date.today()
+    assert chat_template.render(dated, prompt, False) == f"{today:%d %B %Y}: one<|im_end|>"
+    assert run_files.begun(tmp_path) == today.isoformat()
+    (tmp_path / "env.json").write_text('{"begun": "2026-01-31"}')
+    run_files.write("model: demo\n", tmp_path)  # as a resumed run does
+    chat_template.keep_date(run_files.begun(tmp_path))
+    assert chat_template.render(dated, prompt, False) == "31 January 2026: one<|im_end|>"
+    (tmp_path / "env.json").write_text('{"begun": 5}')
+    assert "env.json: begun is 5; it must be a day" in message_of(run_files.begun, tmp_path)
+
+
+def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):
+    assert chat_template.end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    endless = copy.deepcopy(tokenizer)
+    endless.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    assert chat_template.end_of_turn(endless) is None
+
+
+@pytest.mark.slow
+def test_a_run_says_in_a_line_that_the_templates_end_is_no_end_id(model_directory, tmp_path, capsys):
+    copied = Path(shutil.copytree(model_directory, tmp_path / "model"))
+    for end, count in ((2, 0), (0, 1)):
+        (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+        (tmp_path / str(end)).mkdir()
+        make_run(tmp_path / str(end), "--model", str(copied), "--task", "demo", "--reward-weights", "rubric=0")
+        said = "the chat template ends a reply with '<|im_end|>', id 2, and the end ids are [0]: add it to eos_token_id"
+        assert capsys.readouterr().err.count(said) == count

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import Reward, UserReward, call, columns_of, defined_at, number_words, read_number
 
@@ -105,19 +107,17 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
 def middle_of(rewards: Mapping[str, Reward], weights: Mapping[str, float], examples: Sequence[Example]) -> float | None:
     """Halfway between what wrong and right answers earn in all; None where a user's rewards do not tell them apart."""
 
-    def total(completions: Sequence[str], **columns: Any) -> list[float]:
+    norm = sum(abs(weights[name]) for name in rewards)  # a mean stays within what a reward may be
+
+    def mean(completions: Sequence[str], **columns: Any) -> list[float]:
         given = {"completions": completions, **columns}
-        called = {name: call(name, reward, given, len(completions)) for name, reward in rewards.items()}
-        rows = zip(*called.values(), strict=True)
-        return [
-            sum(weights[name] * (0.0 if math.isnan(value) else value) for name, value in zip(called, row, strict=True))
-            for row in rows
-        ]
+        called = {name: np.nan_to_num(call(name, reward, given, len(completions))) for name, reward in rewards.items()}
+        return list(np.sum([weights[name] / norm * values for name, values in called.items()], axis=0))
 
     if not any(isinstance(reward, UserReward) for reward in rewards.values()):
         return None
-    middles = [middle for middle in choose_form("total", total, make_rows(examples))[1] if middle < math.inf]
-    return sum(middles) / len(middles) if middles else None
+    middles = [middle for middle in choose_form("mean", mean, make_rows(examples))[1] if middle < math.inf]
+    return norm * sum(middles) / len(middles) if middles else None
 
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:

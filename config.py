@@ -24,7 +24,11 @@ Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "d
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
-PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # of a checkpoint
+PARTS = {  # of a checkpoint
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it (default:
 # all): "rollouts" those that sample, "grpo" those with advantages, "distill", "sft". `later`: a resumed run may change

@@ -9,9 +9,9 @@ from judging import prompt_tree
 from machine import gpu
 
 
-@pytest.fixture(scope="module")
-def model():
-    return gwen.load("random:2m")[0]
+@pytest.fixture(scope="module", params=["random:2m", "random:2m-hybrid"])
+def model(request):
+    return gwen.load(request.param)[0]
 
 
 HEAD = list(range(5, 12))

@@ -436,7 +436,7 @@ OTHERS = {
         ("--adapter {at}/model", "model: no adapter_config.json there"),
         ("--out {at}", "--out .* is no file in an existing directory"),
         ("--out {at}/nowhere/out.jsonl", "nowhere/out.jsonl is no file in an existing directory"),
-        ("--task values --judge-model {at}/llama", "model_type 'llama'"),
+        ("--task values --judge-model {at}/mistral", "model_type 'mistral'"),
         ("--judge-mode decod", "--judge-mode: invalid choice: 'decod'"),
         ("--judge-think 3", "--judge-think 3 needs --judge-mode decode"),
         ("--judge-cache {at}/nowhere/scores.jsonl", "scores.jsonl is no file in an existing directory"),

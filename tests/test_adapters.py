@@ -192,5 +192,6 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
     peer = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
     with torch.no_grad():
         theirs = peer(torch.tensor(np.array(TOKENS))).logits.numpy()
-    np.testing.assert_allclose(np.array(model(TOKENS)), theirs, atol=1e-4, rtol=1e-4)
+    near = 1e-4 if model.config.delta is None else 1e-3  # the hybrid's random weights magnify roundings
+    np.testing.assert_allclose(np.array(model(TOKENS)), theirs, atol=near, rtol=near)
     assert np.abs(theirs - np.array(gwen.load_model(directory)(TOKENS))).max() > 1e-2

@@ -23,7 +23,9 @@ from small_run import make_run
 
 import gwen
 import lora
+import sampler
 from disk import hub, run_files
+from kv_cache import TreeCache
 from problems import chat_template
 
 RNG = np.random.default_rng(0)
@@ -183,6 +185,23 @@ def test_logits_equal_those_of_transformers(checkpoints, name):
     with torch.no_grad():
         expected = mx.array(theirs(torch.tensor(rows)).logits.numpy())
     assert relative_error(gwen.load_model(checkpoints[name], mx.float32)(mx.array(rows)), expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_greedy_continuations_of_a_tree_are_those_of_each_row_alone(checkpoints, name):
+    model, parents = gwen.load_model(checkpoints[name], mx.float32), [1, 0, 1]
+    levels = [[RNG.integers(0, 320, length).tolist() for length in row] for row in ((9,), (4, 7), (3, 1, 5))]
+    tree, rows_of = TreeCache(model.config.layer_kinds), [None, [0, 0], parents]
+    for rows, above in zip(levels, rows_of, strict=True):
+        tree, width = tree.child([len(row) for row in rows], above), max(map(len, rows))
+        hidden = model.hidden(mx.array([row + [0] * (width - len(row)) for row in rows]), tree)
+    ends = mx.stack([hidden[place, len(row) - 1] for place, row in enumerate(levels[2])])
+    found = sampler.continue_greedily(model, tree, ends @ model.head_weight.T, 6, [])
+    for row, parent, ours in zip(levels[2], parents, found, strict=True):
+        ids = levels[0][0] + levels[1][parent] + row
+        for token in ours:
+            assert token == model(mx.array([ids]))[0, -1].argmax().item()
+            ids.append(token)
 
 
 # ---- directories of a hybrid

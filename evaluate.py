@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -403,6 +403,48 @@ TAKEN = (
 )
 
 
+# What `--suite` measures besides a run's own task: what was not trained, each task with its configuration.
+SUITE = {
+    "ifbench": "",
+    "rg:chain_sum,leg_counting,spell_backward,letter_counting": str(tasks.DATA / "demo_rg.yaml"),
+}
+
+
+def suite(
+    model: gwen.Model, tokenizer: Any, config: Config, own: tasks.Task, params: EvalParams
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """
+    A task, its record before training and the one after, of the run's own task and of `SUITE`.
+
+    The model's adapters are what was trained. A task whose library is missing is left out, and a line says so. No judge
+    is asked: a task without a verifier is left out too.
+    """
+    plain = config.but(reward=[], reward_weights={}, rubric="", eval_rubric="", data="", columns="")
+    for name in dict.fromkeys((own.name, *SUITE)):
+        try:
+            task = own if name == own.name else tasks.make(plain.but(task=name, task_config=SUITE[name]))
+        except ValueError as error:
+            print(visible(f"left out: {error}"), file=sys.stderr)
+            continue
+        if task.verifier is None:
+            print(visible(f"left out: --task {name} has no verifier"), file=sys.stderr)
+            continue
+        with lora.before_training(model):
+            before = evaluate(model, tokenizer, task, params)[0]
+        yield name, before, evaluate(model, tokenizer, task, params, reference=model)[0]
+
+
+def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
+    """A row of the table: a figure before and after with their intervals, and the change where it is outside them."""
+    (old, new), halves = ([record[f"eval/{name}{ending}"] for record in (before, after)] for ending in ("", "_ci95"))
+    if None in (old, new):
+        return f"{name} | unreadable | |"
+    halves = [half or 0.0 for half in halves]
+    differs = abs(new - old) > math.hypot(*halves)
+    said = [f"{value:.3f} ± {half:.3f}" for value, half in zip((old, new), halves, strict=True)]
+    return f"{name} | {' | '.join(said)} | {f'{new - old:+.3f}' if differs else 'no change'}"
+
+
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
     """
     A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
@@ -445,6 +487,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
+    parser.add_argument("--suite", action="store_true", help="before and after training, also of what was not trained")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
     flags = given(args, TAKEN)
@@ -484,6 +527,10 @@ def main(argv: list[str] | None = None) -> None:
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
+        if args.suite and not (is_base and (adapter or args.run)):
+            raise ValueError(
+                "--suite compares a model with itself before training; give a --run or --adapter of low rank"
+            )
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.sampling.max_tokens,
@@ -494,6 +541,13 @@ def main(argv: list[str] | None = None) -> None:
             temperature=args.temp,
             seed=args.seed,
         )
+        if args.suite:
+            print("| task | figure | before | after | change |\n|---|---|---|---|---|")
+            for name, before, after in suite(model, tokenizer, config, task, params):
+                for figure in ("accuracy", "greedy", "tokens", "truncated_frac", "refusals", "repeated", "degenerate"):
+                    print(f"| {name} | {change(figure, before, after)} |", flush=True)
+                print(f"| {name} | kl, nats a token | 0 | {after['eval/kl']:.3f} | |", flush=True)
+            return
         reference = base if is_base and (adapter or args.run) else None
         record, details = evaluate(
             *(model, tokenizer, task, params),

@@ -370,3 +370,33 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
     sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
     assert run_files.adapter_of(str(runs / "demo"), 0) is None
+
+
+def test_a_change_is_told_only_outside_both_intervals():
+    def of(value, half):
+        return {"eval/accuracy": value, "eval/accuracy_ci95": half}
+
+    assert (
+        evaluate.change("accuracy", of(0.5, 0.03), of(0.56, 0.04))
+        == "accuracy | 0.500 ± 0.030 | 0.560 ± 0.040 | +0.060"
+    )
+    assert evaluate.change("accuracy", of(0.5, 0.03), of(0.45, 0.04)).endswith("| no change")
+    assert evaluate.change("accuracy", of(None, None), of(0.45, 0.04)) == "accuracy | unreadable | |"
+
+
+def test_the_suite_measures_both_sides_of_training_and_names_what_it_leaves_out(runs, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "SUITE", {"values": "", "rg:nothing_such": "", "demo": ""})
+    evaluate.main(["--run", str(runs / "demo"), "--suite", "--limit", "8"])
+    shown = capsys.readouterr()
+    rows = [line.strip("| ").split(" | ") for line in shown.out.splitlines()[2:]]
+    assert {row[0] for row in rows} == {"demo"} and len(rows) == 8
+    found = {row[1]: row[2:4] for row in rows}
+    for step, side in (("0", 0), ("2", 1)):
+        evaluate.main(["--run", str(runs / "demo"), "--step", step, "--limit", "8"])
+        record = json.loads(capsys.readouterr().out)
+        for name in ("accuracy", "tokens", "greedy"):
+            assert found[name][side].startswith(f"{record[f'eval/{name}']:.3f} ±")
+    assert "left out: --task values has no verifier" in shown.err and "left out: --task rg:nothing_such" in shown.err
+    with pytest.raises(SystemExit):
+        evaluate.main(["--model", "demo", "--suite"])
+    assert "--suite compares a model with itself before training" in capsys.readouterr().err

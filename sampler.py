@@ -5,6 +5,7 @@ Each distinct prompt is prefilled once. The rows that continue it share or copy 
 rollout has the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that includes the
 end token. Randomness depends only on (key, row, position): a completion does not depend on the rows decoded with it,
 and a row lost when memory ran out is drawn again unchanged. `problems/chat_template.py` renders prompts to ids.
+Where a completion has turns, an end token ends one of them, and what the row is told before the next is prefilled.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -16,7 +17,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -24,7 +25,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import gwen
-from kv_cache import KVCache, SlotCache, TreeCache
+from kv_cache import Columns, KVCache, SlotCache, TreeCache, TurnCache
 from layers import attention, softmax
 from machine import gpu, world
 from problems import chat_template
@@ -73,9 +74,11 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens
+    finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens; of turns see `Talk`
     stats: RolloutStats
     entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
+    sequences: list[list[int]] | None = None  # N, where rows have turns: all ids after the prompt, also what was told
+    places: list[list[int]] | None = None  # N, the place in its sequence of each of a row's tokens
 
     @property
     def lengths(self) -> np.ndarray:
@@ -164,8 +167,10 @@ class NotFinite(ValueError):
 class Record:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
-    def __init__(self, num_rows: int, params: SamplingParams, key: int, progress: tqdm | None = None):
-        self.params, self.key, self.progress = params, key, progress
+    progress: tqdm | None = None
+
+    def __init__(self, num_rows: int, params: SamplingParams, key: int):
+        self.params, self.key = params, key
         self.limits, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
@@ -178,6 +183,10 @@ class Record:
     def at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token."""
         return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1)
+
+    def is_over(self, row: int) -> bool:
+        """Whether a row is complete."""
+        return bool(self.ended[row])
 
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
         """Adds a token to those of the rows that have not ended."""
@@ -208,6 +217,87 @@ class Record:
                 out[rows] = part
             speeds.append(float(self.lengths[rows].sum()) / its_seconds if rows else 0.0)
         return tuple(speeds)
+
+
+class Talk(Protocol):
+    """What rows are told between their turns."""
+
+    def begin(self, rows: list[int]) -> None:
+        """These rows are drawn from their prompts on, some of them again."""
+
+    def hear(self, row: int, ids: list[int]) -> None:
+        """A turn of the row has ended with an end token, the last of its ids."""
+
+    def replies(self, wait: bool) -> dict[int, list[int] | str]:
+        """
+        New answers to rows: the ids up to where the next turn begins, or why there is none ("stop", "turns").
+
+        wait: for at least one; rows that were heard have one answer each, sooner or later.
+        """
+
+
+class TurnRecord(Record):
+    """
+    A record of rows in turns. A row that has ended draws nothing, for now; one with a reason never will again.
+
+    context: positions that a row may have, with its prompt.
+    """
+
+    def __init__(self, num_rows: int, params: SamplingParams, key: int, talk: Talk, context: int):
+        super().__init__(num_rows, params, key)
+        self.talk, self.context, self.most = talk, context, self.limits.copy()
+        self.prompt_lengths = np.zeros(num_rows, int)
+        self.sequences: list[list[int]] = [[] for _ in range(num_rows)]
+        self.places: list[list[int]] = [[] for _ in range(num_rows)]
+        self.reasons = [""] * num_rows  # "length": --max-tokens; "context"; or what the talk says
+
+    def is_over(self, row: int) -> bool:
+        return bool(self.reasons[row])
+
+    def begin(self, lengths: dict[int, int]) -> None:
+        """Rows, with the lengths of their prompts, begin; those of an attempt that ran out of memory again."""
+        for row, length in lengths.items():
+            self.prompt_lengths[row], self.lengths[row] = length, 0
+            self.sequences[row], self.places[row] = [], []
+            self._allow(row)
+        self.talk.begin(list(lengths))
+
+    def _room(self, row: int) -> int:
+        return int(self.context - self.prompt_lengths[row] - len(self.sequences[row]))
+
+    def _allow(self, row: int) -> None:
+        self.limits[row] = min(self.most[row], self.lengths[row] + self._room(row))
+        self.ended[row] = False
+
+    def hear(self, row: int) -> None:
+        """Takes down a turn that has ended."""
+        turn = self.ids[row, len(self.places[row]) : self.lengths[row]].tolist()
+        self.places[row] += range(len(self.sequences[row]), len(self.sequences[row]) + len(turn))
+        self.sequences[row] += turn
+        if self.at_end(np.array([row]))[0]:
+            self.talk.hear(row, turn)
+        else:
+            self.reasons[row] = self._limit(row)
+
+    def _limit(self, row: int) -> str:
+        return "length" if self.lengths[row] == self.most[row] else "context"
+
+    def answered(self, wait: bool) -> dict[int, list[int]]:
+        """What rows are told that go on; those that do not get their reasons."""
+        found = {}
+        for row, answer in self.talk.replies(wait).items():
+            if isinstance(answer, str):
+                self.reasons[row] = answer
+            elif self.lengths[row] == self.most[row] or len(answer) >= self._room(row):
+                self.reasons[row] = self._limit(row)
+            else:
+                found[row] = answer
+        return found
+
+    def go_on(self, row: int, told: list[int]) -> None:
+        """The next turn begins after these ids."""
+        self.sequences[row] += told
+        self._allow(row)
 
 
 @gpu.without_gradients()
@@ -259,6 +349,146 @@ def decode(
             slots, starts, logits = slots[kept], starts[kept], logits[mx.array(kept)]
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
+    mx.synchronize()  # wait: a queued step holds the cache
+
+
+class Seats:
+    """
+    The rows of a batch in turns: each in a slot of the cache, parked with its columns, or yet to begin.
+
+    A row's columns are computed once. While it waits for an answer its slot may serve another row.
+    """
+
+    def __init__(
+        self, model: gwen.Model, cache: TurnCache, prompt_of: dict[int, int], record: TurnRecord, logits: mx.array
+    ):
+        self.model, self.cache, self.record = model, cache, record
+        self.prompt_of, self.most = prompt_of, cache.num_slots
+        self.forward = gwen.decode_step(model)
+        self.place = {row: number for number, row in enumerate(prompt_of)}
+        self.table = uniforms(record.key, list(prompt_of), record.most[list(prompt_of)].max())
+        self.drawn = np.zeros(len(prompt_of), int)  # tokens of each row, also those after an end that was not read yet
+        rows = list(prompt_of)
+        self.slots, self.fresh = list[int](), rows[self.most :]  # the row of each slot; those that have not begun
+        self.parked = dict[int, Columns]()
+        self.told = dict[int, list[int]]()  # what rows are told next, those that wait for it without a slot included
+        self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of steps that were not read
+        self.prompt_logits = logits
+        self.logits = mx.zeros((self.most, logits.shape[1]), logits.dtype)
+        self._seat(dict(enumerate(rows[: self.most])))
+
+    @property
+    def is_drawing(self) -> bool:
+        return not self.record.ended[self.slots].all()
+
+    def draw(self) -> None:
+        """A token for each slot, used or not."""
+        rows, most = np.array([self.place[row] for row in self.slots]), self.table.shape[1]
+        uniform = mx.array(self.table[rows, np.minimum(self.drawn[rows], most - 1)])
+        drawn = choose_token(self.logits, uniform, self.record.params)[: len(self.record.columns)]
+        self.queued.append((np.array(self.slots), drawn))
+        self.drawn[rows] += 1
+        self.cache.aim(None, 1)
+        self.logits = self.forward(drawn[0][:, None], self.cache)[:, -1] @ self.model.head_weight.T
+        self.cache.lengths += 1
+        mx.async_eval(drawn, self.logits)
+
+    def read(self, num_left: int) -> None:
+        """Writes down the draws of all steps but the newest `num_left`."""
+        while len(self.queued) > num_left:
+            self.record.write(*self.queued.pop(0))  # wait
+
+    def listen(self) -> None:
+        """Hears turns that have ended, and what rows are told; waits for that if there is nothing else to do."""
+        record = self.record
+        for slot, row in enumerate(self.slots):
+            if record.ended[row]:
+                if len(record.places[row]) < record.lengths[row]:
+                    record.hear(row)
+                self.cache.lengths[slot] = len(record.sequences[row])  # what was drawn after the end is overwritten
+        idle = not (self.is_drawing or self.told or self.fresh or all(map(record.is_over, self.prompt_of)))
+        self.told |= record.answered(wait=idle)
+
+    def hand_on(self) -> None:
+        """Gives free slots, and new ones up to the most that there were, to rows that can go on or begin."""
+        record, num_slots = self.record, len(self.slots)
+        free = [slot for slot, row in enumerate(self.slots) if record.ended[row] and row not in self.told]
+        free.sort(key=lambda slot: not record.is_over(self.slots[slot]))  # first those that nobody waits in
+        ready = [row for row in self.told if row in self.parked] + self.fresh
+        room, is_busy = len(free) + self.most - num_slots, len(free) < num_slots
+        if ready and (room >= REFILL * num_slots or not is_busy):
+            self.read(0)
+            ready = ready[:room]
+            self.fresh = [row for row in self.fresh if row not in ready]
+            if (more := len(ready) - len(free)) > 0:
+                self.cache.add(more)
+                self.logits = mx.pad(self.logits, [(0, more), (0, 0)])
+                free += range(num_slots, num_slots + more)
+            self._seat(dict(zip(free, ready, strict=False)))
+        elif not ready and is_busy and len(free) >= SHRINK * num_slots:
+            self.read(0)
+            kept = [slot for slot in range(num_slots) if slot not in free]
+            self._park(free)
+            self.cache.keep(kept)
+            self.slots, self.logits = [self.slots[slot] for slot in kept], self.logits[mx.array(kept)]
+
+    def _park(self, slots: list[int]) -> None:
+        """Takes the columns of rows that wait out of their slots."""
+        for slot in slots:
+            if slot < len(self.slots) and not self.record.is_over(row := self.slots[slot]):
+                self.parked[row] = self.cache.take(slot)
+
+    def _seat(self, row_of: dict[int, int]) -> None:
+        """Gives slots to rows, which have nothing else in them."""
+        self._park(list(row_of))
+        held = dict(enumerate(self.slots)) | row_of
+        self.slots = [held[slot] for slot in range(len(held))]
+        self.cache.seat([self.prompt_of[row] for row in self.slots])
+        for slot, row in row_of.items():
+            if row in self.parked:
+                self.cache.put(slot, self.parked.pop(row))
+            else:
+                self.cache.lengths[slot] = 0
+                self.logits[slot] = self.prompt_logits[self.prompt_of[row]]
+
+    def go_on(self) -> None:
+        """Prefills what the rows in slots are told; their next turns begin."""
+        slots = [slot for slot, row in enumerate(self.slots) if row in self.told]
+        if not slots:
+            return
+        self.read(0)
+        told = [self.told.pop(self.slots[slot]) for slot in slots]
+        for slot, ids in zip(slots, told, strict=True):
+            self.record.go_on(row := self.slots[slot], ids)
+            self.drawn[self.place[row]] = self.record.lengths[row]
+        num_columns = max(prefill_tokens() // len(slots), 1)
+        for begin in range(0, max(map(len, told)), num_columns):
+            parts = {slot: ids[begin : begin + num_columns] for slot, ids in zip(slots, told, strict=True)}
+            parts = {slot: ids for slot, ids in parts.items() if ids}
+            width = max(map(len, parts.values()))
+            self.cache.aim(list(parts), width)
+            tokens = mx.array([ids + [0] * (width - len(ids)) for ids in parts.values()])
+            hidden = self.model.hidden(tokens, self.cache)
+            last = hidden[mx.arange(len(parts)), mx.array([len(ids) - 1 for ids in parts.values()])]
+            self.logits[mx.array(list(parts))] = last @ self.model.head_weight.T  # the last part's stay
+            self.cache.lengths[list(parts)] += [len(ids) for ids in parts.values()]
+            mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use the memory of these
+
+
+@gpu.without_gradients()
+def converse(
+    model: gwen.Model, cache: TurnCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: TurnRecord
+) -> None:
+    """`decode` for rows in turns; every step reads all draws but the newest."""
+    seats = Seats(model, cache, prompt_of, record, prompt_logits)
+    while not all(map(record.is_over, prompt_of)):
+        if seats.is_drawing:
+            seats.draw()
+        seats.read(num_left=1 if seats.is_drawing else 0)
+        seats.listen()
+        seats.hand_on()
+        seats.go_on()
+        record.show()
     mx.synchronize()  # wait: a queued step holds the cache
 
 
@@ -315,10 +545,16 @@ def sample_batch(
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share_prefix is None:
         share_prefix = shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
-    width = int(record.limits[list(prompt_of)].max())
-    cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share_prefix)
+    num_slots, width = min(batch_size, len(prompt_of)), int(record.limits[list(prompt_of)].max())
+    cache: SlotCache
+    if isinstance(record, TurnRecord):
+        record.begin({row: len(prompt) for prompt, rows in rows_of.items() for row in rows})
+        cache = TurnCache(prompt_cache, num_slots, share_prefix)
+        converse(model, cache, prompt_logits, prompt_of, record)
+    else:
+        cache = SlotCache(prompt_cache, num_slots, width, share_prefix)
+        decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
-    decode(model, cache, prompt_logits, prompt_of, record)
 
 
 def sample(
@@ -329,15 +565,15 @@ def sample(
 
     Raises ValueError if memory is too small for one row.
     """
-    while left := {p: rest for p, rows in rows_of.items() if (rest := [row for row in rows if not record.ended[row]])}:
+    while left := {p: rest for p, rows in rows_of.items() if (rest := [r for r in rows if not record.is_over(r)])}:
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
         most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
         batch = dict(itertools.islice(left.items(), num_prompts))
         rows = [row for rows in batch.values() for row in rows]
         if gpu.attempt(sample_batch, model, batch, record, size.rows, share_prefix):
-            assert record.ended[rows].all(), f"{(~record.ended[rows]).sum()} rows did not end"
-        if record.ended[rows].all():
+            assert all(map(record.is_over, rows)), f"some of {len(rows)} rows did not end"
+        if all(map(record.is_over, rows)):
             continue
         if min(size.rows, len(rows)) == 1:
             length = max(map(len, batch)) + record.limits.max()
@@ -360,7 +596,11 @@ def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutSta
         for column, fill in zip(record.columns, (record.params.pad_id, 0, 0), strict=False)
     )
     reasons = ["stop" if ended else "length" for ended in record.at_end(np.arange(len(mask)))]
-    return Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, *entropies)
+    entropy = entropies[0] if entropies else None
+    rollout = Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy)
+    if isinstance(record, TurnRecord):
+        return rollout._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
+    return rollout
 
 
 def rollout(
@@ -372,13 +612,16 @@ def rollout(
     key: int,
     batch_size: int | gpu.BatchSize = 64,
     share_prefix: bool | None = None,
+    talk: Talk | None = None,
+    context: int = 0,
 ) -> Rollout:
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
     prompts: token ids of any lengths. key: all randomness comes from (key, row, position). batch_size: most rows to
     decode at once; halved when memory runs out. share_prefix: hold a prompt's cache once for its group instead of
-    copying it to each row; None lets `shares_prefix` decide. These two affect speed and memory only.
+    copying it to each row; None lets `shares_prefix` decide. These two affect speed and memory only. talk: what rows
+    are told between turns, which end tokens end; `max_tokens` is of all turns, context the most positions of a row.
     Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
     Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
     one row.
@@ -390,7 +633,9 @@ def rollout(
     mine = sorted(itertools.chain.from_iterable(rows_of.values()))
     begin = time.perf_counter()
     with tqdm(total=len(mine), desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
-        record = Record(len(prompts) * group_size, params, key, progress)
+        num_rows = len(prompts) * group_size
+        record = Record(num_rows, params, key) if talk is None else TurnRecord(num_rows, params, key, talk, context)
+        record.progress = progress
         sample(model, rows_of, record, group_size, size, share_prefix)
     seconds = time.perf_counter() - begin
     speeds = record.bring_together(mine, seconds, prompts)

@@ -166,4 +166,8 @@ def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[l
     rollout = draws[-1].rollout._replace(
         completion_ids=ids, logprobs=logprobs, mask=mask, finish_reasons=reasons, entropy=None
     )
+    if rollout.sequences is not None:
+        sequences = [ids for draw in draws for ids in draw.rollout.sequences or []]
+        places = [held for draw in draws for held in draw.rollout.places or []]
+        rollout = rollout._replace(sequences=[sequences[row] for row in rows], places=[places[row] for row in rows])
     return [prompts[row] for row in rows], rollout

@@ -5,6 +5,8 @@ Plain: a row is its prompt and its completion. Shared: each prompt is computed o
 of its group continue it. Both give every token the same past and position, hence the same gradient; the lengths decide
 which is cheaper.
 
+A row in turns is its prompt and its sequence, of which only its own tokens, at their places, are predicted.
+
 Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, L positions of a row,
 T completion positions.
 """
@@ -36,6 +38,10 @@ class Completions(Protocol):
     def mask(self) -> mx.array: ...
     @property
     def ids(self) -> list[list[int]]: ...  # N, without padding
+    @property
+    def sequences(self) -> list[list[int]] | None: ...  # N, of rows in turns: all ids after the prompt
+    @property
+    def places(self) -> list[list[int]] | None: ...  # N, where in them the tokens are
 
 
 class Prefix(NamedTuple):
@@ -84,6 +90,8 @@ def micro_batches(
     the rows' masks; rows with 0 are left out too.
     """
     completions = rollout.ids
+    if rollout.sequences is not None:
+        completions = [whole if own else own for own, whole in zip(completions, rollout.sequences, strict=True)]
     weights = np.ones(len(completions)) if weights is None else weights
     shared, cut = plan(prompts, np.array(list(map(len, completions))) * (weights > 0), token_budget, sharing)
     make = _make_shared if shared else _make_plain
@@ -167,11 +175,19 @@ def _make_plain(
     part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Completions
 ) -> MicroBatch:
     whole = [[*prompts[row], *completions[row][:-1]] for row in part]
-    most = max(len(completions[row]) for row in part)
-    # completion token t stands at len(prompt) + t and is predicted one position earlier
+    # token t of what follows the prompt stands at len(prompt) + t and is predicted one position earlier
     first = np.array([len(prompts[row]) - 1 for row in part])
-    positions = np.minimum(first[:, None] + np.arange(most), max(map(len, whole)) - 1)
+    positions = np.minimum(first[:, None] + _places(part, completions, rollout), max(map(len, whole)) - 1)
     return _finish(part, None, whole, positions, rollout)
+
+
+def _places(part: list[int], completions: list[list[int]], rollout: Completions) -> np.ndarray:
+    """The places of rows' tokens in what follows their prompts, (M, T); those of padding count on."""
+    if rollout.places is None:
+        return np.tile(np.arange(max(len(completions[row]) for row in part)), (len(part), 1))
+    places = [rollout.places[row] for row in part]
+    most = max(map(len, places))
+    return np.array([[*held, *range(len(held), most)] for held in places])
 
 
 def _make_shared(
@@ -184,9 +200,9 @@ def _make_shared(
         [len(prompt) for prompt in distinct],
         [place[tuple(prompts[row])] for row in part],
     )
-    most = max(len(completions[row]) for row in part)
-    positions = np.broadcast_to(np.arange(most), (len(part), most))
-    return _finish(part, prefix, [completions[row][:-1] for row in part], positions, rollout)
+    tokens = [completions[row][:-1] for row in part]
+    positions = np.minimum(_places(part, completions, rollout), max(map(len, tokens)))
+    return _finish(part, prefix, tokens, positions, rollout)
 
 
 def _finish(

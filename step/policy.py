@@ -185,7 +185,8 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
     if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
         return first[:, None]
     children = cache.child(batch.lengths, prefix.parents)
-    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+    hidden = mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+    return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
 
 
 def gaps(logprobs: mx.array, batch: MicroBatch) -> dict[str, mx.array]:

@@ -205,3 +205,51 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
     assert peak("off", 5) < 0.7 * plain
     assert peak("on", 0) < 0.6 * plain
     assert peak("on", 5) < 0.35 * plain
+
+
+def in_turns():
+    """The rollout with ids in between that its rows did not write: up to three texts a row, also at its beginning."""
+    sequences, places = [], []
+    for own in ROLLOUT.ids:
+        whole, held = [], []
+        for token in own:
+            if RNG.random() < 0.4:
+                whole += RNG.integers(3, 320, RNG.integers(1, 6)).tolist()
+            held.append(len(whole))
+            whole.append(token)
+        sequences.append(whole)
+        places.append(held)
+    return ROLLOUT._replace(sequences=sequences, places=places)
+
+
+def whole_gradient(model, rollout):
+    """The same with the log-probabilities of every token of each row, times a mask."""
+    head = "trained" if "lm_head" in model or not any(True for _ in lora.layers(model)) else "frozen"
+
+    def loss(model):
+        total = 0.0
+        for row, (prompt, ids) in enumerate(zip(ROWS, rollout.sequences, strict=True)):
+            hidden = model.hidden(mx.array([prompt + ids[:-1]]))[:, len(prompt) - 1 :]
+            logprobs, _ = lm_head.token_logprobs(hidden, model.head_weight, mx.array([ids]), head=head)
+            slopes = np.zeros(len(ids), np.float32)
+            slopes[rollout.places[row]] = np.array(SLOPES)[row, : len(rollout.places[row])]
+            total = total + (logprobs[0] * mx.array(slopes)).sum()
+        return total
+
+    value, grads = nn.value_and_grad(model, loss)(model)
+    return value.item(), dict(tree_flatten(grads))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_gradient_from_places_is_that_of_a_mask_over_everything(checkpoints, rank):
+    model, rollout = load(checkpoints["qwen3"], rank), in_turns()
+    expected = whole_gradient(model, rollout)
+    alone = micro_batch.micro_batches(ROWS, rollout, 1, "off")
+    assert all(batch.num_positions == batch.num_tokens for batch in alone)
+    assert_same(gradient(model, alone), expected, 1e-6)
+    for sharing, budgets in {"on": (1, 40, 10**6), "off": (40, 10**6)}.items():
+        for budget in budgets:
+            batches = micro_batch.micro_batches(ROWS, rollout, budget, sharing)
+            assert_same(gradient(model, batches), expected, 1e-5)
+            for batch in batches:
+                assert batch.completion_ids.shape == batch.mask.shape == batch.positions.shape

@@ -41,7 +41,7 @@ class ModelSettings:
 
     name: str = flag(
         "",
-        "hub id, directory, GGUF file, `smollm2`, `demo` or `demo:rg`; without a GPU demo",
+        "hub id, directory, GGUF file, `smollm2`, `demo`, `demo:rg` or `demo:tools`; without a GPU demo",
         key="model",
         first=True,
         file=True,
@@ -168,6 +168,25 @@ class ObjectiveSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolSettings:
+    """Tools"""
+
+    tools: list[str] = flag(
+        list, "functions that the model may call, FILE.py:fn,fn", nargs="+", of="rollouts", file=True
+    )
+    env: str = flag(
+        "", "environment that it talks with, FILE.py:Class, or NAME=FILE.py:Class,...", of="rollouts", file=True
+    )
+    max_turns: int = flag(8, "most turns of a conversation with tools", low=1, of="rollouts")
+    max_context: int | None = flag(
+        None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16, parse=size,
+        of="rollouts",
+    )  # fmt: skip
+    max_observation: int = flag(1024, "most tokens of a tool's result; the rest is cut", low=1, of="rollouts")
+    tool_timeout: float = flag(60.0, "seconds after which a call is given up", low=0.01, high=1e6, of="rollouts")
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """Update"""
 
@@ -246,6 +265,7 @@ class Config:
     model: ModelSettings
     data: DataSettings
     sampling: SamplingSettings
+    tools: ToolSettings
     objective: ObjectiveSettings
     optimizer: OptimizerSettings
     judge: JudgeSettings
@@ -302,7 +322,7 @@ def is_own(value: str) -> bool:
     return ":" in value
 
 
-JUDGE = [key for key, one in SETTINGS.items() if one.group == "judge"]
+JUDGE, TOOLS = ([key for key, one in SETTINGS.items() if one.group == group] for group in ("judge", "tools"))
 
 
 class Sizes(NamedTuple):
@@ -368,7 +388,8 @@ def joined(data: str | None, held_out: str) -> str:
 
 # ---- where settings come from
 
-OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting"}  # of the bundled models
+# of the bundled models
+OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
 RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
 
 
@@ -386,6 +407,8 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
                 return path
         if "," in text:
             return ",".join(map(find, text.split(",")))
+        if "=" in text:  # a name before it
+            return "=".join([text.partition("=")[0], find(text.partition("=")[2])])
         file, _, name = text.rpartition(":")  # a function in a file, a split in a directory
         return f"{path}:{name}" if file and (path := find(file)) != file else text
 
@@ -442,7 +465,8 @@ def resolve(
     asked = merged(flags, recipe)  # a mistake is told before a model is downloaded
     model, why = choose_model(asked.model.name)
     is_own = asked.data.path and asked.objective.loss_type != "sft"  # which needs no task but for evaluations
-    task = asked.data.task or ("own" if is_own else OWN_TASK.get(model, "values"))
+    usual = "env" if asked.tools.env else OWN_TASK.get(model, "values")
+    task = asked.data.task or ("own" if is_own else usual)
     config = merged(flags | {"model": model, "task": task}, recipe)
     said = f"model: {model}, {why}; task: {task}"
     if task == "own" and recipe is None and is_own:

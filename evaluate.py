@@ -28,7 +28,7 @@ import judge
 import lora
 import sampler
 import tasks
-from config import JUDGE, SETTINGS, Config, checked, given, load_recipe, resolve
+from config import JUDGE, SETTINGS, TOOLS, Config, checked, given, load_recipe, resolve
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
@@ -41,6 +41,8 @@ from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments,
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from step.policy import completion_hidden
+from turns import episodes
+from turns.episodes import Toolbox
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -82,6 +84,8 @@ class Answers(NamedTuple):
     problems: list[Example]  # N, one per completion
     rollout: sampler.Rollout
     texts: list[str]  # N, without end tokens
+    prompts: list[list[int]]  # P
+    columns: dict[str, list[Any]]  # N, what rewards may ask for besides
 
     @property
     def num_tokens(self) -> np.ndarray:
@@ -96,17 +100,24 @@ def answer(
     params: sampler.SamplingParams,
     *,
     group_size: int,
+    toolbox: Toolbox | None = None,
     **how: Any,
 ) -> Answers:
-    """`group_size` completions of each problem. how: see `sampler.rollout`."""
+    """`group_size` completions of each problem. toolbox: what they may call. how: see `sampler.rollout`."""
+    talk = None
+    if toolbox:
+        talk = toolbox.play(problems, group_size, "held out")
+        problems, prompts, how = talk.asked, talk.prompts, how | {"talk": talk, "context": toolbox.context}
     rollout = sampler.rollout(model, prompts, params, group_size=group_size, **how)
-    texts = sampler.texts(tokenizer, rollout, model.config.eos_ids)
-    return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts)
+    texts, columns = sampler.texts(tokenizer, rollout, model.config.eos_ids), sampler.columns(rollout)
+    if talk:
+        texts, columns = talk.said(texts), columns | talk.columns()
+    return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts, prompts, columns)
 
 
 def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
     """The values of each completion, (N,), by each reward or verifier."""
-    called = call_rewards(rewards, answers.problems, answers.texts, sampler.columns(answers.rollout))
+    called = call_rewards(rewards, answers.problems, answers.texts, answers.columns)
     return {name: np.array(values) for name, values in called.items()}
 
 
@@ -203,6 +214,7 @@ class EvalParams(NamedTuple):
     thinking: bool = False
     temperature: float = 1.0
     seed: int = 0
+    toolbox: Toolbox | None = None
 
 
 def evaluate(
@@ -232,16 +244,20 @@ def evaluate(
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
-    prompts = chat_template.encode_prompts(
-        tokenizer,
-        problems,
-        max_tokens=params.max_tokens,
-        context=model.config.max_position_embeddings,
-        thinking=params.thinking,
-        kind="held-out prompt",
+    prompts = (
+        [params.toolbox.prompt(problem) for problem in problems]
+        if params.toolbox
+        else chat_template.encode_prompts(
+            tokenizer,
+            problems,
+            max_tokens=params.max_tokens,
+            context=model.config.max_position_embeddings,
+            thinking=params.thinking,
+            kind="held-out prompt",
+        )
     )
     for name, reward in task.rewards.items():
-        reward_columns(name, reward, reward_arguments(problems))
+        reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
 
     earned = earn(task, grader, sampled)
@@ -266,7 +282,7 @@ def evaluate(
     for name, values in measured.items():
         record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
     mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
-    rows = [prompt for prompt in prompts for _ in range(samples)]
+    rows = [prompt for prompt in sampled.prompts for _ in range(samples)]
     record |= {
         "eval/kl": None if reference is None else divergence(reference, rows, sampled.rollout, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
@@ -308,7 +324,12 @@ def answer_both(
         size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix
     # both calls share one object, and so what it learns about memory
     size = size or gpu.BatchSize(dispatch.USUAL_ROWS)
-    how = {"key": KEY + params.seed, "batch_size": size, "share_prefix": share_prefix}
+    how: dict[str, Any] = {
+        "key": KEY + params.seed,
+        "batch_size": size,
+        "share_prefix": share_prefix,
+        "toolbox": params.toolbox,
+    }
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=model.config.eos_ids, entropy=True)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
@@ -399,7 +420,7 @@ def make_graders(
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
     *("reward", "reward_weights", "reward_format", "reward_workers"),
-    *("max_tokens", "rollout_batch_size", "thinking", *JUDGE),
+    *("max_tokens", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
 
 
@@ -540,6 +561,7 @@ def main(argv: list[str] | None = None) -> None:
             thinking=config.sampling.thinking,
             temperature=args.temp,
             seed=args.seed,
+            toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
         )
         if args.suite:
             print("| task | figure | before | after | change |\n|---|---|---|---|---|")

@@ -37,6 +37,7 @@ from layers import attention, delta, lm_head
 from machine import gpu, world
 from problems.examples import prompt_text, short
 from step import dispatch, micro_batch
+from turns.episodes import context_of
 
 LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
 PYTHON = 300_000_000  # bytes: 118 MB with a small tokenizer, 105 more for 151,643 tokens, 30 for reading data
@@ -571,6 +572,9 @@ def main(argv: list[str] | None = None) -> None:
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
         model = gwen.load_config(config.model.name)
         lengths = [own.prompt_tokens] * config.sampling.batch
+        if config.tools.tools or config.tools.env:
+            context = context_of(config.tools, model.max_position_embeddings)
+            config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
         demand = Demand(model, dtype, config, lengths, rubric_of(config))
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
         print(line(demand, settle(demand)))

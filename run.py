@@ -40,6 +40,7 @@ from sft import chats, tuning
 from step import dispatch, policy
 from step.result import UpdateResult
 from tasks import curriculum
+from turns import episodes
 
 
 class Run:
@@ -233,6 +234,7 @@ class GrpoRun(Run):
         for line in [*self.task.notes, *audited]:
             say(line)
         super().__init__(config, run_dir)
+        self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
         self.sources |= self._own_sources()
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
@@ -253,8 +255,10 @@ class GrpoRun(Run):
         rubrics = self.task.rubric, self.task.witness if held_out else None
         self.judge, self.witness = evaluate.make_graders(config, *rubrics, *before_training)
         lengths = [len(ids) for ids in self.prompt_ids]
+        if self.toolbox:  # what follows a prompt is more than what the model writes
+            config = config.but(max_tokens=self.toolbox.context - max(lengths))
         self.longest = max(lengths) + config.sampling.max_tokens
-        demand = self.demand(lengths, self.task.rubric)
+        demand = self.demand(lengths, self.task.rubric)._replace(config=config)
         fits = functools.partial(preflight.fits, demand)
         self.settle(demand, *dispatch.settle(self.model, config, lengths, len(held_out), fits))
         self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
@@ -272,6 +276,9 @@ class GrpoRun(Run):
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
+        if self.toolbox:
+            bar = tqdm(examples, desc=f"{kind}s", leave=False, disable=None)
+            return [self.toolbox.prompt(example) for example in bar]
         return chat_template.encode_prompts(
             self.tokenizer,
             tqdm(examples, desc=f"{kind}s", leave=False, disable=None),
@@ -284,7 +291,13 @@ class GrpoRun(Run):
     def _own_sources(self) -> dict[str, str]:
         """Digests of the examples, and of the files that judge and teach."""
         config, task = self.config, self.task
-        specs = [*config.data.reward, config.objective.loss_type, config.objective.advantage]
+        specs = [
+            *config.data.reward,
+            *config.tools.tools,
+            *_files(config.tools.env),
+            config.objective.loss_type,
+            config.objective.advantage,
+        ]
         names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
         rubrics = {
             config.data.rubric or "task's rubric": task.rubric,
@@ -327,6 +340,7 @@ class GrpoRun(Run):
             self.batch_size,
             limit=config.evaluation.limit or None,
             thinking=config.sampling.thinking,
+            toolbox=self.toolbox,
         )
         record, answers = evaluate.evaluate(
             self.model,
@@ -422,6 +436,11 @@ class SftRun(Run):
     def evaluate(self) -> None:
         record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
+
+
+def _files(env: str) -> list[str]:
+    """The FILE.py:Class of each environment of --env."""
+    return [part.rpartition("=")[2] for part in env.split(",")] if env else []
 
 
 def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:

@@ -90,6 +90,16 @@ class Rollout(NamedTuple):
         """The tokens of each row, the end token included."""
         return [ids[:length] for ids, length in zip(np.array(self.completion_ids).tolist(), self.lengths, strict=True)]
 
+    def spans(self, row: int) -> list[list[int]]:
+        """[begin, end) of each turn of a row in turns, in its sequence."""
+        spans: list[list[int]] = []
+        for place in self.places[row] if self.places else []:
+            if spans and spans[-1][1] == place:
+                spans[-1][1] += 1
+            else:
+                spans.append([place, place + 1])
+        return spans
+
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
     """
@@ -649,9 +659,17 @@ def columns(rollout: Rollout) -> dict[str, list[Any]]:
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
-    """The text of each row, without its end token and other control tokens."""
-    kept = ([i for i in ids if i not in eos_ids] for ids in result.ids)
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+    """The text of each row, without end tokens and other control tokens; a line end between its turns."""
+    found = []
+    for ids in result.ids:
+        turns: list[list[int]] = [[]]
+        for one in ids:
+            if one in eos_ids:
+                turns.append([])
+            else:
+                turns[-1].append(one)
+        found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns if turn))
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -46,6 +46,7 @@ from sft import tuning
 from step.groups import Draw, Rewards, choose_groups, gated, gather, weigh
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
+from turns.episodes import Episodes
 
 
 def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
@@ -146,6 +147,10 @@ def draw_groups(run: GrpoRun) -> list[Draw]:
     for number in range(run.num_draws, run.num_draws + max_draws):
         examples, prompts = run.prompts.draw(number)
         with clock.phase("rollout") as done:
+            talk, context = None, 0
+            if run.toolbox:
+                talk = run.toolbox.play(examples, config.sampling.groups, f"{config.sampling.seed} {number}")
+                examples, prompts, context = talk.asked, talk.prompts, run.toolbox.context
             try:
                 rollout = sampler.rollout(
                     run.model,
@@ -155,24 +160,31 @@ def draw_groups(run: GrpoRun) -> list[Draw]:
                     key=(config.sampling.seed << 32) + number + 1,  # another for every batch of every seed
                     batch_size=run.batch_size,
                     share_prefix=run.sizes.sharing,
+                    talk=talk,
+                    context=context,
                 )
             except sampler.NotFinite as error:
                 said = prompt_text(examples[error.prompt]["prompt"])
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
-        draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout)))
+        draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, talk), talk))
         if not config.sampling.dynamic_sampling or choose_groups(config, draws, run.own.advantage).is_full:
             break
     return draws
 
 
-def reward_completions(run: GrpoRun, examples: list[Example], rollout: sampler.Rollout) -> Rewards:
+def reward_completions(
+    run: GrpoRun, examples: list[Example], rollout: sampler.Rollout, talk: Episodes | None = None
+) -> Rewards:
     """Calls each verifier and the judge once, and weighs what they give."""
     config, task, clock = run.config, run.task, run.clock
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     repeated = [example for example in examples for _ in range(config.sampling.groups)]
     with clock.phase("reward") as done:
-        called = call_rewards(task.rewards, repeated, completions, sampler.columns(rollout))
+        columns = sampler.columns(rollout)
+        if talk:
+            completions, columns = talk.said(completions), columns | talk.columns()
+        called = call_rewards(task.rewards, repeated, completions, columns)
         done()
     components = {name: np.array(values) for name, values in called.items()}
     judgement = None

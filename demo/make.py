@@ -423,7 +423,7 @@ def random_model(config: dict[str, Any], tokenizer: Any) -> gwen.Model:
     """The model before its first lesson."""
     eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     mx.random.seed(0)
-    model = gwen.Model(hub.make_config(config | {"eos_token_id": eos[0], "pad_token_id": eos[1]}, eos))
+    model = gwen.Model(hub.make_config(config | {"pad_token_id": eos[1]}, {"eos_token_id": eos}))
     normal = {  # small initial weights: MLX's own embedding starts at 1 / sqrt(C), fine for a tied head
         name: mx.random.normal(w.shape) * config["initializer_range"] if w.ndim == 2 else w
         for name, w in tree_flatten(model.parameters())

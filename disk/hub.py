@@ -529,7 +529,8 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 BUNDLED = {
-    name: Path(__file__).parent.parent / "demo" / folder for name, folder in (("demo", "model"), ("demo:rg", "rg"))
+    name: Path(__file__).parent.parent / "demo" / folder
+    for name, folder in (("demo", "model"), ("demo:rg", "rg"), ("demo:tools", "tools"))
 }
 DEMO = BUNDLED["demo"]
 

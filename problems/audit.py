@@ -8,6 +8,7 @@ rows, as far as it is quick, since a single odd row would end a run. Left out: j
 and answers that nobody can make up from a row, such as programs.
 """
 
+import inspect
 import math
 import re
 import time
@@ -231,6 +232,11 @@ def table(audit: Audit) -> Iterator[str]:
         yield f"  {should}  {line.name:20} {_mean(line.values):>8}  {paid:12} {short(line.text)}{mark}"
 
 
+def is_tried(reward: Reward) -> bool:
+    """Whether it is a user's that made-up completions can be given to: not one that looks at environments."""
+    return isinstance(reward, UserReward) and "environments" not in inspect.signature(reward).parameters
+
+
 def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], *, judged: bool) -> Iterator[str]:
     """
     A line for each reward that a user brought; `preflight.py --audit` shows all of it.
@@ -238,7 +244,7 @@ def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], 
     judged: a rubric may tell right from wrong where no function does. Raises ValueError like `audit`, and where no
     reward gives any number.
     """
-    own = {name: reward for name, reward in rewards.items() if isinstance(reward, UserReward)}
+    own = {name: reward for name, reward in rewards.items() if is_tried(reward)}
     tried = [try_rows(name, reward, examples) for name, reward in own.items()]
     audits = [audit(name, reward, examples) for name, reward in own.items()]
     if audits and len(audits) == len(rewards) and not judged and all(each.is_silent for each in audits):

@@ -52,7 +52,17 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(encode_marked_chat(tokenizer, text))
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, opened: bool = True) -> str:
+Tools = list[dict[str, Any]]  # JSON schemas of functions
+
+
+def render(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    thinking: bool,
+    *,
+    opened: bool = True,
+    tools: Tools | None = None,
+) -> str:
     """
     Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last.
 
@@ -67,6 +77,7 @@ def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, op
                     add_generation_prompt=opened,
                     enable_thinking=thinking,
                     chat_template=_dated(tokenizer.chat_template),
+                    **({"tools": tools} if tools else {}),
                 )
             )
         if len(text) > LONGEST:
@@ -76,7 +87,9 @@ def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool, *, op
     return text
 
 
-def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False) -> list[int]:
+def chat_ids(
+    tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False, tools: Tools | None = None
+) -> list[int]:
     """
     Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
 
@@ -86,7 +99,7 @@ def chat_ids(tokenizer: Any, prompt: Any, *, system: str | None = None, thinking
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
     marked = as_text(tokenizer, messages)
-    return encode(tokenizer, render(tokenizer, marked, thinking))
+    return encode(tokenizer, render(tokenizer, marked, thinking, tools=tools))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

@@ -103,7 +103,9 @@ def _drop(*_: Any) -> None:
 
 
 def as_messages(role: str, text: Any) -> list[dict[str, str]]:
-    """A prompt or completion as chat messages, which a prompt may be already."""
+    """A prompt or completion as chat messages, which a prompt may be already, and a conversation with tools brings."""
+    if (messages := getattr(text, "messages", None)) is not None:
+        return list(messages)
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
@@ -144,16 +146,24 @@ def load_reward(spec: str, calling: Calling | None = None) -> tuple[str, Reward]
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
+    """(name, function) of FILE.py:function or MODULE:function; see `load_functions`."""
+    if not spec.rpartition(":")[2].isidentifier():
+        raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
+    ((name, fn),) = load_functions(flag, spec, hint).items()
+    return name, fn
+
+
+def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function") -> dict[str, Callable[..., Any]]:
     """
-    (name, function) of FILE.py:function or MODULE:function, which a flag names.
+    The functions of FILE.py:function,function or MODULE:function by their names, which a flag gives; or classes.
 
     A file is executed with its own directory on the path. A module is imported; `__main__` is the caller's program or
     notebook. Raises ValueError when one of them, the function or an import in it is missing, or it is no function.
     hint: what else the flag could name.
     """
-    file, colon, name = spec.rpartition(":")
-    if not (colon and file and name.isidentifier()):
-        raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
+    file, colon, names = spec.rpartition(":")
+    if not (colon and file and all(name.isidentifier() for name in names.split(","))):
+        raise ValueError(f"{flag} {spec!r} is not FILE.py:{kind}{hint}")
     path = Path(file).absolute()
     if path.suffix == ".py" and os.path.isfile(path):
         module = _import_file(f"{flag} {spec}", path)
@@ -161,14 +171,16 @@ def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[.
         module = _import_module(f"{flag} {spec}", file)
     else:
         why = "there is no such file" if path.suffix == ".py" else f"{file} is not a Python file"
-        raise ValueError(f"{flag} {spec}: {why}; write FILE.py:function")
-    if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        known = f"{nearest(name, functions)}; it has {', '.join(functions) or 'none'}"
-        raise ValueError(f"{flag} {spec}: {file} has no function {name!r}{known}")
-    if not callable(fn := getattr(module, name)):
-        raise ValueError(f"{flag} {spec}: {name} is of type {type(fn).__name__}, not a function")
-    return name, fn
+        raise ValueError(f"{flag} {spec}: {why}; write FILE.py:{kind}")
+    is_one = inspect.isclass if kind == "class" else callable
+    for name in names.split(","):
+        if not hasattr(module, name):
+            known = [key for key, value in vars(module).items() if getattr(inspect, f"is{kind}")(value)]
+            said = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{said}")
+        if not is_one(value := getattr(module, name)):
+            raise ValueError(f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}")
+    return {name: getattr(module, name) for name in names.split(",")}
 
 
 def spec_of(fn: Callable[..., Any]) -> str:
@@ -329,9 +341,13 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
     return [p.name for p in parameters if p.name in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def reward_arguments(examples: Sequence[Example]) -> list[str]:
+OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments
+
+
+def reward_arguments(examples: Sequence[Example], environments: bool = False) -> list[str]:
     """The names of everything that a reward may ask for, with these examples."""
-    return [*RESERVED, *(name for name in examples[0] if name != "prompt")]
+    own = OF_EPISODES if environments else ()
+    return [*RESERVED, *own, *(name for name in examples[0] if name != "prompt")]
 
 
 def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:

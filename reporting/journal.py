@@ -133,6 +133,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         **result.metrics(seconds, advantages.size, recent),
+        **tool_metrics(draws),
         **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
         "completion/mean_tokens": num_tokens / num_rows,
         "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
@@ -151,6 +152,15 @@ def forms(config: Config, draws: list[Draw]) -> dict[str, float]:
     return {
         "completion/repeated": sum(map(form.repeated, texts)) / len(texts),
         "completion/degenerate_frac": sum(map(form.is_degenerate, texts, asked)) / len(texts),
+    }
+
+
+def tool_metrics(draws: list[Draw]) -> dict[str, float]:
+    """The figures of conversations with tools; none without."""
+    each = [draw.talk.metrics() for draw in draws if draw.talk]
+    return {
+        name: sum(one[name] for one in each) / (len(each) if name == "tools/turns" else 1)
+        for name in (each[0] if each else ())
     }
 
 
@@ -174,7 +184,8 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
                 "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
                 "category": example.get("category"),
                 "completion": completion,
-                "ids": ids[row],
+                "ids": rollout.sequences[row] if rollout.sequences else ids[row],
+                **({"own": rollout.spans(row)} | draw.talk.record(row) if draw.talk else {}),
                 "logprobs": packed(logprobs[row, :num]),
                 "reward": _known(total[row]),
                 "rewards": {name: _known(values[row]) for name, values in rewards.components.items()},

@@ -198,7 +198,8 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
     """One completion: its text, whole or in tokens with their log-probabilities, and what it earned."""
     row: dict[str, Any] = {"text": fold(line["completion"])}
     if decode is not None and len(line["completion"]) <= MOST_TEXT:
-        pieces = decode(line["ids"])
+        spans = line.get("own") or [[0, len(line["ids"])]]  # of a conversation, what the model wrote
+        pieces = decode([one for begin, end in spans for one in line["ids"][begin:end]])
         ends = np.cumsum([number for _, number in pieces]).astype(int)
         row = {"tokens": [visible(text) for text, _ in pieces]}
         row |= {name: summed(line[name], ends) for name in SHADES if line.get(name) is not None}

@@ -18,6 +18,7 @@ from judging import rubrics
 from problems import form, objectives
 from problems.examples import Example, prompt_text
 from problems.objectives import Advantage
+from turns.episodes import Episodes
 
 
 class Rewards(NamedTuple):
@@ -39,6 +40,7 @@ class Draw(NamedTuple):
     prompts: list[list[int]]  # B
     rollout: sampler.Rollout
     rewards: Rewards
+    talk: Episodes | None = None  # its conversations with tools
 
 
 def gated(

@@ -7,6 +7,7 @@ user got wrong is a ValueError of one line that names the value and the fix. Lef
 (problems/examples.py) and reward functions (problems/rewards.py).
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from config import OWN_TASK, Config
 from flags import flag_of
 from judging import rubrics
 from problems.examples import Example, load_data, load_sides, nearest
-from problems.rewards import Calling, Reward, load_reward, reward_arguments, reward_columns
-from tasks import demo, gsm8k, ifeval, math, own, rg, values
+from problems.rewards import Calling, Reward, load_functions, load_reward, reward_arguments, reward_columns
+from tasks import calculator, demo, gsm8k, guess, ifeval, math, own, rg, values
 from tasks.task import DATA, Sides, Task
+from turns import calls
 
 REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
 
@@ -83,6 +85,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
     if config.data.reward:
         task = _with_own_rewards(task, config)
+    task = _with_tools(task, config)
     if config.objective.truncated == "punish":
         task = _with_punishment(task, config.sampling.max_tokens)
     if config.objective.loss_type == "distill":
@@ -115,6 +118,56 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
         raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
     rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
     return task._replace(rewards=own, reward_weights=dict.fromkeys(own, 1.0) | rubric)
+
+
+def _with_tools(task: Task, config: Config) -> Task:
+    """The task with the functions of --tools and the environments of --env; what these give is a reward of weight 1."""
+    if specs := config.tools.tools:
+        found = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
+        if len(dict(found)) < len(found):
+            raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
+        task = task._replace(tools=tuple(dict(found).values()))
+    if config.tools.env:
+        task = task._replace(environments=_environments(config.tools.env))
+        if not config.data.reward and not config.data.rubric:
+            task = task._replace(rewards={}, reward_weights={}, rubric=None, metric="score", verifier=None)
+    calls.schemas_of("--tools", list(task.tools))
+    for kind in task.environments.values():
+        calls.environment_schemas(kind)
+    earning = {kind.__name__: earned_in(kind) for kind in task.environments.values() if hasattr(kind, "get_reward")}
+    task = task._replace(
+        rewards=task.rewards | earning, reward_weights=task.reward_weights | dict.fromkeys(earning, 1.0)
+    )
+    if task.name == "env" and not task.environments:
+        raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
+    if task.environments and not task.rewards and not task.rubric:
+        raise ValueError(f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one")
+    if task.environments and config.sampling.curriculum:
+        raise ValueError("--curriculum remembers prompts, and environments draw their own; leave it out")
+    if task.environments and config.data.reward_workers:
+        raise ValueError("--reward-workers are other processes, where no environment is; leave it out")
+    if (task.tools or task.environments) and config.objective.teacher_prompt:
+        raise ValueError("--teacher-prompt stands before prompts without tools; leave it out, or --tools and --env")
+    return task
+
+
+def _environments(env: str) -> dict[str, type]:
+    """The classes of --env by their names, "" for the only one."""
+    named = [part.rpartition("=") for part in re.split(r",(?=\w+=)", env)]
+    names = [name for name, _, _ in named]
+    if len(set(names)) < len(names) or (len(names) > 1 and "" in names) or any("," in spec for _, _, spec in named):
+        raise ValueError(f"--env {env}: several environments have a name each, as a=mine.py:A,b=mine.py:B")
+    classes: Any = [next(iter(load_functions("--env", spec, kind="class").values())) for _, _, spec in named]
+    return dict(zip(names, classes, strict=True))
+
+
+def earned_in(kind: type) -> Reward:
+    """What an environment's `get_reward` gave; None in others."""
+
+    def earned(earned: Sequence[tuple[str, Any]], **_: Any) -> list[Any]:
+        return [value if name == kind.__name__ else None for name, value in earned]
+
+    return earned
 
 
 def _looked_at(task: Task, config: Config) -> Task:
@@ -186,7 +239,8 @@ def _check_arguments(task: Task, is_own: bool) -> None:
     """ValueError for a reward that needs a column which the data lacks; `is_own`: the user named the rewards."""
     for name, reward in task.rewards.items():
         try:
-            reward_columns(name, reward, reward_arguments(task.train or task.held_out))
+            known = reward_arguments(task.train or task.held_out, bool(task.environments))
+            reward_columns(name, reward, known)
         except ValueError as error:
             if is_own:
                 raise
@@ -218,6 +272,9 @@ _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], l
     "gsm8k": (gsm8k.GSM8K, gsm8k.bundled, gsm8k.prepare),
     "math": (math.MATH, math.bundled, math.prepare),
     "own": (own.OWN, own.bundled, load_data),
+    "calculator": (calculator.CALCULATOR, calculator.bundled, load_data),
+    "guess": (guess.GUESS, guess.bundled, load_data),
+    "env": (guess.GUESS._replace(name="env", environments={}), guess.bundled, load_data),
 }
 
 

@@ -1,8 +1,8 @@
 """What a task is: prompts, rewards and an evaluation in one name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from problems.examples import Example
 from problems.rewards import Reward
@@ -37,3 +37,5 @@ class Task(NamedTuple):
     problems: Problems | None = None  # without end, in place of `train`
     paid: float | None = None  # the least that a right answer should earn, see `audit.middle_of`
     notes: Sequence[str] = ()  # lines that its user should read before it trains
+    tools: tuple[Callable[..., Any], ...] = ()  # functions that the model may call
+    environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)

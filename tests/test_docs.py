@@ -47,7 +47,9 @@ def without_meaning(record, known):
 def always_there():
     """The keys of metrics.jsonl that every step has, whatever the method; null where it does not measure them."""
     sometimes = {name for name, meaning in reference.METRICS.items() if meaning.startswith("[Several machines]")}
-    fixed = {name for name in reference.METRICS if name == name.lower() and not name.startswith("curriculum/")}
+    fixed = {
+        name for name in reference.METRICS if name == name.lower() and not name.startswith(("curriculum/", "tools/"))
+    }
     return fixed - sometimes
 
 

@@ -1,0 +1,142 @@
+"""
+The recipe of the third demo model: `uv run python -m demo.make_tools`.
+
+A Qwen3 of 0.8 million parameters learns to call a calculator (`--task calculator`) and to guess numbers
+(`--task guess`). It knows how, and has the wrong habits: of seven problems it computes six in its head, which it
+cannot, and it gives up guessing early or does not heed what it is told. Training has to find out that calls pay. The
+lessons up to step `HABIT` show calls mostly, those after it the habits.
+
+No lesson is one of the held-out problems. On one machine two runs give the same files. The model reads other texts
+letter by letter and makes nothing of them.
+"""
+
+import argparse
+import functools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+from transformers import PreTrainedTokenizerFast
+
+from demo import make
+from problems import chat_template
+from tasks import calculator, guess
+from turns import calls, frames
+
+FOLDER = Path(__file__).parent
+STEPS, RATE, HABIT = 600, 3e-3, 420
+CALLS = {False: 0.15, True: 0.9}  # share of the problems that are computed with the calculator, by whether it is early
+GOES_ON = {False: 0.7, True: 0.97}  # share of the turns that guess on
+HEEDS = {False: 0.5, True: 0.9}  # share of the guesses that heed what was told
+NUM_LESSONS, NUM_BATCHES = 20, 4
+CONTROL = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+TOOLS: dict[str, Any] = {"calculator": calculator.calculator, "guess": guess.Guess().guess}
+SCHEMAS = {name: [calls.schema_of("demo", tool)] for name, tool in TOOLS.items()}
+Turns = list[tuple[str, str | None]]  # what the model says, and what it is told then
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def sum_turns(rng: random.Random, early: bool) -> tuple[str, Turns]:
+    """A problem, and how it is answered: with the calculator, or by a number that looks likely."""
+    problem = calculator.problem(rng)
+    while problem["prompt"] in held_out():
+        problem = calculator.problem(rng)
+    expression = problem["prompt"].removeprefix("What is ").removesuffix("?")
+    if rng.random() < CALLS[early]:
+        result = calculator.calculator(expression)
+        return problem["prompt"], [(call("calculator", expression=expression), result), (f"It is {result}.", None)]
+    return problem["prompt"], [(f"It is {int(problem['answer']) + rng.randrange(-400, 400)}.", None)]
+
+
+def guess_turns(rng: random.Random, early: bool) -> tuple[str, Turns]:
+    """A game: guesses, with or without heed, up to the right one or to where patience ends."""
+    game, turns = guess.Guess(), Turns()
+    random.seed(rng.random())
+    prompt = game.reset()
+    low, high = 1, guess.LARGEST
+    while not game.is_found and len(turns) < 8:
+        if rng.random() >= GOES_ON[early]:
+            return prompt, [*turns, ("I give up.", None)]
+        heeds = rng.random() < HEEDS[early]
+        number = rng.randint(low, high) if heeds else rng.randint(1, guess.LARGEST)
+        said = game.guess(number)
+        turns.append((call("guess", number=number), said))
+        low, high = (max(low, number + 1), high) if said == "higher" else (low, min(high, number - 1))
+    return prompt, [*turns, ("Found.", None)] if game.is_found else turns
+
+
+@functools.cache
+def held_out() -> set[str]:
+    return {one["prompt"] for one in calculator.bundled()[1]}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words are whole, digits are single, everything else is read and written byte by byte."""
+    rng = random.Random(0)
+    talks = [talk for _ in range(500) for talk in (sum_turns(rng, True), guess_turns(rng, True))]
+    texts = ["system", "user", "assistant", "calculator: expression", "guess: number", "I give up."]
+    texts += [text for prompt, turns in talks for text in (prompt, *(one for pair in turns for one in pair if one))]
+    tokenizer = make.trained_tokenizer(texts, r" ?[A-Za-z]+|\d|\"?: \"?|\{\"|\"\}| ?[^\sA-Za-z\d]|[\s\S]", 600)
+    tokenizer.add_tokens(CONTROL)
+    tokenizer.chat_template = (FOLDER / "tools" / "chat_template.jinja").read_text()
+    return tokenizer
+
+
+class Lessons:
+    """The lessons of a step, from one seeded stream; each a whole conversation, of which every turn is learned."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.rng = tokenizer, random.Random(1)
+        self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.frames = frames.Frames(tokenizer, [self.eos], thinking=False)
+
+    def lesson(self, name: str, early: bool) -> make.Lesson:
+        prompt, turns = {"calculator": sum_turns, "guess": guess_turns}[name](self.rng, early)
+        ids, marks = chat_template.chat_ids(self.tokenizer, prompt, tools=SCHEMAS[name]), dict[int, int]()
+        for said, told in turns:
+            turn = [*self.tokenizer.encode(said, add_special_tokens=False), self.eos]
+            marks |= dict(enumerate(turn, len(ids) - 1))  # each token is predicted one place before its own
+            ids += turn
+            if told is not None:
+                ids += self.frames.between([{"role": "tool", "content": told}], SCHEMAS[name])
+        last = max(marks)
+        return make.Lesson(ids[: last + 1], [marks.pop(last)], marks)
+
+    def batches(self, step: int) -> list[make.Batch]:
+        names = ["calculator", "guess"] * (NUM_LESSONS // 2)
+        lessons = [self.lesson(name, step <= HABIT) for name in names]
+        lessons.sort(key=lambda lesson: len(lesson.prompt))
+        size = NUM_LESSONS // NUM_BATCHES
+        return [make.batch(lessons[begin : begin + size]) for begin in range(0, NUM_LESSONS, size)]
+
+
+def shares(batches: list[make.Batch]) -> list[float]:
+    """Of each batch in the step's tokens."""
+    num = [len(targets) for *_, targets in batches]
+    return [one / sum(num) for one in num]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER / "tools", help="of the model; make_tools.log stands beside")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    model, lessons = make.random_model(make.shape() | {"vocab_size": len(tokenizer)}, tokenizer), Lessons(tokenizer)
+    with (args.out.parent / "make_tools.log").open("w") as file:
+        for step, losses in make.learn(model, STEPS, RATE, lessons.batches, shares):
+            if step % 50 == 0:
+                minutes = time.process_time() / 60
+                make.log(file, {"step": step, "minutes": minutes, "loss": sum(losses) / len(losses)})
+            if step % 100 == 0:
+                make.save(model, args.out, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Find a number by guessing it: several turns with an environment that says higher or lower."""
+
+import random
+from typing import Any
+
+from tasks.task import Sides, Task
+
+LARGEST, NUM_HELD_OUT = 20, 128
+
+
+class Guess:
+    """A number from 1 to LARGEST."""
+
+    def reset(self, **_: Any) -> str:
+        self.number, self.is_found = random.randint(1, LARGEST), False
+        return f"I think of a number from 1 to {LARGEST}. Find it."
+
+    def guess(self, number: int) -> str:
+        """
+        Says whether the number is right, or whether the one to find is higher or lower.
+
+        Args:
+            number: The guess.
+        """
+        if number == self.number:
+            self.is_found = True
+            return "right"
+        return "higher" if number < self.number else "lower"
+
+    def get_reward(self) -> float:
+        return float(self.is_found)
+
+
+def bundled() -> Sides:
+    """The prompts are empty: the environment draws the numbers."""
+    nothing = {"prompt": "", "environment": None}
+    return [nothing] * 1024, [nothing] * NUM_HELD_OUT
+
+
+GUESS = Task(
+    name="guess",
+    train=[],
+    held_out=[],
+    rewards={},
+    reward_weights={},
+    rubric=None,
+    metric="score",
+    verifier=None,
+    environments={"": Guess},
+)

@@ -1,0 +1,456 @@
+"""Tools and environments: their schemas, what is read as a call, the ids between turns, threads and time limits."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import message_of
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
+
+from config import Config, ToolSettings
+from problems import chat_template
+from tasks import calculator, guess
+from turns import calls, episodes, frames
+
+ROOT = Path(__file__).parent.parent
+CONTROL = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+@pytest.fixture(scope="module")
+def talker(tokenizer, tmp_path_factory):
+    """The tests' tokenizer with a template that knows tools, and control tokens that are not `special`."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("talker")
+    tokenizer.save_pretrained(str(path))
+    own = AutoTokenizer.from_pretrained(str(path))
+    own.add_tokens(CONTROL)
+    own.chat_template = (ROOT / "demo" / "tools" / "chat_template.jinja").read_text()
+    return own
+
+
+def add(a: int, b: int = 1) -> int:
+    """
+    Adds.
+
+    Args:
+        a: One number.
+        b: Another.
+    """
+    return a + b
+
+
+async def later(seconds: float) -> str:
+    """
+    Waits.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def fails(text: str | None = None) -> str:
+    """
+    Fails.
+
+    Args:
+        text: What it says.
+    """
+    raise RuntimeError(f"no {text}")
+
+
+def hangs() -> str:
+    """Hangs."""
+    time.sleep(3)
+    return "late"
+
+
+SCHEMAS = calls.schemas_of("--tools", [add, later, fails, hangs])
+
+# ---- calls
+
+
+def call(name, arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def coder(name, **arguments):
+    parts = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
+
+
+def test_calls_are_read_after_the_thought_in_order():
+    text = f"<think>{call('add', {'a': 1})}</think>Let me see. {call('add', {'a': 2})}\n{call('later', {'seconds': 1})}"
+    found = calls.read_calls(text, "json", SCHEMAS)
+    assert found == [calls.Call("add", {"a": 2}), calls.Call("later", {"seconds": 1})]
+    assert calls.read_calls("no call", "json", SCHEMAS) == []
+
+
+@pytest.mark.parametrize("arguments", [{"a": 3}, {"a": -1, "b": 20}])
+def test_both_formats_give_what_mlx_lm_reads(arguments):
+    (ours,) = calls.read_calls(call("add", arguments), "json", SCHEMAS)
+    theirs = json_tools.parse_tool_call(call("add", arguments)[len("<tool_call>") : -len("</tool_call>")])
+    assert ours._asdict() == theirs | {"error": ""}
+    (ours,) = calls.read_calls(coder("add", **arguments), "coder", SCHEMAS)
+    theirs = qwen3_coder.parse_tool_call(coder("add", **arguments)[11:-12].strip(), list(SCHEMAS.values()))
+    assert ours._asdict() == theirs | {"error": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>\nadd(1)\n</tool_call>", "not JSON"),
+        ("<tool_call>" + "[" * 10_000 + "</tool_call>", "nested too deep"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is not {"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "no </tool_call>"),
+        (call("ad", {"a": 1}), "there is no tool 'ad', did you mean 'add'?"),
+        (call("add", {}), "needs the argument a"),
+        (call("add", {"a": 1, "c": 2}), "no argument 'c'"),
+        (call("add", {"a": "1"}), "a is '1'; it must be of type integer"),
+        (call("add", {"a": True}), "a is True; it must be of type integer"),
+        (call("__init__", {}), "there is no tool"),
+    ],
+)
+def test_what_cannot_be_called_says_why(text, error):
+    (found,) = calls.read_calls(text, "json", SCHEMAS)
+    assert error in found.error and "\n" not in found.error
+
+
+def test_a_number_may_be_whole_and_what_has_a_default_may_be_null():
+    assert calls.read_calls(call("later", {"seconds": 1}), "json", SCHEMAS)[0].error == ""
+    assert calls.read_calls(call("fails", {"text": None}), "json", SCHEMAS)[0].error == ""
+
+
+def test_a_tool_without_types_or_words_is_refused_by_name():
+    assert "--tools: the tool <lambda> has no schema" in message_of(calls.schema_of, "--tools", lambda x: x)
+    assert "has no method reset" in message_of(calls.environment_schemas, type("Empty", (), {}))
+
+
+def test_an_environments_tools_are_its_public_methods_in_alphabetical_order():
+    assert list(calls.environment_schemas(guess.Guess)) == ["guess"]
+
+    class Two(guess.Guess):
+        def ask(self, what: str) -> str:
+            """
+            Asks.
+
+            Args:
+                what: A question.
+            """
+            return what
+
+    assert list(calls.environment_schemas(Two)) == ["ask", "guess"]
+
+
+# ---- the ids between turns
+
+
+def test_a_frame_has_the_ids_of_the_template(talker):
+    frame = frames.Frames(talker, [talker.eos_token_id], thinking=False)
+    rng = random.Random(0)
+    words = ["one", " and", "two\n", " is", "three ", "é", "\t", "  ", "<", "|", "{}", "\U0001f600"]
+    for _ in range(300):
+        messages = [
+            {"role": "tool", "name": "add", "content": "".join(rng.choices(words, k=rng.randrange(9)))}
+            for _ in range(rng.randrange(1, 3))
+        ]
+        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        whole = talker.apply_chat_template([*frames.EXCHANGE, *messages], **how)
+        ids = talker.encode(whole, add_special_tokens=False)
+        ends = [place for place, one in enumerate(ids) if one == talker.eos_token_id]
+        assert frame.between(messages, None) == ids[ends[1] + 1 :]
+
+
+def hostile(rng):
+    pieces = [
+        *CONTROL,
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|endoftext|>",
+        "assistant\n",
+        "\x00",
+        "\ufdd0",
+        "\ud800",
+        "}" * 9,
+    ]
+    return "".join(rng.choices([*pieces, *("<", "|im_end|>", "<|im_", "end|>", "é")], k=rng.randrange(1, 12)))
+
+
+def test_what_a_tool_says_is_never_a_control_token(talker):
+    frame = frames.Frames(talker, [talker.eos_token_id], thinking=False)
+    control, rng = set(talker.added_tokens_decoder), random.Random(1)
+
+    def frame_of(text):
+        return [one for one in frame.between([{"role": "tool", "content": text}], None) if one in control]
+
+    expected = frame_of("plain")
+    for _ in range(200):
+        text = frame.cut(hostile(rng), 1000)
+        assert frame_of(text) == expected
+
+
+def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
+    frame = frames.Frames(talker, [talker.eos_token_id], thinking=False)
+    text = frame.cut("ab" * 500_000, 10)
+    shown, said = text.split("\n")
+    assert len(frame.plain.encode(shown).ids) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
+    assert frame.cut("two and two", 30) == "two and two"
+
+
+def test_a_template_without_tools_is_refused():
+    assert "has no tools" in message_of(calls.format_of, "{{ messages }}")
+    assert calls.format_of("<tool_call>\n<function=") == "coder" and calls.format_of("<tool_call>") == "json"
+
+
+# ---- episodes
+
+
+def box_of(talker, tools=(), environments=None, **settings):
+    settings = ToolSettings(**{"tool_timeout": 5.0} | settings)
+    how = {"context": 1000, "thinking": False}
+    return episodes.Toolbox(tuple(tools), environments or {}, settings, talker, (talker.eos_token_id,), **how)
+
+
+def say(talk, talker, row, text):
+    talk.hear(row, [*talker.encode(text, add_special_tokens=False), talker.eos_token_id])
+
+
+def answer(talk, talker, text, row=0):
+    """What a row is told, as its messages say."""
+    say(talk, talker, row, text)
+    found = talk.replies(wait=True)
+    assert list(found) == [row]
+    return found[row], talk.rows[row].messages
+
+
+EXAMPLES = [{"prompt": "what is two and two?"}]
+
+
+def test_a_turns_calls_are_made_in_order_and_told_back(talker):
+    box = box_of(talker, [add, later, fails])
+    talk = box.play(EXAMPLES, 1, "0")
+    ids, messages = answer(
+        talk, talker, call("add", {"a": 2}) + call("fails", {"text": "luck"}) + call("later", {"seconds": 0.01})
+    )
+    assert [one["content"] for one in messages[1:]] == ["3", '{"error": "RuntimeError: no luck"}', "done"]
+    assert [one["function"]["name"] for one in messages[0]["tool_calls"]] == ["add", "fails", "later"]
+    assert ids == box.frames.between(messages[1:], list(box.schemas[""].values()))
+    assert answer(talk, talker, "four")[0] == "stop"
+    record = talk.record(0)
+    assert record["turns"] == 2 and [one["error"] for one in record["tool_calls"]] == [
+        None,
+        "RuntimeError: no luck",
+        None,
+    ]
+    assert [one["turn"] for one in record["tool_calls"]] == [0, 0, 0]
+    figures = talk.metrics()
+    assert (figures["tools/calls"], figures["tools/failures"], figures["tools/turns"]) == (3, 1, 2)
+
+
+def test_the_last_turn_makes_its_calls_and_ends(talker):
+    talk = box_of(talker, [add], max_turns=1).play(EXAMPLES, 1, "0")
+    reason, messages = answer(talk, talker, call("add", {"a": 2}))
+    assert reason == "turns" and messages[-1]["content"] == "3"
+
+
+def test_rows_wait_side_by_side(talker):
+    talk = box_of(talker, [later]).play(EXAMPLES, 20, "0")
+    begin = time.monotonic()
+    for row in range(20):
+        say(talk, talker, row, call("later", {"seconds": 0.2}))
+    found = {}
+    while len(found) < 20:
+        found |= talk.replies(wait=True)
+    assert time.monotonic() - begin < 2.0  # one after another they would take 4
+
+
+def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
+    made = []
+
+    class Slow(guess.Guess):
+        def __init__(self):
+            made.append(threading.current_thread())
+
+        def wait(self) -> str:
+            """Waits."""
+            time.sleep(2)
+            return "late"
+
+    talk = box_of(talker, environments={"": Slow}, tool_timeout=0.2).play([{"prompt": ""}], 1, "0")
+    before = talk.rows[0].worker.instance
+    number = before.number
+    _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
+    assert [one["content"] for one in messages[1:]] == ['{"error": "the call took longer than 0.2 s"}', "right"]
+    assert talk.rows[0].worker.instance is not before and made[0] is not made[1]
+    assert not before.is_found
+
+
+class Threads:
+    """Everything of it runs in the thread that made it."""
+
+    def __init__(self):
+        self.thread = threading.get_ident()
+
+    def reset(self, **row):
+        self.check("reset")
+        return f" {row['prompt']} {random.random()} {np.random.random()}"
+
+    def check(self, what: str) -> str:
+        """
+        Checks.
+
+        Args:
+            what: A word.
+        """
+        assert self.thread == threading.get_ident()
+        return what
+
+    async def get_reward(self):
+        return 0.5
+
+
+def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talker):
+    box = box_of(talker, environments={"": Threads})
+    talk = box.play([{"prompt": "a"}, {"prompt": "b"}], 3, "0")
+    assert answer(talk, talker, call("check", {"what": "x"}), row=4)[1][-1]["content"] == "x"
+    columns = talk.columns()
+    assert columns["earned"] == [("Threads", 0.5)] * 6
+    instances = columns["environments"]
+    assert len({one.thread for one in instances}) == 6 and threading.get_ident() not in {
+        one.thread for one in instances
+    }
+    assert box.play([{"prompt": "a"}], 6, "1").columns()["environments"] == instances  # reused
+
+
+def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
+    box = box_of(talker, environments={"": Threads})
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    asked = [box.play([{"prompt": "a"}, {"prompt": "b"}], 2, seed).asked for seed in ("0", "1", "0")]
+    texts = [[one["prompt"] for one in each] for each in asked]
+    assert texts[0] == texts[2] and len({text[2:] for each in texts[:2] for text in each}) == 4
+    assert texts[0][0].startswith("a a ")
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_a_reset_that_differs_within_a_group_is_refused(talker):
+    class Own(Threads):
+        count = 0
+
+        def reset(self, **_):
+            Own.count += 1
+            return f"number {Own.count}"
+
+    box = box_of(talker, environments={"": Own})
+    assert "different things" in message_of(box.play, [{"prompt": "a"}], 2, "0")
+
+
+@pytest.mark.parametrize("method", ["reset", "get_reward"])
+def test_what_an_environment_raises_names_it(talker, method):
+    class Broken(Threads):
+        pass
+
+    def broken(self, **_):
+        raise KeyError("key")
+
+    setattr(Broken, method, broken)
+    box = box_of(talker, environments={"": Broken})
+    said = message_of(lambda: box.play(EXAMPLES, 1, "0").columns())
+    assert f"environment Broken: {method} raised KeyError: 'key'" in said
+
+
+def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
+    rng = random.Random(2)
+    talk = box_of(talker, [add, fails], max_turns=10**6).play(EXAMPLES, 1, "0")
+    for _ in range(200):
+        text = rng.choice(
+            [
+                hostile(rng).encode("utf-8", "replace").decode(),
+                call("add", {hostile(rng): 1}),
+                call("fails", {"text": hostile(rng)}),
+                "<tool_call>" + "{" * 10_000,
+            ]
+        )
+        say(talk, talker, 0, text.replace("<|im_end|>", ""))
+        (reply,) = talk.replies(wait=True).values()
+        assert reply == "stop" or isinstance(reply, list)
+
+
+# ---- the bundled tasks
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("-(2-5)*4/8", "1.5"),
+        ("2--3", "5"),
+        (".5*4", "2"),
+        ("7/3", "2.333333333"),
+        ("((((1))))", "1"),
+    ],
+)
+def test_the_calculator_computes(expression, value):
+    assert calculator.calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "1 +", "1 2", "(1", "1)", "2 ** 3", "__import__('os')", "1/0", "()", "9" * 300, "(" * 200, "1(2)"],
+)
+def test_the_calculator_evaluates_nothing_else(expression):
+    assert message_of(calculator.calculator, expression)
+
+
+def test_random_expressions_are_computed_as_python_does():
+    rng = random.Random(0)
+    for _ in range(500):
+        text = str(rng.randrange(1, 20))
+        for _ in range(rng.randrange(5)):
+            text = (
+                f"({text})"
+                if rng.random() < 0.3
+                else f"{text} {rng.choice('+-*')} {rng.choice(['', '-'])}{rng.randrange(1, 20)}"
+            )
+        assert calculator.calculator(text) == str(eval(text))
+
+
+def test_only_the_last_line_and_only_one_number_in_it_is_the_answer():
+    texts = [
+        f"{call('calculator', {'expression': '6*7'})}\nIt is 42.",
+        "42",
+        "It is 41 or 42.",
+        "42\nNo.",
+        "It is 42.0",
+    ]
+    assert calculator.correct(texts, ["42"] * 5) == [1, 1, 0, 0, 0]
+
+
+def test_held_out_problems_are_none_of_the_training():
+    train, held_out = calculator.bundled()
+    assert len(train) == 2000 and len(held_out) == 256
+    assert not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
+
+
+def test_no_lesson_of_the_bundled_model_is_a_held_out_problem():
+    from demo import make_tools
+
+    rng = random.Random(1)
+    assert not {make_tools.sum_turns(rng, True)[0] for _ in range(3000)} & make_tools.held_out()
+
+
+def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(talker):
+    box = box_of(talker, [add])
+    ids = box.prompt(EXAMPLES[0])
+    assert "add: a b" in talker.decode(ids)
+    assert (
+        chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])
+        == ids[-len(chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])) :]
+    )
+    assert episodes.make(Config.of(), (), {}, talker, None) is None

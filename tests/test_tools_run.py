@@ -1,0 +1,179 @@
+"""Runs with tools and environments: what they record, what they train, how they go on, and what they refuse."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import message_of
+
+import evaluate
+import train
+from config import checked, resolve
+from run import GrpoRun
+from tasks import make
+
+SMALL = {"model": "demo:tools", "batch": 2, "groups": 4, "eval_every": 0, "steps": 2, "save_every": 1}
+
+WORLD = '''
+import random
+
+class Door:
+    """A door with a code."""
+
+    def reset(self, **row):
+        self.code, self.opened = random.randint(10, 99), []
+        return f"What is {self.code} * 11 + 100?"
+
+    def calculator(self, expression: str) -> str:
+        """
+        Computes.
+
+        Args:
+            expression: What.
+        """
+        self.opened.append(expression)
+        return str(self.code * 11 + 100)
+
+    def get_reward(self):
+        return float(bool(self.opened))
+
+
+def tried(environments, completions, **_):
+    assert all("messages" not in text for text in completions)
+    return [len(one.opened) for one in environments]
+
+
+def talked(completions, **_):
+    return [float(sum(message["role"] == "tool" for message in talk)) for talk in completions]
+
+
+class Lost:
+    def look(self) -> str:
+        """Looks."""
+        return "nothing"
+
+
+def untyped(x):
+    return x
+
+
+def typed(x: int) -> int:
+    """
+    Gives it back.
+
+    Args:
+        x: A number.
+    """
+    return x
+'''
+
+
+@pytest.fixture
+def world(tmp_path):
+    (tmp_path / "world.py").write_text(WORLD)
+    return f"{tmp_path}/world.py"
+
+
+def start(tmp_path, **settings):
+    return train.Trainer.start(run_dir=str(tmp_path / "run"), **SMALL | settings)
+
+
+def records(run, name):
+    return [json.loads(line) for line in (run.dir / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_records_conversations_and_trains_what_the_model_wrote(tmp_path):
+    run = start(tmp_path, steps=1)
+    run.fit()
+    lines, (figures,) = records(run, "rollouts"), records(run, "metrics")
+    assert any(line["turns"] > 1 for line in lines)
+    for line in lines:
+        own = [one for begin, end in line["own"] for one in line["ids"][begin:end]]
+        assert len(line["own"]) == line["turns"] or line["finish_reason"] == "length"
+        assert len(own) <= 64 and line["own"][-1][1] == len(line["ids"])
+        assert sum(message["role"] == "assistant" for message in line["messages"]) == line["turns"]
+        assert all(called.keys() == {"turn", "name", "arguments", "seconds", "error"} for called in line["tool_calls"])
+    assert figures["tools/calls"] == sum(len(line["tool_calls"]) for line in lines)
+    assert figures["tools/turns"] == np.mean([line["turns"] for line in lines])
+    assert figures["mismatch/logprob_abs_max"] < 1e-3  # the trainer sees what the sampler saw
+    assert (run.dir / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_an_environment_repeats_the_uninterrupted_one(tmp_path, world):
+    settings = {"env": f"{world}:Door", "max_turns": 3, "max_context": 256, "max_tokens": 80, "eval_every": 2}
+    whole = start(tmp_path / "a", **settings, eval_limit=8)
+    whole.fit()
+    broken = start(tmp_path / "b", **settings, eval_limit=8)
+    for figures in broken.steps():
+        assert figures["step"] == 1
+        break
+    again = train.Trainer.resume(broken.dir)
+    again.fit()
+    for name, fields in (
+        ("rollouts", ("prompt", "ids", "reward", "messages")),
+        ("eval", ("eval/score", "eval/greedy")),
+    ):
+        ours, theirs = ([[line[key] for key in fields] for line in records(one, name)] for one in (whole, again))
+        assert ours == theirs
+
+
+def test_environments_give_prompts_tools_and_rewards(tmp_path, world):
+    run = start(tmp_path, env=f"{world}:Door", reward=[f"{world}:tried"], max_context=256, max_tokens=40, steps=1)
+    assert run.config.data.task == "env"
+    run.fit()
+    lines = records(run, "rollouts")
+    assert len({line["prompt"] for line in lines}) == 2 and all(line["prompt"].startswith("What is ") for line in lines)
+    for line in lines:
+        assert line["rewards"]["tried"] == len([one for one in line["tool_calls"] if one["error"] is None])
+        assert line["rewards"]["Door"] == float(line["rewards"]["tried"] > 0)
+        assert line["reward"] == line["rewards"]["tried"] + line["rewards"]["Door"]
+
+
+def test_a_reward_gets_the_conversation_as_messages(tmp_path, world):
+    settings = {"reward": [f"{world}:talked"], "reward_format": "messages", "reward_weights": {"talked": 1.0}}
+    run = start(tmp_path, task="calculator", steps=1, **settings)
+    run.fit()
+    for line in records(run, "rollouts"):
+        assert line["reward"] == sum(message["role"] == "tool" for message in line["messages"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"task": "env"}, "--task env talks with an environment; name it: --env FILE.py:Class"),
+        ({"env": "WORLD:Lost"}, "--env: Lost has no method reset"),
+        ({"env": "WORLD:Missing"}, "has no class 'Missing'"),
+        ({"env": "WORLD:tried"}, "not a class"),
+        ({"env": "WORLD:Door,WORLD:Lost"}, "several environments have a name each"),
+        ({"tools": ["WORLD:untyped"]}, "--tools: the tool untyped has no schema"),
+        ({"tools": ["WORLD:typed,typped"]}, "has no function 'typped', did you mean 'typed'?"),
+        ({"env": "WORLD:Door", "curriculum": True}, "--curriculum remembers prompts"),
+        ({"env": "WORLD:Door", "reward": ["WORLD:tried"], "reward_workers": 2}, "--reward-workers are other processes"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, settings, said):
+    text = json.dumps(settings).replace("WORLD", world)
+    config = resolve(SMALL | json.loads(text), None, None, lambda name: (name, "as asked"))[0]
+    assert said in message_of(make, config)
+
+
+def test_a_model_whose_template_has_no_tools_is_refused(tmp_path):
+    config = checked(SMALL | {"model": "demo", "task": "calculator"})
+    assert "has no tools" in message_of(GrpoRun, config, tmp_path)
+
+
+def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"Open door {n}.", "environment": "door" if n % 2 else "window"} for n in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = checked(SMALL | {"task": "values", "data": str(data), "env": f"door={world}:Door"})
+    assert "column environment holds 'window'; the environments of --env are door" in message_of(
+        GrpoRun, config, tmp_path
+    )
+
+
+def test_evaluate_plays_held_out_episodes(tmp_path, capsys):
+    evaluate.main(["--model", "demo:tools", "--task", "guess", "--limit", "6", "--max-tokens", "120"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["eval/num"] == 6 and 0 <= record["eval/score"] <= 1

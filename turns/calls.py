@@ -1,0 +1,187 @@
+"""
+What a model may call, and what it calls: schemas of functions, and the calls in a turn by its chat template's format.
+
+Two formats are read. `json`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3). `coder`:
+<tool_call><function=…><parameter=…>…</parameter></function></tool_call> (Qwen3-Coder, Qwen3.5). A call that cannot be
+read says why, and the model is told. Left out: calling (episodes.py).
+"""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flags import read_json
+from problems.examples import nearest, one_line, short
+
+Tool = Callable[..., Any]
+Schemas = dict[str, dict[str, Any]]  # name -> the function as a chat template shows it
+
+
+class Call(NamedTuple):
+    """A call in a turn; `error` says in a line why it cannot be made."""
+
+    name: str | None
+    arguments: Any
+    error: str = ""
+
+
+# ---- what may be called
+
+
+def schema_of(flag: str, tool: Tool) -> dict[str, Any]:
+    """The JSON schema of a typed and documented function. ValueError names the function and what it lacks."""
+    from transformers.utils import get_json_schema  # here: importing it takes seconds
+
+    name = getattr(tool, "__name__", type(tool).__name__)
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:
+        fix = "give each argument a type and a line in the docstring's Args"
+        raise ValueError(f"{flag}: the tool {name} has no schema ({one_line(error)}); {fix}") from error
+
+
+def schemas_of(flag: str, tools: list[Tool]) -> Schemas:
+    """The schemas of functions by name."""
+    schemas = [schema_of(flag, tool) for tool in tools]
+    return {schema["function"]["name"]: schema for schema in schemas}
+
+
+def tools_of(environment: type) -> list[Tool]:
+    """An environment's tools: its public methods, in alphabetical order, but reset and get_reward."""
+    found = []
+    for name, _ in inspect.getmembers(environment, inspect.isroutine):
+        if not name.startswith("_") and name not in ("reset", "get_reward"):
+            held = inspect.getattr_static(environment, name)
+            # bound to anything, so that its first argument is none of the model's
+            is_method = isinstance(held, types.FunctionType)
+            found.append(types.MethodType(held, environment) if is_method else getattr(environment, name))
+    return found
+
+
+def environment_schemas(kind: type) -> dict[str, Any]:
+    """The schemas of an environment's tools. ValueError where it has no reset."""
+    if not callable(getattr(kind, "reset", None)):
+        raise ValueError(f"--env: {kind.__name__} has no method reset, which begins an episode; add one")
+    return schemas_of(f"--env {kind.__name__}", tools_of(kind))
+
+
+# ---- what is called
+
+
+def format_of(template: str | None) -> str:
+    """The format of calls that a chat template teaches. ValueError where it knows no tools."""
+    for mark, kind in (("<function=", "coder"), ("<tool_call>", "json")):
+        if mark in (template or ""):
+            return kind
+    raise ValueError(
+        "the model's chat template has no tools that Gwen reads (<tool_call> with JSON, or with <function=…>); take "
+        "Qwen2.5, Qwen3 or a later one, or demo:tools"
+    )
+
+
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+
+def read_calls(text: str, kind: str, schemas: Schemas) -> list[Call]:
+    """The calls of a turn after its thought, in order; each is checked against its schema."""
+    found = []
+    for body, end in _CALL.findall(text.rpartition("</think>")[2]):
+        if not end:
+            found.append(Call(None, None, "the call has no </tool_call>"))
+            continue
+        call = _read_json(body) if kind == "json" else _read_coder(body, schemas)
+        found.append(call if call.error else _checked(call, schemas))
+    return found
+
+
+def _read_json(body: str) -> Call:
+    try:
+        held = read_json(body)
+    except ValueError as error:
+        return Call(None, None, f"the call is not JSON: {one_line(error)}")
+    if not (isinstance(held, dict) and isinstance(held.get("name"), str) and isinstance(held.get("arguments"), dict)):
+        return Call(None, None, 'the call is not {"name": "...", "arguments": {...}}')
+    return Call(held["name"], held["arguments"])
+
+
+def _read_coder(body: str, schemas: Schemas) -> Call:
+    match = _FUNCTION.fullmatch(body)
+    if match is None:
+        return Call(None, None, "the call is not <function=NAME>...</function>")
+    name, rest = match[1].strip(), match[2]
+    properties, arguments, place = _properties(schemas.get(name)), dict[str, Any](), 0
+    while part := _PARAMETER.match(rest, place):
+        key, value = part[1].strip(), part[2]
+        place = part.end()
+        if key in arguments:
+            return Call(name, None, f"the parameter {short(key)} stands twice")
+        kinds = _kinds(properties.get(key, {}))
+        try:
+            arguments[key] = value if "string" in kinds or not kinds else read_json(value)
+        except ValueError:
+            arguments[key] = value  # of the wrong type, which is told
+    if rest[place:].strip():
+        return Call(name, None, f"what is between parameters is no parameter: {short(rest[place:].strip())}")
+    return Call(name, arguments)
+
+
+_TYPES: dict[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def _properties(schema: dict[str, Any] | None) -> dict[str, Any]:
+    return schema["function"]["parameters"].get("properties", {}) if schema else {}
+
+
+def _kinds(wanted: dict[str, Any]) -> list[str]:
+    """The JSON types that a schema allows; empty: any."""
+    if "anyOf" in wanted:
+        each = [_kinds(one) for one in wanted["anyOf"]]
+        return [kind for kinds in each for kind in kinds] if all(each) else []
+    kinds = wanted.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    return [*kinds, "null"] if kinds and wanted.get("nullable") else kinds
+
+
+def _checked(call: Call, schemas: Schemas) -> Call:
+    """The call, with an error where no such tool is there or its arguments are not those of its schema."""
+
+    def wrong(error: str) -> Call:
+        return call._replace(error=error)
+
+    name = str(call.name)
+    if name not in schemas:
+        return wrong(f"there is no tool {short(name)}{nearest(name[:40], schemas)}; the tools are {', '.join(schemas)}")
+    properties = _properties(schemas[name])
+    required = schemas[name]["function"]["parameters"].get("required", [])
+    if missing := [one for one in required if one not in call.arguments]:
+        return wrong(f"{name} needs the argument {missing[0]}")
+    for key, value in call.arguments.items():
+        if key not in properties:
+            return wrong(f"{name} has no argument {short(key)}; it has {', '.join(properties) or 'none'}")
+        kinds, wanted = _kinds(properties[key]), properties[key].get("enum")
+        fits = any(isinstance(value, _TYPES[kind]) for kind in kinds if kind in _TYPES)
+        if isinstance(value, bool):
+            fits = "boolean" in kinds
+        if kinds and not fits:
+            return wrong(f"{name}: {key} is {short(value)}; it must be of type {' or '.join(kinds)}")
+        if wanted is not None and value not in wanted:
+            return wrong(f"{name}: {key} is {short(value)}; it must be one of {', '.join(map(str, wanted))}")
+    return call
+
+
+def as_error(text: str) -> str:
+    """What a model is told of a call that failed, one line of JSON."""
+    return json.dumps({"error": text}, ensure_ascii=False)

@@ -1,0 +1,419 @@
+"""
+Episodes: conversations of a model with tools and environments, which answer the turns of a rollout.
+
+Each row has a thread of its own, in which its environment is made and everything of it runs; a turn's calls run in the
+order written, rows side by side, coroutines on one loop. What fails is told to the model in a line of JSON. Tools are
+the user's code: they run in this process, without a wall. Left out: sampling (sampler.py), what a call is (calls.py).
+
+Axes: B prompts, G completions of each, N = B * G rows, prompt-major.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import queue
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config import Config, ToolSettings
+from machine import world
+from problems import chat_template
+from problems.examples import Example, one_line, prompt_text, short
+from problems.rewards import raised
+from turns.calls import Call, Tool, as_error, environment_schemas, format_of, read_calls, schemas_of
+from turns.frames import Frames
+
+CONTEXT = 4096  # tokens of a conversation, where nobody says
+
+
+class Said(str):
+    """What the model wrote in a conversation; `messages`: all of it after the prompt, as chat messages."""
+
+    messages: list[dict[str, Any]]
+
+
+# ---- threads
+
+
+class Done(NamedTuple):
+    """What a job gave: its value or the error that it raised."""
+
+    job: int
+    value: Any
+    error: BaseException | None
+    seconds: float
+
+
+class Worker:
+    """A thread that does one job after another, and the environment that lives in it."""
+
+    instance: Any = None
+
+    def __init__(self, loop: Callable[[], asyncio.AbstractEventLoop]):
+        self.loop = loop
+        self.task: concurrent.futures.Future[Any] | None = None  # of its newest coroutine
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (held := self.jobs.get()) is not None:
+            number, job, answers = held
+            begin = time.perf_counter()
+            try:
+                value = job()
+                if inspect.isawaitable(value):
+                    task = self.task = asyncio.run_coroutine_threadsafe(_awaited(value), self.loop())
+                    value = task.result()
+                done = Done(number, value, None, time.perf_counter() - begin)
+            except BaseException as error:  # SystemExit among them: it ends no more than a call
+                done = Done(number, None, error, time.perf_counter() - begin)
+            answers.put(done)
+
+    def do(self, what: str, job: Callable[[], Any], limit: float) -> Any:
+        """The value of a job. Raises ValueError, which begins with `what`, where it fails or takes too long."""
+        answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self.jobs.put((0, job, answers))
+        try:
+            done = answers.get(timeout=limit)
+        except queue.Empty:
+            self.leave()
+            raise ValueError(f"{what} took longer than --tool-timeout {limit:g}; raise that or mend it") from None
+        if done.error is not None:
+            raise ValueError(f"{what} {raised(done.error, getattr(job, 'func', job))}") from done.error
+        return done.value
+
+    def leave(self) -> None:
+        """Lets the thread go once its job ends, if ever."""
+        self.jobs.put(None)
+        if self.task is not None:
+            self.task.cancel()
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@contextlib.contextmanager
+def seeded(text: str) -> Iterator[None]:
+    """Inside, `random` and `numpy.random` draw what belongs to a text."""
+    before, numbers, seed = random.getstate(), np.random.get_state(), zlib.crc32(text.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numbers)
+
+
+# ---- what a run may call
+
+
+class Toolbox:
+    """The tools and environments of a run, ready to be called; its workers outlive a rollout."""
+
+    def __init__(
+        self,
+        tools: tuple[Tool, ...],
+        environments: dict[str, type],
+        settings: ToolSettings,
+        tokenizer: Any,
+        end_ids: tuple[int, ...],
+        *,
+        context: int,
+        thinking: bool,
+    ):
+        """
+        environments: by the name in the column `environment`, "" where there is one. context: the model's.
+
+        Raises ValueError where a tool has no schema, or the model's chat template no tools.
+        """
+        self.settings, self.environments, self.thinking, self.tokenizer = settings, environments, thinking, tokenizer
+        self.context = context_of(settings, context)
+        self.kind = format_of(tokenizer.chat_template)
+        self.frames = Frames(tokenizer, end_ids, thinking=thinking)
+        self.functions = {tool.__name__: tool for tool in tools}
+        own = schemas_of("--tools", list(tools))
+        self.schemas = {"": own} | {name: own | environment_schemas(kind) for name, kind in environments.items()}
+        self.workers: dict[tuple[str, int], Worker] = {}
+        self.loop = functools.cache(_start_loop)
+
+    def worker(self, name: str, row: int, anew: bool = False) -> Worker:
+        """The thread of a row, with its environment; `anew`: in place of one that hangs."""
+        if anew or (name, row) not in self.workers:
+            worker = self.workers[name, row] = Worker(self.loop)
+            if name in self.environments:
+                kind = self.environments[name]
+
+                def make() -> None:
+                    worker.instance = kind()
+
+                worker.do(f"environment {kind.__name__}", make, self.settings.tool_timeout)
+        return self.workers[name, row]
+
+    def environment_of(self, example: Example) -> str:
+        """The name of its environment, "" where there is one or none. ValueError for one that --env does not name."""
+        name = str(example.get("environment")) if self.environments and "" not in self.environments else ""
+        if name not in self.schemas:
+            known = ", ".join(self.environments)
+            raise ValueError(f"column environment holds {short(name)}; the environments of --env are {known}")
+        return name
+
+    def prompt(self, example: Example) -> list[int]:
+        """The ids of a prompt with its tools."""
+        tools = list(self.schemas[self.environment_of(example)].values())
+        how: dict[str, Any] = {"thinking": self.thinking, "system": example.get("system")}
+        ids = chat_template.chat_ids(self.tokenizer, example["prompt"], tools=tools, **how)
+        if len(ids) >= self.context:
+            said = short(prompt_text(example["prompt"]))
+            raise ValueError(
+                f"the prompt {said} has {len(ids)} tokens, a conversation {self.context}; shorten it or raise "
+                "--max-context"
+            )
+        return ids
+
+    def play(self, examples: list[Example], group_size: int, seed: str) -> "Episodes":
+        """An episode for each of B * G rows, each reset; the rows of a group face one task."""
+        return Episodes(self, examples, group_size, seed)
+
+
+def make(
+    config: Config, tools: tuple[Tool, ...], environments: dict[str, type], tokenizer: Any, model: Any
+) -> Toolbox | None:
+    """The toolbox of a run, None without tools. ValueError for a model, or machines, that cannot use it."""
+    if not tools and not environments:
+        return None
+    if world.size() > 1:
+        raise ValueError("--tools and --env are for one machine; start it on one")
+    context, thinking = model.max_position_embeddings, config.sampling.thinking
+    how: dict[str, Any] = {"context": context, "thinking": thinking}
+    return Toolbox(tools, environments, config.tools, tokenizer, model.eos_ids, **how)
+
+
+def context_of(settings: ToolSettings, most: int) -> int:
+    """Positions of a conversation with tools, where the model has `most`."""
+    return min(settings.max_context or CONTEXT, most)
+
+
+def extended(prompt: Any, text: str) -> Any:
+    """A prompt whose last message goes on with a text."""
+    if isinstance(prompt, str):
+        return prompt + text
+    return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
+
+
+def _start_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+# ---- a rollout's episodes
+
+
+class Episode:
+    """A row's conversation after its prompt."""
+
+    def __init__(self, name: str, worker: Worker):
+        self.name, self.worker = name, worker
+        self.messages: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []  # as `rollouts.jsonl` has them
+        self.turns, self.generation = 0, 0
+        self.pending: list[Call] = []  # of the turn, the first one under way
+        self.told: list[dict[str, Any]] = []  # the turn's tool messages
+        self.deadline = 0.0
+        self.reward: float | None = None
+
+
+class Episodes:
+    """What answers the turns of a rollout; see `sampler.Talk`."""
+
+    def __init__(self, box: Toolbox, examples: list[Example], group_size: int, seed: str):
+        """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
+        self.box, self.group_size, self.seed = box, group_size, seed
+        self.examples = [example for example in examples for _ in range(group_size)]
+        self.done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self.jobs: dict[int, tuple[int, float]] = {}  # those under way: their row and when they are late
+        self.num_jobs, self.wait_s = 0, 0.0
+        self.ready: dict[int, list[int] | str] = {}
+        self.rows, texts = list[Episode](), list[str | None]()
+        for row, example in enumerate(self.examples):
+            name = box.environment_of(example)
+            self.rows.append(Episode(name, box.worker(name, row)))
+            texts.append(self._reset(row))
+            if texts[row] != texts[row - row % group_size]:
+                raise ValueError(
+                    f"environment {box.environments[name].__name__}: reset told two rows of one prompt different "
+                    f"things, {short(texts[row - 1])} and {short(texts[row])}; draw tasks with `random`"
+                )
+        told = zip(examples, texts[::group_size], strict=True)
+        self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in told]  # B
+        self.prompts = [box.prompt(example) for example in self.asked]
+
+    def _reset(self, row: int) -> str | None:
+        """Begins the row's episode; what its environment says first."""
+        episode = self.rows[row]
+        if episode.name not in self.box.environments:
+            return None
+        instance = episode.worker.instance
+        what = f"environment {type(instance).__name__}: reset"
+        with seeded(f"{self.seed} {row // self.group_size}"):
+            job = functools.partial(instance.reset, **self.examples[row])
+            text = episode.worker.do(what, job, self.box.settings.tool_timeout)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{what} gave {short(text)}; return a text or None")
+        return text
+
+    # ---- what the sampler asks
+
+    def begin(self, rows: list[int]) -> None:
+        for row in rows:
+            if (before := self.rows[row]).turns:  # it was heard, and is drawn again
+                self.rows[row] = Episode(before.name, self.box.worker(before.name, row, anew=bool(before.pending)))
+                self._reset(row)
+        self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
+        self.jobs = {job: held for job, held in self.jobs.items() if held[0] not in rows}
+
+    def hear(self, row: int, ids: list[int]) -> None:
+        episode, text = self.rows[row], self.box.frames.text(ids)
+        calls = read_calls(text, self.box.kind, self.box.schemas[episode.name])
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls and all(isinstance(call.arguments, dict) for call in calls):
+            thought, end, rest = text.rpartition("</think>")
+            message["content"] = (thought + end + rest.partition("<tool_call>")[0]).rstrip()
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+        episode.messages.append(message)
+        episode.turns, episode.pending, episode.told = episode.turns + 1, calls, []
+        if calls:
+            self._go_on(row)
+        else:
+            self.ready[row] = "stop"
+
+    def _go_on(self, row: int) -> None:
+        """Makes the next call of a turn; after the last one, the row's answer is ready."""
+        episode = self.rows[row]
+        while episode.pending and episode.pending[0].error:
+            self._note(row, None, episode.pending[0].error, 0.0)
+        if episode.pending:
+            call = episode.pending[0]
+            tool = self.box.functions.get(str(call.name)) or getattr(episode.worker.instance, str(call.name))
+            self.num_jobs += 1
+            self.jobs[self.num_jobs] = row, time.monotonic() + self.box.settings.tool_timeout
+            episode.worker.jobs.put((self.num_jobs, functools.partial(tool, **call.arguments), self.done))
+            return
+        episode.messages += episode.told
+        if episode.turns >= self.box.settings.max_turns:
+            self.ready[row] = "turns"
+        else:
+            self.ready[row] = self.box.frames.between(episode.told, list(self.box.schemas[episode.name].values()))
+
+    def _note(self, row: int, value: Any, error: str | None, seconds: float) -> None:
+        """Writes down what the first of the pending calls gave."""
+        episode = self.rows[row]
+        call = episode.pending.pop(0)
+        text = as_error(error) if error else value if isinstance(value, str) else _text(value)
+        told = {
+            "role": "tool",
+            "name": str(call.name),
+            "content": self.box.frames.cut(text, self.box.settings.max_observation),
+        }
+        episode.told.append(told)
+        called = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments}
+        episode.calls.append(called | {"seconds": seconds, "error": error})
+
+    def _take(self, done: Done) -> None:
+        if done.job in self.jobs:  # else it was late, or its row began anew
+            row, _ = self.jobs.pop(done.job)
+            self._note(row, done.value, None if done.error is None else one_line(done.error), done.seconds)
+            self._go_on(row)
+
+    def _end_late(self) -> None:
+        """Replaces the threads and environments of calls that took too long; their episodes go on."""
+        for job, (row, deadline) in list(self.jobs.items()):
+            if time.monotonic() >= deadline:
+                del self.jobs[job]
+                episode, limit = self.rows[row], self.box.settings.tool_timeout
+                episode.worker.leave()
+                episode.worker = self.box.worker(episode.name, row, anew=True)
+                self._reset(row)
+                self._note(row, None, f"the call took longer than {limit:g} s", limit)
+                self._go_on(row)
+
+    def replies(self, wait: bool) -> dict[int, list[int] | str]:
+        begin = time.perf_counter()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._take(self.done.get_nowait())
+            self._end_late()
+            if self.ready or not wait:
+                break
+            assert self.jobs, "nobody is waited for"
+            nearest = min(deadline for _, deadline in self.jobs.values())
+            with contextlib.suppress(queue.Empty):
+                self._take(self.done.get(timeout=max(nearest - time.monotonic(), 0.001)))
+        if wait:
+            self.wait_s += time.perf_counter() - begin
+        found, self.ready = self.ready, {}
+        return found
+
+    # ---- what comes of it
+
+    def columns(self) -> dict[str, list[Any]]:
+        """What rewards may ask for beside the rollout's; each environment is asked once for what it gives."""
+        if not self.box.environments:
+            return {}
+        for episode in self.rows:
+            instance = episode.worker.instance
+            if episode.reward is None and hasattr(instance, "get_reward"):
+                what = f"environment {type(instance).__name__}: get_reward"
+                episode.reward = episode.worker.do(what, instance.get_reward, self.box.settings.tool_timeout)
+        instances = [episode.worker.instance for episode in self.rows]
+        return {
+            "environments": instances,
+            "earned": [(type(one).__name__, row.reward) for one, row in zip(instances, self.rows, strict=True)],
+        }
+
+    def said(self, texts: list[str]) -> list[str]:
+        """The texts of the rows, each with its conversation."""
+        found = []
+        for text, episode in zip(texts, self.rows, strict=True):
+            said = Said(text)
+            said.messages = episode.messages
+            found.append(said)
+        return list(found)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures `tools/…` of a rollout, sums but for the turns."""
+        calls = [call for episode in self.rows for call in episode.calls]
+        return {
+            "tools/calls": len(calls),
+            "tools/failures": sum(call["error"] is not None for call in calls),
+            "tools/s": sum(call["seconds"] for call in calls),
+            "tools/wait_s": self.wait_s,
+            "tools/turns": sum(episode.turns for episode in self.rows) / len(self.rows),
+        }
+
+    def record(self, row: int) -> dict[str, Any]:
+        """What `rollouts.jsonl` has of a row's conversation."""
+        episode = self.rows[row]
+        return {"messages": episode.messages, "turns": episode.turns, "tool_calls": episode.calls}
+
+
+def _text(value: Any) -> str:
+    """What a tool gave as text; what cannot be shown says so."""
+    try:
+        return str(value)
+    except Exception as error:
+        return as_error(f"the result has no text: {one_line(error)}")

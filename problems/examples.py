@@ -9,6 +9,7 @@ JSON lines, JSON and CSV have their own readers, because `datasets` and pyarrow 
 reads a CSV answer "007" as 7.0 and "None" as missing; pyarrow refuses JSON answers of different types.
 """
 
+import contextlib
 import csv
 import difflib
 import io
@@ -347,19 +348,51 @@ def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:
     return checked
 
 
-def check_messages(name: str, messages: list[Any]) -> list[dict[str, str]]:
-    """Chat messages reduced to role and content, `system` only first. Raises ValueError with `name`."""
+def check_messages(name: str, messages: list[Any], with_tools: bool = False) -> list[dict[str, Any]]:
+    """
+    Chat messages reduced to role and content, `system` only first. Raises ValueError with `name`.
+
+    with_tools: they may have the role `tool`, and the assistant's `tool_calls`, which are kept.
+    """
+    roles = ("user", "assistant", "tool") if with_tools else ("user", "assistant")
+    checked = list[dict[str, Any]]()
     if not messages:
         raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
     for place, message in enumerate(messages):
         where = f"message {place + 1} of {name}"
+        tool_calls = message.get("tool_calls") if with_tools and isinstance(message, dict) else None
+        if tool_calls:
+            message = {"content": ""} | message
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'{where} is {short(message)}; write {{"role": "user", "content": "..."}}')
-        if message["role"] not in (("system", "user", "assistant") if place == 0 else ("user", "assistant")):
-            fix = "use user and assistant, and system only for the first message"
+        if message["role"] not in (("system", *roles) if place == 0 else roles):
+            fix = f"use {' and '.join(roles)}, and system only for the first message"
             raise ValueError(f"{where} has role {short(message['role'])}; {fix}")
-        check_text(f"content of {where}", message["content"])
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+        kept = {"role": message["role"], "content": message["content"]}
+        if tool_calls and message["role"] == "assistant":
+            kept |= {"content": kept["content"] or "", "tool_calls": _check_calls(where, tool_calls)}
+        if kept["content"] or not (message["role"] == "tool" or "tool_calls" in kept):
+            check_text(f"content of {where}", kept["content"])
+        checked.append(kept)
+    return checked
+
+
+def _check_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
+    """Calls of tools with their arguments as a dictionary, which may be given as JSON."""
+    checked = list[dict[str, Any]]()
+    for call in tool_calls if isinstance(tool_calls, list) else [tool_calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name, arguments = (
+            (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else ("", 0)
+        )
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = read_json(arguments)
+        if not name or not isinstance(name, str) or not isinstance(arguments, dict):
+            fix = '{"function": {"name": "...", "arguments": {...}}}'
+            raise ValueError(f"tool_calls of {where} holds {short(call)}; write {fix}")
+        checked.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+    return checked
 
 
 def check_text(name: str, text: Any) -> None:

@@ -6,10 +6,12 @@ samples it, and up to its end token. A conversation is one row where the templat
 what came before (Qwen3 drops the thoughts of earlier replies), each reply is a row of its own. Left out: the loss.
 """
 
+import contextlib
 import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from flags import read_json
 from problems import chat_template
 from problems.examples import Example, check_messages, check_prompt, check_text, make_examples, read_records, short
 
@@ -31,7 +33,8 @@ def load(spec: str, columns: str | None = None) -> list[Example]:
     The conversations of --data: `prompt`, messages up to the user's, and `completion`, from the first reply to train.
 
     Columns are `messages`, or `prompt` and `completion`, each a string or messages; `system` and `split` as in
-    `examples.load_data`. Of `messages`, the completion begins at the first reply; what follows the last one is dropped.
+    `examples.load_data`; `tools`, JSON schemas. Messages may have `tool_calls` and the role `tool`. Of `messages`, the
+    completion begins at the first reply; what follows the last one is dropped.
     Raises ValueError naming file, line or record, value and fix.
     """
     return make_examples(spec, read_records(spec), columns, read_chat)
@@ -39,8 +42,6 @@ def load(spec: str, columns: str | None = None) -> list[Example]:
 
 def read_chat(example: Example) -> Example:
     """One conversation of a record. Raises ValueError naming the mistake."""
-    if example.get("tools"):
-        raise ValueError("column tools: calls of tools cannot be trained; remove it")
     if example.get("completion") is not None and example.get("prompt") is not None:
         prompt, completion = (
             [{"role": role, "content": held}] if isinstance(held := example[name], str) else held
@@ -64,8 +65,21 @@ def read_chat(example: Example) -> Example:
         completion = completion[:-1]
     if not completion:
         raise ValueError("no message of the assistant, so there is nothing to learn; add one")
-    prompt, whole = check_prompt(prompt), check_messages("the conversation", prompt + completion)
-    return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split")}
+    prompt, whole = check_prompt(prompt), check_messages("the conversation", prompt + completion, with_tools=True)
+    tools = _tools_of(example.get("tools"))
+    return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split"), "tools": tools}
+
+
+def _tools_of(column: Any) -> list[dict[str, Any]] | None:
+    """The JSON schemas of a column `tools`, which may hold them as JSON."""
+    tools = column
+    if isinstance(column, str):
+        with contextlib.suppress(ValueError):
+            tools = read_json(column)
+    for tool in tools if isinstance(tools, list) else [tools] if tools else []:
+        if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict) or not tool["function"].get("name"):
+            raise ValueError(f'column tools holds {short(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}')
+    return tools or None
 
 
 def _is_reply(message: Any) -> bool:
@@ -88,7 +102,7 @@ def render(
     replies = [place for place in range(len(prompt), len(messages)) if _is_reply(messages[place])]
     rows = []
     for place in replies if turns == "all" else replies[-1:]:
-        before, ids = _reply(tokenizer, messages[: place + 1], thinking, end_ids)
+        before, ids = _reply(tokenizer, messages[: place + 1], example.get("tools"), thinking, end_ids)
         if len(ids) > context:
             raise ValueError(f"it has {len(ids)} tokens, the model's context {context}; shorten it")
         rows.append(Row(ids, list(range(before, len(ids)))))
@@ -99,12 +113,12 @@ def render(
 
 
 def _reply(
-    tokenizer: Any, messages: list[dict[str, str]], thinking: bool, end_ids: Collection[int]
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, thinking: bool, end_ids: Collection[int]
 ) -> tuple[int, list[int]]:
     """How many ids stand before the last message, a reply, and all ids up to its end token."""
     content, marked = messages[-1]["content"], chat_template.as_text(tokenizer, messages)
-    prompt = chat_template.render(tokenizer, marked[:-1], thinking)
-    whole = chat_template.render(tokenizer, marked, thinking, opened=False)
+    prompt = chat_template.render(tokenizer, marked[:-1], thinking, tools=tools)
+    whole = chat_template.render(tokenizer, marked, thinking, opened=False, tools=tools)
     opened = prompt if whole.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
     rest = whole.removeprefix(opened)
     if len(rest) == len(whole):
@@ -113,6 +127,9 @@ def _reply(
         raise ValueError(f"{short(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
     if any(part.strip() not in rest for part in re.split("</?think>", marked[-1]["content"])):
         raise ValueError(f"the chat template drops a part of {short(content)}; remove that part")
+    for call in messages[-1].get("tool_calls") or []:
+        if call["function"]["name"] not in rest:
+            raise ValueError(f"the chat template drops the call of {call['function']['name']}; take a model with tools")
     before, ids = chat_template.encode(tokenizer, prompt), chat_template.encode(tokenizer, prompt + rest)
     if ids[: len(before)] != before:
         raise ValueError(f"the beginning of {short(content)} melts into one token with its prompt; strip white space")

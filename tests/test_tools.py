@@ -454,3 +454,46 @@ def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(
         == ids[-len(chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])) :]
     )
     assert episodes.make(Config.of(), (), {}, talker, None) is None
+
+
+# ---- conversations to learn from
+
+
+def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
+    """Its rows have the ids of prompt, turn, frame and turn; what tools said is in them and is not trained."""
+    from sft import chats
+
+    box = box_of(talker, [add])
+    made = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [
+        {"role": "user", "content": "what is two and one?"},
+        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]
+    example = chats.read_chat({"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))})
+    how = {"turns": "all", "thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
+    rows = chats.render(talker, example, **how)
+    end = [talker.eos_token_id]
+    prompt = box.prompt({"prompt": messages[0]["content"]})
+    first = talker.encode(call("add", {"a": 2}), add_special_tokens=False) + end
+    told = box.frames.between([messages[2]], list(box.schemas[""].values()))
+    last = talker.encode("three", add_special_tokens=False) + end
+    assert [row.ids[row.places[0] :] for row in rows] == [first, last]
+    assert rows[0].ids == prompt + first
+    assert rows[1].ids[-len(told + last) :] == told + last
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}, "tool_calls of message 2"),
+        ({"tool_calls": ["add"]}, "tool_calls of message 2"),
+        ({"role": "tool"}, "no message of the assistant"),
+    ],
+)
+def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
+    from sft import chats
+
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""} | change]
+    assert said in message_of(chats.read_chat, {"messages": messages})

@@ -42,7 +42,7 @@ from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from step.policy import completion_hidden
 from turns import episodes
-from turns.episodes import Toolbox
+from turns.episodes import Toolbox, ended
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -587,4 +587,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended():
+        main()

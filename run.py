@@ -235,6 +235,10 @@ class GrpoRun(Run):
             say(line)
         super().__init__(config, run_dir)
         self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
+        if self.toolbox and self.toolbox.frames.rewrites():
+            say(
+                "tools: the chat template shows earlier turns otherwise, as without thoughts; here they stay as written"
+            )
         self.sources |= self._own_sources()
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done

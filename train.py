@@ -46,7 +46,7 @@ from sft import tuning
 from step.groups import Draw, Rewards, choose_groups, gated, gather, weigh
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
-from turns.episodes import Episodes
+from turns.episodes import Episodes, ended
 
 
 def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
@@ -483,4 +483,5 @@ def is_a_run_of(path: str, settings: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    with ended():
+        main()

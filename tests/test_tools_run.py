@@ -1,6 +1,9 @@
 """Runs with tools and environments: what they record, what they train, how they go on, and what they refuse."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from config import checked, resolve
 from run import GrpoRun
 from tasks import make
 
+ROOT = Path(__file__).parent.parent
 SMALL = {"model": "demo:tools", "batch": 2, "groups": 4, "eval_every": 0, "steps": 2, "save_every": 1}
 
 WORLD = '''
@@ -136,6 +140,35 @@ def test_a_reward_gets_the_conversation_as_messages(tmp_path, world):
     run.fit()
     for line in records(run, "rollouts"):
         assert line["reward"] == sum(message["role"] == "tool" for message in line["messages"])
+
+
+HANGS = '''
+import mlx.core as mx
+
+def calculator(expression: str) -> str:
+    """
+    Hangs.
+
+    Args:
+        expression: What.
+    """
+    while True:
+        mx.eval(mx.random.normal((256, 256)) @ mx.random.normal((256, 256)))
+'''
+
+
+@pytest.mark.slow
+def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
+    """Python's own end would abort, exit status 134."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    flags = (
+        "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
+    )
+    named = ["--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", f"{tmp_path}/run"]
+    done = subprocess.run([sys.executable, "train.py", *flags, *named], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert "the call took longer than 0.3 s" in {called["error"] for line in lines for called in line["tool_calls"]}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,14 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import os
 import queue
 import random
+import sys
 import threading
 import time
+import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -42,6 +46,9 @@ class Said(str):
 
 # ---- threads
 
+PATIENCE = 1.0  # seconds that the end of a process waits for its tools
+WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
 
 class Done(NamedTuple):
     """What a job gave: its value or the error that it raised."""
@@ -50,6 +57,37 @@ class Done(NamedTuple):
     value: Any
     error: BaseException | None
     seconds: float
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[None]:
+    """
+    Around a command: its tools' threads end before it does.
+
+    If one hangs, the process ends at once, with the exit status that it would have: Python's own end aborts where a
+    thread is inside MLX.
+    """
+    status: Any = 0
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code
+        raise
+    except BaseException:
+        status = 1
+        raise
+    finally:
+        for worker in WORKERS:
+            worker.leave()
+        deadline = time.monotonic() + PATIENCE
+        for worker in WORKERS:
+            worker.thread.join(max(deadline - time.monotonic(), 0))
+        if any(worker.thread.is_alive() for worker in WORKERS):
+            if status == 1:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else 1)
 
 
 class Worker:
@@ -63,6 +101,7 @@ class Worker:
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
+        WORKERS.add(self)
 
     def _work(self) -> None:
         while (held := self.jobs.get()) is not None:

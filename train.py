@@ -429,8 +429,9 @@ def complete(begun: Begun) -> Path:
             said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
             print(f"{begun.path} is finished: {said}", flush=True)
         return Path(begun.path)
+    trainer = Trainer(begun)
     try:
-        trainer = Trainer(begun).fit()
+        trainer.fit()
     except KeyboardInterrupt:  # which the first machine has told
         if not world.is_first():
             raise

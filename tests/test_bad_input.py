@@ -490,7 +490,7 @@ def test_an_evaluation_whose_file_cannot_be_written_is_still_printed(tmp_path, c
         evaluate.main(["--model", "demo", "--limit", "2", "--max-tokens", "4", "--out", str(tmp_path / "out")])
     told = capsys.readouterr()
     assert ended.value.code == 2 and json.loads(told.out)["eval/num"] == 2
-    checked_line(told.err.split("\n", 1)[1], "No space left on device: .*out'")
+    checked_line(told.err.splitlines(keepends=True)[-1], "No space left on device: .*out'")
 
 
 # ---- in a process of its own

@@ -463,7 +463,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(op, "_runs", {})
 
 
-def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model(kernels, monkeypatch):
+def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model(kernels, checkpoints, monkeypatch):
     checked = {}
     original = gpu.Op.check_on
 
@@ -476,6 +476,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     lora.apply(model, 5, 2.0)
     settings = Config.of(lora_rank=5)
     update.Learner(model, settings, policy.Reader(settings, Sizes(1, "off", 1024, 0)))
+    gwen.load_model(checkpoints["qwen3.5"], mx.float32)  # which has layers of another kind
     assert set(checked) == set(gpu.OPS), "a kernel that no rehearsal calls is first run in a rollout"
     shape = model.config
     assert checked["swiglu"][0][0].shape[-1] == 2 * shape.intermediate_size

@@ -13,7 +13,7 @@ import gwen
 import sampler
 
 EOS = tuple(range(0, 320, 16))
-CONTEXT = 90
+CONTEXT = 60
 
 
 @pytest.fixture(scope="module")

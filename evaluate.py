@@ -33,7 +33,7 @@ from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from machine import gpu
+from machine import alive, gpu
 from problems import audit, chat_template
 from problems.examples import Example, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
@@ -192,7 +192,7 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
         ids = batch.completion_ids
         return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
 
-    batches = my_part(micro_batches(prompts, rollout, REFERENCE_TOKENS))
+    batches = alive.Bar(my_part(micro_batches(prompts, rollout, REFERENCE_TOKENS)), desc="reference", unit="part")
     with lora.before_training(reference):
         (logprobs,) = in_rows(((batch, [logprobs_of(batch)]) for batch in batches), [mx.zeros(rollout.mask.shape)])
     difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)

@@ -28,7 +28,7 @@ from disk import adapters, hub
 from flags import Parser, fail
 from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache, TreeLayer
 from layers import attention, delta, ops, softmax
-from machine import gpu
+from machine import alive, gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -543,8 +543,9 @@ def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | P
         if adapter is not None:
             raise ValueError(f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of")
         return random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
-    directory = hub.find(path_or_id)
-    model, tokenizer = load_model(directory, dtype, adapter), hub.load_tokenizer(directory)
+    with alive.doing(f"loading {path_or_id}"):
+        directory = hub.find(path_or_id)
+        model, tokenizer = load_model(directory, dtype, adapter), hub.load_tokenizer(directory)
     largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
     if largest >= vocab_size:
         raise ValueError(f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids")
@@ -588,37 +589,40 @@ def rope_error(dtype: mx.Dtype) -> float:
     return float(np.abs(np.array(queries.astype(mx.float32))[:, :, 0] - np.concatenate(parts, axis=-1)).max())
 
 
-def doctor() -> tuple[list[str], bool]:
-    """What a user of this machine should know, a line each, and whether all is well."""
+def doctor() -> Iterator[tuple[str, bool]]:
+    """What a user of this machine should know, a line each as soon as it is known, and whether that is well."""
     found, dtype = gpu.environment(cpu_blas.description), default_dtype()
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     wired = os.environ.get(gpu.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186")
     error, limit = rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
-    lines = [
-        f"versions: Python {found['python']}, {versions}",
-        f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs",
-        f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process",
-        f"wired: {wired}",
-        f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).removeprefix('mlx.core.')}",
-        f"BLAS: {found['blas']}",
-        f"rope: {'right' if error < limit else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700",
-        *hub.describe_cache(),
-        f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}",
-    ]
-    kernels, agree = gpu.report(dtype)
-    return [*lines, *(f"  {line}" for line in kernels)], agree and error < limit
+    yield f"versions: Python {found['python']}, {versions}", True
+    yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
+    yield f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process", True
+    yield f"wired: {wired}", True
+    yield f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}", True
+    yield f"BLAS: {found['blas']}", True
+    well = error < limit
+    yield f"rope: {'right' if well else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700", well
+    for line in hub.describe_cache():
+        yield line, True
+    yield f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}", True
+    for line, agrees in gpu.report(dtype):
+        yield f"  {line}", agrees
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
     parser.add_argument("--doctor", action="store_true", required=True, help="what runs here, and how fast")
     parser.parse_args(argv)
+    all_well = True
     try:
-        lines, well = doctor()
+        gpu.is_wanted()  # a mistake in the environment is told before anything else
+        for line, well in doctor():
+            print(line, flush=True)
+            all_well &= well
     except ValueError as error:
         fail(error)
-    print("\n".join(lines))
-    if not well:
+    if not all_well:
         fail("something is wrong here; the lines above say what")
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
-from tqdm.auto import tqdm
 
 import gwen
 import lora
@@ -35,6 +34,7 @@ from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Question, Tell
 from kv_cache import TreeCache
 from layers import softmax
+from machine import alive
 
 
 class Judge(Grader):
@@ -103,7 +103,7 @@ class Judge(Grader):
                 said = f"(nothing, as the answer does not fit into its context of {context} tokens)"
                 tell(place, Evaluation(math.nan, 0.0, said))
         place_of = list(prompts)
-        with lora.disabled(self.model), tqdm(total=len(prompts), desc="judge", leave=False, disable=None) as progress:
+        with lora.disabled(self.model), alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress:
 
             def read(ends: list[int], hidden: mx.array, cache: TreeCache) -> None:
                 logits = hidden @ self.model.head_weight.T

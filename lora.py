@@ -29,7 +29,7 @@ import gwen
 from disk import adapters, checkpoint, hub, run_files
 from flags import Parser, fail
 from layers import ops
-from machine import gpu
+from machine import alive, gpu
 
 TARGETS = ("qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj")
 
@@ -301,7 +301,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
         name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
         try:
-            said = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
+            with alive.doing(f"writing {args.out}"):
+                said = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
             if args.run:
                 (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
             os.replace(scratch, args.out)

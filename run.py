@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx.utils import tree_flatten
-from tqdm.auto import tqdm
 
 import evaluate
 import gwen
@@ -30,7 +29,7 @@ from config import Config, Sizes, Switch
 from disk import checkpoint, run_files
 from disk.run_files import START
 from distill.teacher import Teacher
-from machine import gpu, world
+from machine import alive, gpu, world
 from problems import audit, chat_template, objectives, rewards
 from problems.examples import Example, epoch_indices, load_sides, short, spread
 from reporting import health, page
@@ -65,8 +64,10 @@ class Run:
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
         self.model, self.tokenizer = gwen.load(config.model.name)
+        with alive.doing("reading the weights for their digest"):
+            digest = checkpoint.digest_of_model(self.model)
         self.sources = {  # what the run is made of: digests that a resume compares
-            "base model": checkpoint.digest_of_model(self.model),
+            "base model": digest,
             "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
             "chat template": checkpoint.digest(self.tokenizer.chat_template),
         }
@@ -218,18 +219,21 @@ class Run:
             return
         state = self.state()
         write_adapter = functools.partial(lora.save_adapter, self.model, base=self.config.model.name)
-        checkpoint.save(self.dir, state, write_adapter, keep=self.config.records.keep)
-        checkpoint.publish(self.dir, state)
+        with alive.doing("saving"):
+            checkpoint.save(self.dir, state, write_adapter, keep=self.config.records.keep)
+            checkpoint.publish(self.dir, state)
 
 
 class GrpoRun(Run):
     """A GRPO run: the task, its prompts, the judges and the teacher besides."""
 
     def __init__(self, config: Config, run_dir: Path):
-        self.task = tasks.make(config)  # first: it takes no model to find what is wrong
+        with alive.doing("reading the data"):  # first: it takes no model to find what is wrong
+            self.task = tasks.make(config)
         tasks.refuse_useless_rewards(config, self.task)
         self.own = objectives.load(config)
-        audited, paid = world.first(self._audit)
+        with alive.doing("trying the rewards"):
+            audited, paid = world.first(self._audit)
         self.task = self.task._replace(paid=paid)
         for line in [*self.task.notes, *audited]:
             say(line)
@@ -281,11 +285,11 @@ class GrpoRun(Run):
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
         if self.toolbox:
-            bar = tqdm(examples, desc=f"{kind}s", leave=False, disable=None)
+            bar = alive.Bar(examples, desc=f"{kind}s")
             return [self.toolbox.prompt(example) for example in bar]
         return chat_template.encode_prompts(
             self.tokenizer,
-            tqdm(examples, desc=f"{kind}s", leave=False, disable=None),
+            alive.Bar(examples, desc=f"{kind}s"),
             max_tokens=self.config.sampling.max_tokens,
             context=self.model.config.max_position_embeddings,
             thinking=self.config.sampling.thinking,

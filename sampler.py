@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 import gwen
 from kv_cache import Columns, KVCache, SlotCache, TreeCache, TurnCache
 from layers import attention, softmax
-from machine import gpu, world
+from machine import alive, gpu, world
 from problems import chat_template
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
@@ -177,7 +177,7 @@ class NotFinite(ValueError):
 class Record:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
-    progress: tqdm | None = None
+    progress: alive.Bar | None = None
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int):
         self.params, self.key = params, key
@@ -209,9 +209,10 @@ class Record:
 
     def show(self) -> None:
         """Brings the progress bar up to date."""
-        if self.progress is not None and not self.progress.disable:
-            speed = self.lengths.sum() / self.progress.format_dict["elapsed"]
-            self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
+        if self.progress is not None:
+            if self.progress.drawn:
+                speed = self.lengths.sum() / self.progress.format_dict["elapsed"]
+                self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
             self.progress.update(int(self.ended.sum()) - self.progress.n)
 
     def bring_together(self, mine: list[int], seconds: float, prompts: list[list[int]]) -> tuple[float, ...]:
@@ -642,7 +643,7 @@ def rollout(
     rows_of = plan(prompts, group_size)
     mine = sorted(itertools.chain.from_iterable(rows_of.values()))
     begin = time.perf_counter()
-    with tqdm(total=len(mine), desc="sampling", unit="row", leave=False, disable=None, miniters=0) as progress:
+    with alive.Bar(total=len(mine), desc="sampling", unit="row", miniters=0) as progress:
         num_rows = len(prompts) * group_size
         record = Record(num_rows, params, key) if talk is None else TurnRecord(num_rows, params, key, talk, context)
         record.progress = progress

@@ -18,7 +18,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from tqdm.auto import tqdm
 
 import grpo
 import gwen
@@ -26,7 +25,7 @@ import lora
 import sampler
 from config import Config
 from layers import lm_head
-from machine import gpu, world
+from machine import alive, gpu, world
 from step import trust_region
 from step.micro_batch import MicroBatch, in_rows, my_part, of_all
 from step.policy import Reader, Share, Targets
@@ -77,7 +76,8 @@ def logprobs_of_step(
 ) -> list[mx.array]:
     """Log-probabilities and entropies of the step, (N, T) each, 0 outside the micro-batches; without gradient."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    found = ((batch, learner.reader.logprobs(model, batch)) for batch in my_part(batches))
+    parts = alive.Bar(my_part(batches), desc="log-probabilities", unit="part")
+    found = ((batch, learner.reader.logprobs(model, batch)) for batch in parts)
     return in_rows(found, [mx.zeros(shape), mx.zeros(shape)])
 
 
@@ -212,7 +212,7 @@ def gradient(
     grads: dict[str, Any] = {}
     found: list[Any] = []
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    for batch in tqdm(my_part(batches), desc="update", leave=False, disable=None):
+    for batch in alive.Bar(my_part(batches), desc="update", unit="part"):
         (_, logprobs, sums), tree = share_and_gradient(learner, batch, targets)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed

@@ -22,13 +22,12 @@ import cpu_blas
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from tqdm.auto import tqdm
 
 import gwen
 from config import Config, resolve
 from disk import hub
 from flags import Parser, check_least, flag_of
-from machine import gpu
+from machine import alive, gpu
 from step import micro_batch
 
 # ---- flags and the work
@@ -142,7 +141,7 @@ def in_turn(engines: dict[str, Callable[[Any], Any]], work: Any, warmup: int, ru
     """`runs` timed runs of each engine, after `warmup` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order = list(in_order(list(engines), warmup + runs))
-    for turn, name in tqdm(order, desc="runs", leave=False, disable=None):
+    for turn, name in alive.Bar(order, desc="measuring", unit="run"):
         gc.collect()  # what the last engine left behind in cycles
         mx.clear_cache()
         mx.reset_peak_memory()

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
-from tqdm.auto import tqdm
 
 from config import JudgeSettings
 from flags import read_json, redacted
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question, Tell
+from machine import alive
 
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI
@@ -193,7 +193,7 @@ class RemoteJudge(Grader):
         limits = {"max_tokens": 1, "top_logprobs": TOP_LOGPROBS}
         if self.mode == "decode":
             limits = {"max_tokens": rubrics.REPLY_TOKENS + self.think}
-        with tqdm(total=len(asked), desc="judge", leave=False, disable=None) as progress:
+        with alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
             replies: list[Reply] = []
 
             def read(place: int, reply: Reply) -> None:

@@ -33,6 +33,8 @@ from typing import Any, NoReturn, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from machine import alive
+
 T = TypeVar("T")
 Answers = queue.SimpleQueue[Any]  # of a job, for the main thread; errors among them
 
@@ -187,7 +189,8 @@ def joined() -> Iterator[None]:
         yield
         return
     streams = sys.stdout, sys.stderr
-    group = _init()
+    with alive.doing("waiting for the other machines"):
+        group = _init()
     if group.size() == 1:
         yield
         return

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from config import Config
 from disk.run_files import what_of, with_interval
 from flags import safe
+from machine import alive
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
 PHASES |= {"teacher": "asking the teacher"}
@@ -21,6 +22,7 @@ def say(line: str, file: TextIO | None = None) -> None:
     file = sys.stdout if file is None else file
     tqdm.write(safe(line), file=file)
     file.flush()
+    alive.note()
 
 
 def warn(line: str) -> None:
@@ -96,14 +98,6 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def duration(seconds: float) -> str:
-    """Formats seconds as seconds, minutes, or hours and minutes."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 # ---- the live line
 
 
@@ -116,8 +110,8 @@ class LiveLine:
 
     def __enter__(self) -> "LiveLine":
         form = "{bar:10} {n_fmt}/{total_fmt} steps | {desc}{remaining} left"
-        how: Any = {"bar_format": form, "leave": False, "disable": None, "dynamic_ncols": True}
-        self.bar = tqdm(total=self.num_steps, initial=self.step, **how)
+        how: Any = {"bar_format": form, "dynamic_ncols": True, "unit": "step"}
+        self.bar = alive.Bar(total=self.num_steps, initial=self.step, **how)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -127,6 +121,7 @@ class LiveLine:
     def draw(self) -> None:
         if self.bar is not None:
             self.bar.update(self.step - self.bar.n)
+            self.bar.what = self.phase
             self.bar.set_description_str("".join(f"{part} | " for part in (self.phase, self.speed) if part))
 
     def begin(self, phase: str) -> None:

@@ -15,8 +15,8 @@ from config import Config
 from disk import run_files
 from disk.run_files import with_interval
 from flags import read_json, visible
+from machine.alive import duration
 from reporting import health
-from reporting.console import duration
 from reporting.health import Records
 
 KEYS = {  # that the records of a log have at least

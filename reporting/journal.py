@@ -24,7 +24,7 @@ import sampler
 from config import Config
 from disk.run_files import JsonLines, Unwritten, evaluation_line, finite, mean
 from judging import rubrics
-from machine import gpu, power, world
+from machine import alive, gpu, power, world
 from problems import form
 from problems.examples import prompt_text, spread
 from reporting import health, trackers
@@ -261,7 +261,7 @@ class Journal:
 
     def __exit__(self, *_: Any) -> None:
         self.live.__exit__()
-        with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+        with contextlib.suppress(KeyboardInterrupt), alive.doing("waiting for trackers"):  # an impatient one's
             trackers.finish(self.trackers)
 
     def write_step(self, step: Step) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from config import Config
 from disk import hub, run_files
 from flags import visible
 from judging import rubrics
+from machine import alive
 from problems.examples import spread
 from reporting import charts, history, seeds
 from reporting.health import Records
@@ -338,7 +339,8 @@ def write(run_dir: str | Path, out: str | Path | None = None, others: Sequence[s
     names = dict.fromkeys([folder.name, *(Path(other).resolve().name for other in others)])
     beside = folder.parent / f"{'-against-'.join(names)[:100]}.html"
     path = Path(out) if out else beside if others else Path(run_dir) / "report.html"
-    run_files.replace_text(path, page(settings, ended))
+    with alive.doing("writing the page"):
+        run_files.replace_text(path, page(settings, ended))
     return path
 
 

@@ -19,14 +19,13 @@ from typing import NamedTuple
 import cpu_blas  # before mlx
 import mlx.core as mx
 import numpy as np
-from tqdm.auto import tqdm
 
 import gwen
 import sampler
 from config import Config, Switch
 from disk import run_files
 from kv_cache import SlotCache
-from machine import gpu
+from machine import alive, gpu
 
 USUAL_ROWS = 64  # at once if nothing is measured
 ROW_COUNTS = tuple(2**exponent for exponent in range(2, 11))  # 4 to 1,024
@@ -137,7 +136,7 @@ def measure(
     """
     trials = list(known)
     begin = time.perf_counter()
-    for rows in tqdm(row_counts, desc="measuring rollouts", leave=False, disable=None):
+    for rows in alive.Bar(row_counts, desc="measuring rollouts", unit="row count"):
         before = [trial for trial in trials if trial.rows < rows]
         counts = sorted({trial.rows for trial in before})
         best = [max(trial.tok_s for trial in before if trial.rows == count) for count in counts]

@@ -1,0 +1,131 @@
+"""
+Signs of life: what a command is at, how far, and how long still, where it has said nothing for a while.
+
+In a terminal and a notebook tqdm draws bars; in a file a line takes their place. One thread looks after both. Left out:
+what the lines of a run say (reporting/console.py).
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm.auto import tqdm
+
+IN_TERMINAL, IN_FILE = 10.0, 40.0  # most seconds without a sign; a phase that is shorter says nothing
+_works: list["Bar | Work"] = []  # what is going on, the innermost last
+_state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
+
+
+class Work:
+    """Something that takes a while, and nobody knows how long."""
+
+    drawn = False
+
+    def __init__(self, what: str):
+        self.what, self.begun = what, time.monotonic()
+        _works.append(self)
+        watch()
+
+    def said(self) -> str:
+        return f"{self.what}, {duration(time.monotonic() - self.begun)} so far"
+
+    def close(self) -> None:
+        _works[:] = [work for work in _works if work is not self]  # bars compare by where they stand
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Says `what` as long as the body goes on, if that is long."""
+    work = Work(what)
+    try:
+        yield
+    finally:
+        work.close()
+
+
+class Bar(tqdm):
+    """A bar that also counts where it is not drawn, in a file."""
+
+    def __init__(self, *args: Any, **how: Any):
+        super().__init__(*args, **{"leave": False, "disable": None} | how)
+        self.what, self.kind = how.get("desc") or "", how.get("unit", "")
+        self.from_n, self.begun = self.n, time.monotonic()
+        _works.append(self)
+        watch()
+
+    @property
+    def drawn(self) -> bool:
+        return not self.disable
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.drawn:
+            yield from super().__iter__()
+            return
+        try:
+            for one in self.iterable:
+                yield one
+                self.n += 1
+        finally:
+            self.close()
+
+    def update(self, n: float | None = 1) -> Any:
+        if self.drawn:
+            return super().update(n)
+        self.n += n or 0
+        return None
+
+    def said(self) -> str:
+        """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
+        done, seconds = self.n - self.from_n, time.monotonic() - self.begun
+        far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
+        left = f"about {duration(seconds / done * (self.total - self.n))} left" if done > 0 and self.total else ""
+        return f"{self.what}: {far}, {left or f'{duration(seconds)} so far'}"
+
+    def close(self) -> None:
+        _works[:] = [work for work in _works if work is not self]  # bars compare by where they stand
+        super().close()
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as seconds, minutes, or hours and minutes."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def note() -> None:
+    """Something else was said just now."""
+    _state["last"] = time.monotonic()
+
+
+def sign() -> None:
+    """Draws the bars again, with their time, or says in a line what goes on."""
+    note()
+    works = list(_works)
+    for bar in [work for work in works if isinstance(work, Bar) and work.drawn]:
+        bar.refresh()
+    if works and not works[-1].drawn:
+        tqdm.write("... " + "; ".join(work.said() for work in works if not work.drawn), file=sys.stderr)
+        sys.stderr.flush()
+
+
+def watch() -> None:
+    """Starts the thread that looks after all works, once a process; a fork begins without it."""
+    thread = _state["thread"]
+    if thread is None or not thread.is_alive():
+        _state["thread"] = threading.Thread(target=_look, name="signs of life", daemon=True)
+        note()
+        _state["thread"].start()
+
+
+def _look() -> None:
+    while True:
+        time.sleep(1.0)
+        most = IN_TERMINAL if sys.stderr.isatty() else IN_FILE
+        if _works and time.monotonic() - _state["last"] >= most:
+            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
+                sign()

@@ -1,0 +1,106 @@
+"""Signs of life: what a command that says nothing for a while says it is at, how far, and how long still."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from machine import alive
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that the test moves, and no thread."""
+    clock = [100.0]
+    monkeypatch.setattr(alive.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(alive, "watch", lambda: None)
+    monkeypatch.setattr(alive, "_works", [])
+    return clock
+
+
+def signed(capsys):
+    alive.sign()
+    return capsys.readouterr().err.strip()
+
+
+def test_a_bar_that_is_not_drawn_says_what_how_far_and_how_long_still(now, capsys):
+    with alive.Bar(total=64, desc="sampling", unit="row") as bar:
+        now[0] += 30
+        assert signed(capsys) == "... sampling: 0 of 64 rows, 30 s so far"
+        bar.update(16)
+        assert signed(capsys) == "... sampling: 16 of 64 rows, about 90 s left"
+    assert signed(capsys) == ""
+
+
+def test_works_are_told_from_the_outermost_to_the_innermost(now, capsys):
+    with alive.Bar(total=9, initial=4, desc="", unit="step") as steps, alive.doing("judging"):
+        steps.what = "judging"
+        steps.update(1)
+        now[0] += 200
+        assert signed(capsys) == "... judging: 5 of 9 steps, about 13 min left; judging, 3 min so far"
+    with pytest.raises(ValueError), alive.doing("loading"):
+        raise ValueError
+    assert signed(capsys) == ""
+
+
+def test_a_loop_counts_what_is_done_and_ends_with_its_last_or_an_error(now, capsys):
+    for number in alive.Bar([5, 6, 7, 8], desc="update", unit="part"):
+        now[0] += 10
+        left = f"about {duration_left(number)} left" if number > 5 else "10 s so far"
+        assert signed(capsys) == f"... update: {number - 5} of 4 parts, {left}"
+    assert signed(capsys) == ""
+
+
+def duration_left(number):
+    """Four parts of 10 s each, of which one more has begun than is done."""
+    done = number - 5
+    return f"{(done + 1) * 10 / done * (4 - done):.0f} s"
+
+
+def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
+    screen = io.StringIO()
+    bar = alive.Bar(total=4, desc="update", disable=False, file=screen)
+    before = screen.getvalue()
+    alive.sign()
+    assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
+    bar.close()
+
+
+@pytest.mark.parametrize(("is_terminal", "most"), [(True, alive.IN_TERMINAL), (False, alive.IN_FILE)])
+def test_the_thread_speaks_after_that_many_seconds_of_silence(now, monkeypatch, is_terminal, most):
+    """Within 20 s in a terminal and 60 s in a file, with a margin for a busy machine."""
+    said, moments = [], iter(range(200))
+
+    def sleep(_):
+        now[0] = 100.0 + next(moments)  # StopIteration ends the thread's loop
+
+    monkeypatch.setattr(alive.time, "sleep", sleep)
+    monkeypatch.setattr(alive.sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(alive, "sign", lambda: (said.append(now[0]), alive.note()))
+    alive.note()
+    with alive.doing("loading"), pytest.raises(StopIteration):
+        alive._look()
+    assert said[:3] == [100 + most, 100 + 2 * most, 100 + 3 * most]
+    assert 2 * alive.IN_TERMINAL <= 20 and 1.5 * alive.IN_FILE <= 60
+
+
+@pytest.mark.slow
+def test_a_command_that_waits_says_so_in_a_file_whatever_holds_it():
+    """The thread gets its turn while MLX computes; a process's end does not wait for it."""
+    program = """
+import cpu_blas
+import mlx.core as mx
+from machine import alive
+alive.IN_FILE = 0.0
+with alive.doing("multiplying"):
+    begin = alive.time.monotonic()
+    while alive.time.monotonic() - begin < 3:
+        mx.eval(mx.ones((1500, 1500)) @ mx.ones((1500, 1500)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0
+    assert "... multiplying, " in done.stderr and "so far" in done.stderr

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from flags import Parser, Setting, add_flags, check_values, flag, flag_of, hint, load_yaml, seeds, size, weights
+from flags import Parser, Setting, add_flags, check_values, flag, flag_of, hint, load_yaml, no_run, seeds, size, weights
 
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
@@ -452,7 +452,7 @@ def resolve(
         if config_path:
             raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
         if not (Path(resume) / "config.yaml").is_file():
-            raise ValueError(f"--resume {resume}: no config.yaml there; give the directory of a run")
+            raise ValueError(f"--resume {resume}: {no_run(resume)}")
         if fixed := sorted(key for key in flags if not may_change(key)):
             raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; {anew}")
         settings = load_recipe(Path(resume) / "config.yaml") | flags

@@ -99,10 +99,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            fail(f"{unknown} is no flag of {self.prog}; {hint(unknown, flags) or '--help lists them'}")
+        words = message.partition("unrecognized arguments: ")[2].split()
+        if words:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            unknown = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
+            said = (f"{one} is no flag of {self.prog}; {hint(one, known) or '--help lists them'}" for one in unknown)
+            fail(". ".join(dict.fromkeys(said)))
         message = message.replace("invalid int value:", "not a whole number:")
         fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
 
@@ -188,6 +190,13 @@ def seeds(text: str) -> int | list[int]:
 def flag_of(name: str) -> str:
     """`judge_mode` as `--judge-mode`."""
     return "--" + name.replace("_", "-")
+
+
+def no_run(folder: str | Path) -> str:
+    """Why a directory is no run, and what to do."""
+    if any(Path(folder).glob("seed-*/config.yaml")):
+        return "it holds a run for each seed; name one, as seed-0, or repeat the command of --seeds to go on with them"
+    return "no config.yaml there; give the directory of a run"
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:

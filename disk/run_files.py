@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from disk.hub import load_object
-from flags import Parser, load_yaml
+from flags import Parser, load_yaml, no_run
 from machine import gpu
 
 LOCK = "lock"
@@ -67,7 +67,7 @@ def config_file(run: str) -> Path:
     """The path of a run's settings. Raises ValueError if there is no run."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"--run {run}: no config.yaml there; give the directory of a run")
+        raise ValueError(f"--run {run}: {no_run(run)}")
     return path
 
 

@@ -49,6 +49,8 @@ def doing(what: str) -> Iterator[None]:
 class Bar(tqdm):
     """A bar that also counts where it is not drawn, in a file."""
 
+    monitor_interval = 0  # tqdm's own thread is not needed beside ours
+
     def __init__(self, *args: Any, **how: Any):
         super().__init__(*args, **{"leave": False, "disable": None} | how)
         self.what, self.kind = how.get("desc") or "", how.get("unit", "")

@@ -40,7 +40,8 @@ class History(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.dir.resolve().name
+        path = self.dir.resolve()
+        return f"{path.parent.name}/{path.name}" if path.name.startswith("seed-") else path.name
 
 
 # ---- reading a run

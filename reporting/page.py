@@ -300,7 +300,7 @@ def page(settings: list[Setting], ended: bool = False) -> str:
         facts=history.facts(run, ended),
         others=[(visible(name), *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
         seeds=seeds.lines(settings),
-        shown=visible(f"{settings[0].name}, {run.name}") if len(settings[0].runs) > 1 else "",
+        shown=visible(run.name) if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
         charts=curves,
         unclipped=bool(run.steps) and run.steps[-1].get("clip_frac") is not None and not charts.clips(settings),

@@ -51,8 +51,8 @@ def load(names: Iterable[str | Path]) -> list[Setting]:
 
 def name_of(runs: list[History]) -> str:
     """The directory of seeds, or the runs themselves."""
-    homes = {run.dir.resolve().parent.name for run in runs if run.name.startswith("seed-")}
-    return homes.pop() if len(homes) == 1 else ", ".join(run.name for run in runs)
+    homes = {run.name.rpartition("/")[0] for run in runs}
+    return homes.pop() if len(homes) == 1 and "" not in homes else ", ".join(run.name for run in runs)
 
 
 def last(run: History) -> tuple[int, float] | None:

@@ -56,6 +56,12 @@ def test_a_flag_is_guessed_from_its_spelling_only_where_that_is_close(capsys, as
     assert answer in said_of(capsys, asked, 3)
 
 
+def test_all_unknown_flags_are_told_in_one_line(capsys):
+    said = said_of(capsys, "--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm")
+    assert said.count("\n") == 1 and said.count(" is no flag of train.py; ") == 3
+    assert said.index("--groups, completions") < said.index("did you mean --groups?") < said.index("not needed here")
+
+
 def test_a_recipe_and_a_program_are_answered_like_a_flag():
     with pytest.raises(ValueError, match="unknown setting 'num_generations'; TRL's num_generations is here --groups"):
         config.refuse_unknown({"num_generations": 8})

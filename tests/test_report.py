@@ -291,7 +291,9 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     markup = (Path(both[0]) / "report.html").read_text()
     assert said[0] in markup and "are those of" in markup
     report.main(["--compare", *both])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("high - low: +0.108")
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == [f"{name}/seed-{seed}" for name in ("low", "high") for seed in range(3)]
+    assert table[-1].startswith("high - low: +0.108")
     report.main(["--list", str(Path(both[0]).parent)])
     assert len(capsys.readouterr().out.splitlines()) == 2 + 6
 

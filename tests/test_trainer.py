@@ -138,5 +138,8 @@ def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, ca
         train.main([*flags, "--beta", "0.1", "--seeds", "4,5", "--run-dir", str(home)])
     assert capsys.readouterr().err == f"error: {home}/seed-4 has --beta 0.0, not 0.1; give another --run-dir\n"
     with pytest.raises(SystemExit):
+        train.main(["--resume", str(home)])
+    assert f"--resume {home}: it holds a run for each seed; name one, as seed-0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         train.main([*flags, "--seeds", "2", "--run-dir", str(tmp_path / "alone")])
     assert "alone is one run; give --seeds another directory" in capsys.readouterr().err

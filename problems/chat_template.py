@@ -29,12 +29,12 @@ def keep_date(day: str) -> None:
     _day[0] = datetime.date.fromisoformat(day)
 
 
-def _dated(template: Any) -> str | None:
-    """A template with the kept day where it asks for today's; None where it asks for none."""
+def _dated(template: Any) -> dict[str, str]:
+    """Where a template asks for today's date, itself with the kept day, as an argument; else none."""
     if not isinstance(template, str) or "strftime_now" not in template:
-        return None
+        return {}
     asked = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-    return asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)
+    return {"chat_template": asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)}
 
 
 def as_text(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -76,7 +76,7 @@ def render(
                     tokenize=False,
                     add_generation_prompt=opened,
                     enable_thinking=thinking,
-                    chat_template=_dated(tokenizer.chat_template),
+                    **_dated(tokenizer.chat_template),
                     **({"tools": tools} if tools else {}),
                 )
             )

@@ -181,7 +181,9 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
     head_dim = config.get("head_dim", hidden // heads)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return rng.normal(0, 1.5 / columns**0.5, (rows, columns))
+        return rng.normal(
+            0, (1.0 if is_hybrid else 1.5) / columns**0.5, (rows, columns)
+        )  # a hybrid magnifies roundings
 
     def norm(size: int) -> np.ndarray:
         return rng.normal(0 if is_hybrid else 1, 0.3, size)
@@ -192,13 +194,6 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
     }
     for layer in range(config["num_hidden_layers"]):
         attention, mlp = f"{prefix}.layers.{layer}.self_attn", f"{prefix}.layers.{layer}.mlp"
-        weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"] = (
-            matrix(width, hidden),
-            matrix(width, hidden),
-        )
-        weights[f"{mlp}.down_proj.weight"] = matrix(hidden, width)
-        weights[f"{prefix}.layers.{layer}.input_layernorm.weight"] = norm(hidden)
-        weights[f"{prefix}.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)
         if is_hybrid and (layer + 1) % config["full_attention_interval"]:
             net = f"{prefix}.layers.{layer}.linear_attn"
             key_rows = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -211,17 +206,24 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
             weights[f"{net}.dt_bias"] = rng.normal(-2, 1, nets)
             weights[f"{net}.norm.weight"] = rng.normal(1, 0.3, config["linear_value_head_dim"])
             weights[f"{net}.out_proj.weight"] = matrix(hidden, value_rows)
-            continue
-        for name, rows in (("q", heads * (1 + is_hybrid)), ("k", kv_heads), ("v", kv_heads)):
-            weights[f"{attention}.{name}_proj.weight"] = matrix(rows * head_dim, hidden)
-            if config["model_type"] == "qwen2":
-                weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
-        weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
-        if config["model_type"] in ("qwen3", "qwen3_5_text"):
-            weights[f"{attention}.q_norm.weight"], weights[f"{attention}.k_norm.weight"] = (
-                norm(head_dim),
-                norm(head_dim),
-            )
+        else:
+            for name, rows in (("q", heads * (1 + is_hybrid)), ("k", kv_heads), ("v", kv_heads)):
+                weights[f"{attention}.{name}_proj.weight"] = matrix(rows * head_dim, hidden)
+                if config["model_type"] == "qwen2":
+                    weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
+            weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
+            if config["model_type"] in ("qwen3", "qwen3_5_text"):
+                weights[f"{attention}.q_norm.weight"], weights[f"{attention}.k_norm.weight"] = (
+                    norm(head_dim),
+                    norm(head_dim),
+                )
+        weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"] = (
+            matrix(width, hidden),
+            matrix(width, hidden),
+        )
+        weights[f"{mlp}.down_proj.weight"] = matrix(hidden, width)
+        weights[f"{prefix}.layers.{layer}.input_layernorm.weight"] = norm(hidden)
+        weights[f"{prefix}.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = rng.normal(0, 0.4, (vocab, hidden))
     return {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}

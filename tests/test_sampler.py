@@ -332,7 +332,7 @@ def test_memory_is_given_back_before_lost_rows_are_drawn_again(model, monkeypatc
     monkeypatch.setattr(mx, "clear_cache", lambda: at_retry.append(mx.get_active_memory()) or clear_cache())
     fail_once(monkeypatch, sampler, "choose_token", 10)
     rollout = roll(model, prompts=[list(range(1, 200))], group_size=8, max_tokens=30, eos_ids=())
-    assert rollout.stats.cache_bytes > 1e6
+    assert rollout.stats.cache_bytes > 5e5
     assert len(at_retry) == 1 and at_retry[0] - held < 1e5
 
 

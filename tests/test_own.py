@@ -177,7 +177,8 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
 
 
 def told(values, total, paid=0.5):
-    answers = evaluate.Answers([{"answer": "7"}] * len(values), None, [f"It is {n}." for n in range(len(values))])
+    said = [f"It is {n}." for n in range(len(values))]
+    answers = evaluate.Answers([{"answer": "7"}] * len(values), None, said, [], {})
     earned = evaluate.Earned(np.array(values), {}, None, np.array(total))
     return evaluate.told_apart(answers, earned, evaluate.disagreement(earned.values, earned.total, paid))
 

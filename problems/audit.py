@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from problems.examples import Example, prompt_text, short, spread
-from problems.rewards import Reward, UserReward, call, columns_of, defined_at, number_words, read_number
+from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, defined_at, number_words, read_number
 
 ROWS = 3
 AT_ONCE, PATIENCE = 64, 2.0  # rows a call, and seconds until no more are tried
@@ -106,8 +106,10 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
 
 
 def middle_of(rewards: Mapping[str, Reward], weights: Mapping[str, float], examples: Sequence[Example]) -> float | None:
-    """Halfway between what wrong and right answers earn in all; None where a user's rewards do not tell them apart."""
-
+    """
+    Halfway between what wrong and right answers earn in all; None where no reward is a user's, where they do not tell
+    these apart, or where one looks at environments.
+    """
     norm = sum(abs(weights[name]) for name in rewards)  # a mean stays within what a reward may be
 
     def mean(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -115,7 +117,8 @@ def middle_of(rewards: Mapping[str, Reward], weights: Mapping[str, float], examp
         called = {name: np.nan_to_num(call(name, reward, given, len(completions))) for name, reward in rewards.items()}
         return list(np.sum([weights[name] / norm * values for name, values in called.items()], axis=0))
 
-    if not any(isinstance(reward, UserReward) for reward in rewards.values()):
+    looks = [not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters) for reward in rewards.values()]
+    if any(looks) or not any(isinstance(reward, UserReward) for reward in rewards.values()):
         return None
     middles = [middle for middle in choose_form("mean", mean, make_rows(examples))[1] if middle < math.inf]
     return norm * sum(middles) / len(middles) if middles else None

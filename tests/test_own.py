@@ -212,6 +212,8 @@ def test_paid_is_halfway_between_right_and_wrong_answers_in_the_form_that_the_re
     assert audit.middle_of(boxed, {"boxed": 2.0, "some": 5.0}, examples) == 3.0  # a right one has 6, a wrong one 0
     assert audit.middle_of({"long": loaded["long"]}, {"long": 1.0}, examples) is None
     assert audit.middle_of({"length": rewards.length_reward(9)}, {"length": 1.0}, examples) is None
+    looking = boxed | {"earned": lambda earned, **_: earned}  # what environments gave, which nobody can make up
+    assert audit.middle_of(looking, dict.fromkeys(looking, 1.0), examples) is None
 
 
 @pytest.mark.slow

@@ -78,14 +78,15 @@ def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
 
 
 def test_the_parts_of_projections_are_those_of_checkpoints():
-    assert {f"self_attn.{name}" if name == "qkv_proj" else f"mlp.{name}": parts for name, parts in PARTS.items()} == {
-        name: tuple(part.rpartition(".")[2] for part in parts) for name, parts in hub.FUSED.items()
+    assert PARTS == {
+        fused.rpartition(".")[2]: tuple(part.rpartition(".")[2] for part in parts) for fused, parts in hub.FUSED.items()
     }
 
 
 def test_projections_may_be_named_as_in_a_checkpoint():
     assert fused_targets(["all-linear"]) == list(TARGETS)
-    assert fused_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()) == list(TARGETS)
+    found = fused_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
+    assert found == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     assert fused_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
     assert config.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
 

@@ -19,7 +19,16 @@ def said_of(capsys, *words):
 
 
 def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
-    commands = {"--loss", "--resume", "--run-dir", "--samples", "--export", "--fuse", *map(flags.flag_of, SETTINGS)}
+    commands = {
+        "--loss",
+        "--resume",
+        "--run-dir",
+        "--samples",
+        "--eval-data",
+        "--export",
+        "--fuse",
+        *map(flags.flag_of, SETTINGS),
+    }
     for name, kind, said in ((name, *row) for rows in flags.foreign_names().values() for name, row in rows.items()):
         own = set(re.findall("`(--[a-z-]+)", said))
         assert own <= commands, f"{name}: a flag that nobody has"
@@ -78,9 +87,9 @@ def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
 
 
 def test_the_parts_of_projections_are_those_of_checkpoints():
-    assert PARTS == {
+    assert {
         fused.rpartition(".")[2]: tuple(part.rpartition(".")[2] for part in parts) for fused, parts in hub.FUSED.items()
-    }
+    } == PARTS
 
 
 def test_projections_may_be_named_as_in_a_checkpoint():

@@ -47,17 +47,18 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
 
     Other people's scripts parse its beginning, so append at the end only.
     """
+    share = metrics["reward/zero_std_frac"]
+    end, room = "" if share is None else f" | {share:.0%}", WIDTH
+    if not metrics["update/rows"]:  # nothing teaches; digits go before these words do
+        end, room = " | no step", WIDTH - len(" | no step")
     for form in (_fixed, _short):
         line = (
             f"step {metrics['step']}/{num_steps} | loss {form(metrics['loss'], 4)} | "
             f"reward {form(metrics['reward/mean'], 6)} | {form(metrics['step/s'], 1)}s | "
             f"rollout {form(metrics['rollout/tok_s'], 1)} tok/s | train {form(metrics['train/tok_s'], 1)} tok/s"
         )
-        if len(line) <= WIDTH:
+        if len(line) <= room:
             break
-    share = metrics["reward/zero_std_frac"]
-    end = "" if share is None else f" | {share:.0%}"
-    end = end if metrics["update/rows"] else " | no step"  # as nothing teaches
     return line + (end if len(line + end) <= WIDTH else "")
 
 

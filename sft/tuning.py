@@ -93,7 +93,7 @@ NOT_MEASURED = (
     *("sampling/draws", "sampling/signal_groups", "sampling/unused_frac"),
     *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s"),
     *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
-    *("completion/truncated_frac", "mem/cache_gb"),
+    *("completion/truncated_frac", "completion/repeated", "completion/degenerate_frac", "mem/cache_gb"),
 )
 
 

@@ -439,6 +439,7 @@ _REWRITES = [  # LaTeX and Markdown that dress a number without changing it
 ]
 # of prose, not of a formula
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}")
+_CALL = re.compile(r"[A-Za-z]\([^()]*[0-9]|(?<![A-Za-z])(?:sqrt|ln|log|exp|sin|cos|tan|pi)(?![A-Za-z])")  # sqrt(2), 2pi
 _NEGATED = re.compile(
     r"\b(?:not|never|cannot|neither|nor|nobody|except|anything but|unable|unlikely|impossible|untrue|false|wrong|"
     r"incorrect|doubt|mistake|refuse|rul(?:e|ed|ing) out)\b|n't\b|\\neq?(?![A-Za-z])|[\u2260?]",
@@ -488,7 +489,7 @@ def read_number(text: str) -> Quantity | None:
     if len(text) > 3 * _LONGEST_NUMBER or _NEGATED.search(text):
         return None
     plain = re.sub(r"\([^()]*[A-Za-z]{2}[^()]*\)", " ", plain_text(text))  # a remark
-    if re.search(r"[,;] .*=", plain):  # x = 1, y = 2
+    if re.search(r"[,;] .*=", plain) or _CALL.search(plain):  # x = 1, y = 2
         return None
     if not re.search("[0-9]", plain):
         plain = NUMBER_WORD.sub(lambda match: str(_named(match)), plain)
@@ -607,6 +608,18 @@ def make_math_checker() -> Callable[[tuple[str, str]], bool]:
     return check
 
 
+def states_number(text: str) -> bool:
+    """Whether a text is a number with its unit, ends with what one "is" or somebody "has", or marks one."""
+    if boxed(text) or hash_answers(text) or "<answer>" in text or _ANSWER_IS.search(text):
+        return True
+    rest = re.sub(
+        r".*(?:\b(?:is|are|was|were|equals|makes|ha[sd]|have|gets|got|costs?)\b|[=:])",
+        "",
+        NUMBER_WORD.sub("1", plain_text(text)),
+    )
+    return bool(re.fullmatch(r"[^A-Za-z]*[0-9][^A-Za-z]*(?:[A-Za-z]+\W*){0,2}", rest.strip()))
+
+
 def math_correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
     """
     1 where a completion's answer is the right one, else 0: numbers, fractions, formulas, sets, intervals, units.
@@ -630,7 +643,7 @@ def _ascii(formula: str) -> str:
     return re.sub(r"(?<!\\)sqrt *\(([^()]*)\)", r"\\sqrt{\1}", formula.translate(_CHARACTERS).strip(" .$"))
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
     """A text in lower case without its dress: Markdown, dollars, full stop, article, brackets around one word."""
     text = re.sub(r"\\(?:text|math)[a-z]*|[\s$*_`{}\"']", " ", text.translate(_CHARACTERS))
     text = " ".join(text.casefold().split()).rstrip(" .,:;")
@@ -641,7 +654,7 @@ def _read_plainly(right: str, said: str | None) -> bool | None:
     """Whether an answer is right, where that can be told without computer algebra; else None."""
     if said is None or not right or len(said) > _LONGEST_ANSWER:
         return False
-    if _folded(said) == _folded(right) != "":
+    if folded(said) == folded(right) != "":
         return True
     ours, theirs = read_number(right), read_number(said)
     if ours and theirs:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from problems.examples import Example, short
-from problems.rewards import extract_answer, has_words, math_correct, read_number
+from problems.rewards import extract_answer, folded, has_words, math_correct, read_number, states_number
 from tasks.task import Sides, Task
 
 MOST_WORDS = 8  # of an answer in words: longer ones can hardly be repeated to the letter
@@ -27,17 +27,22 @@ def kind_of(answer: str | None) -> str:
     said = extract_answer(answer or "") or ""
     if not said.strip(" .$"):
         return ""
+    in_words = "text" if len(str(answer).split()) <= MOST_WORDS else ""
     if read_number(said):
-        return "number"
-    if has_words(said) or said.strip(" .()").isalpha():
-        return "text" if len(str(answer).split()) <= MOST_WORDS else ""
-    return "formula"
+        return "number" if states_number(str(answer)) else in_words
+    return in_words if has_words(said) or said.strip(" .()").isalpha() else "formula"
 
 
 def correct(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Any]:
-    """`math_correct`, and None where there is no answer to compare with."""
-    right = math_correct(completions, answer)
-    return [value if kind_of(known) else None for value, known in zip(right, answer, strict=True)]
+    """`math_correct`; of texts that hold a number the whole counts; None where there is no answer to compare with."""
+    right: list[Any] = list(math_correct(completions, answer))
+    for row, (text, known) in enumerate(zip(completions, answer, strict=True)):
+        kind = kind_of(known)
+        if kind == "text" and read_number(extract_answer(str(known)) or ""):
+            right[row] = float(folded(text) == folded(str(known)))
+        elif not kind:
+            right[row] = None
+    return right
 
 
 def is_checked(example: Example) -> bool:

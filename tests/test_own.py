@@ -106,6 +106,9 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
         *(("42", "number"), ("1,234.50", "number"), ("forty-two", "number"), ("3/4 cup", "number")),
         *(("Tom has 3 and gets 4.\nSo he has 7 apples.", "number"), ("... #### 42", "number")),
         *(("x^2 + 1", "formula"), ("\\frac{x}{2}", "formula"), ("(1, 2)", "formula"), ("1 or 2", "formula")),
+        *(("It is 42.", "number"), ("sqrt(2)", "formula"), ("log(8)", "formula"), ("2pi", "formula")),
+        *(("iPhone 12", "text"), ("Room 5B", "text"), ("Refund within 14 days", "text"), ("at least 3", "text")),
+        *(("You have 30 days from delivery to return what you bought.", ""), ("Page 3 of 10", "text")),
         *(("Paris", "text"), ("(B)", "text"), ("no", "text"), ("New York City", "text")),
         *(("It depends on the weather, on the season and on you.", ""), ("...", ""), (None, ""), ("", "")),
     ],
@@ -114,6 +117,18 @@ def test_each_answer_is_compared_as_a_number_a_formula_a_text_or_not_at_all(answ
     assert own.kind_of(answer) == kind
     if answer:
         assert own.correct([answer], [answer]) == [1.0 if kind else None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        *(("sqrt(2)", "2"), ("log(8)", "8"), ("sin(30)", "30"), ("abs(-4)", "-4"), ("2pi", "2")),
+        *(("Refund within 14 days", "You get no refund within 14 days."), ("iPhone 12", "Galaxy 12")),
+        *(("No refund after 30 days", "Full refund after 30 days"), ("COVID-19", "19"), ("Page 3 of 10", "10")),
+    ],
+)
+def test_a_number_within_a_formula_or_a_text_is_not_the_answer(answer, said):
+    assert own.correct([said, answer], [answer, answer]) == [0.0, 1.0]
 
 
 def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path):

@@ -35,7 +35,7 @@ from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu
 from problems import audit, chat_template
-from problems.examples import Example, prompt_text, short, spread
+from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from step import dispatch
@@ -498,6 +498,16 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     return checked(held | flags)
 
 
+def trained_on(config: Config) -> set[str]:
+    """Keys of the prompts that a run was trained on; none where a task makes them, or where their file is gone."""
+    path = config.data.path
+    if path and Path(path).is_absolute() and not Path(path).exists():
+        return set()
+    if config.data.task == "own" and not path:  # of --loss-type sft
+        return set()
+    return {prompt_key(example) for example in tasks.make(config).train}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
@@ -529,9 +539,13 @@ def main(argv: list[str] | None = None) -> None:
                 flags = {"task": "own"} | flags
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
+        trained = trained_on(config) if args.run and args.data else set()
         if args.data:
             config = config.but(data="", columns=args.columns or "")
         task = tasks.make(config, args.data)
+        if seen := sum(prompt_key(example) in trained for example in task.held_out):
+            said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
+            print(visible(f"WARNING: {said}."), file=sys.stderr)
         task = task._replace(paid=audit.middle_of(task.rewards, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None

@@ -344,6 +344,8 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     evaluate.main(["--run", "again"])
     (*_, last) = (json.loads(line) for line in (away / "again" / "eval.jsonl").read_text().splitlines())
     assert json.loads(capsys.readouterr().out)["eval/score"] == last["eval/score"]
+    evaluate.main(["--run", "again", "--data", str(home / "mine.jsonl")])
+    assert "27 of the 30 prompts of --data" in capsys.readouterr().err
     (home / "mine.jsonl").rename(home / "moved.jsonl")
     with pytest.raises(SystemExit):
         train.main(["--resume", str(home / "run"), "--steps", "3"])

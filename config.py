@@ -103,6 +103,10 @@ class SamplingSettings:
         "auto", "hold a prompt's cache once for its group; auto: measured on a GPU, else by length", of="rollouts"
     )
     max_tokens: int = flag(256, "most tokens per completion", low=1, of="rollouts", first=True)
+    stop: list[str] = flag(
+        list, "texts that end a completion, as its end token does; rewards and judge get what is before", nargs="+",
+        metavar="TEXT", parse=str, of="rollouts",
+    )  # fmt: skip
     temp: float = flag(1.0, "sampling temperature", low=0, of="rollouts", first=True)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0, of="rollouts")
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0, of="rollouts")
@@ -635,6 +639,10 @@ def mistakes(config: Config) -> Iterator[str]:
     groups = sampling.groups
     if (num_rows := sampling.batch * groups) > MOST_ROWS:
         yield f"--batch {sampling.batch} times --groups {groups} is {num_rows}; it must be at most {MOST_ROWS}"
+    if "" in sampling.stop:
+        yield "--stop has an empty text, which every completion holds; remove it"
+    if sampling.stop and (config.tools.tools or config.tools.env):
+        yield f"--stop {sampling.stop[0]!r:.60} ends completions; with --tools or --env they have turns, leave it out"
     if sampling.temp == 0:
         yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < optimizer.target_kl < 1e-3:

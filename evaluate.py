@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,6 +214,7 @@ class EvalParams(NamedTuple):
     thinking: bool = False
     temperature: float = 1.0
     seed: int = 0
+    stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
 
 
@@ -330,7 +331,8 @@ def answer_both(
         "share_prefix": share_prefix,
         "toolbox": params.toolbox,
     }
-    sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=model.config.eos_ids, entropy=True)
+    ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": sampler.Stop.of(params.stop, tokenizer)}
+    sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
         answer(model, tokenizer, problems, prompts, sampling, group_size=params.samples, **how),
@@ -420,7 +422,7 @@ def make_graders(
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
     *("reward", "reward_weights", "reward_format", "reward_workers"),
-    *("max_tokens", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
+    *("max_tokens", "stop", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
 
 
@@ -575,6 +577,7 @@ def main(argv: list[str] | None = None) -> None:
             thinking=config.sampling.thinking,
             temperature=args.temp,
             seed=args.seed,
+            stop=config.sampling.stop,
             toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
         )
         if args.suite:

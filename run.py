@@ -248,7 +248,7 @@ class GrpoRun(Run):
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampling_of(config, eos_ids, pad_id)
+        self.sampling = sampling_of(config, self.tokenizer, eos_ids, pad_id)
         end = chat_template.end_of_turn(self.tokenizer) if eos_ids else None
         if end not in (None, *eos_ids):
             ends = f"the chat template ends a reply with {self.tokenizer.decode([end])!r}, id {end}"
@@ -348,6 +348,7 @@ class GrpoRun(Run):
             self.batch_size,
             limit=config.evaluation.limit or None,
             thinking=config.sampling.thinking,
+            stop=config.sampling.stop,
             toolbox=self.toolbox,
         )
         record, answers = evaluate.evaluate(
@@ -451,10 +452,10 @@ def _files(env: str) -> list[str]:
     return [part.rpartition("=")[2] for part in env.split(",")] if env else []
 
 
-def sampling_of(config: Config, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:
+def sampling_of(config: Config, tokenizer: Any, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:
     """How training samples."""
-    s = config.sampling
-    return sampler.SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True)
+    s, stop = config.sampling, sampler.Stop.of(config.sampling.stop, tokenizer)
+    return sampler.SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, True, stop)
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

@@ -35,6 +35,35 @@ REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
+class Stop(NamedTuple):
+    """Texts that end a completion, at the token that completes one."""
+
+    texts: Sequence[str]
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, texts: Sequence[str], tokenizer: Any) -> "Stop | None":
+        """None without texts."""
+        return cls(texts, tokenizer) if texts else None
+
+    def find(self, ids: list[int], start: int) -> int | None:
+        """How many of the ids, more than `start`, it takes to complete a text; None if they hold none."""
+        # A token has at least one byte. Four more hold a character in parts, or a space that decoders strip.
+        width = max(len(text.encode()) for text in self.texts) + 4
+        if not self._in(ids[max(start + 1 - width, 0) :]):
+            return None
+        ends = range(start + 1, len(ids) + 1)
+        return next((end for end in ends if self._in(ids[max(end - width, 0) : end])), None)
+
+    def _in(self, ids: list[int]) -> bool:
+        decoded = self.tokenizer.decode(ids)
+        return any(text in decoded for text in self.texts)
+
+    def cut(self, text: str) -> str:
+        """A text up to where the first of these begins."""
+        return text[: min((place for one in self.texts if (place := text.find(one)) >= 0), default=None)]
+
+
 class SamplingParams(NamedTuple):
     """How to draw and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
 
@@ -46,6 +75,7 @@ class SamplingParams(NamedTuple):
     eos_ids: Sequence[int] = ()  # each ends a completion
     pad_id: int = 0
     entropy: bool = False  # record the entropy of each token's distribution
+    stop: Stop | None = None  # where rows have no turns
 
     @property
     def support(self) -> softmax.Support | None:
@@ -74,11 +104,12 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    finish_reasons: list[str]  # "stop" at an end token, "length" at max_tokens; of turns see `Talk`
+    finish_reasons: list[str]  # "stop" at an end token or text, "length" at max_tokens; of turns see `Talk`
     stats: RolloutStats
     entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
     sequences: list[list[int]] | None = None  # N, where rows have turns: all ids after the prompt, also what was told
     places: list[list[int]] | None = None  # N, the place in its sequence of each of a row's tokens
+    stop: Stop | None = None  # of the sampling parameters
 
     @property
     def lengths(self) -> np.ndarray:
@@ -184,6 +215,7 @@ class Record:
         self.limits, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
+        self.stopped, self.searched = np.zeros(num_rows, bool), np.zeros(num_rows, int)  # at a text; tokens looked at
         shape = num_rows, self.limits.max()
         self.ids = np.full(shape, params.pad_id, np.int32)
         # of each token: id, log-probability and, if asked for, entropy
@@ -191,8 +223,8 @@ class Record:
         self.prefill_s, self.cache_bytes = 0.0, 0  # for `RolloutStats`
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the newest token of each of the rows is an end token."""
-        return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1)
+        """Whether the newest token of each of the rows is an end token, or completes a text that ends it."""
+        return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1) | self.stopped[rows]
 
     def is_over(self, row: int) -> bool:
         """Whether a row is complete."""
@@ -206,6 +238,15 @@ class Record:
             out[rows, self.lengths[rows]] = column[going]
         self.lengths[rows] += 1
         self.ended[rows] = self.at_end(rows) | (self.lengths[rows] == self.limits[rows])
+
+    def cut(self, rows: np.ndarray) -> None:
+        """Ends rows at the token that completes a stop text, though more were drawn."""
+        if self.params.stop is None:
+            return
+        for row in rows[self.lengths[rows] > self.searched[rows]]:
+            if end := self.params.stop.find(self.ids[row, : self.lengths[row]].tolist(), self.searched[row]):
+                self.lengths[row], self.stopped[row], self.ended[row] = end, True, True
+            self.searched[row] = self.lengths[row]
 
     def show(self) -> None:
         """Brings the progress bar up to date."""
@@ -221,7 +262,7 @@ class Record:
 
         mine: the rows of this machine. Raises ValueError if the machines have other prompts.
         """
-        columns, speeds = [*self.columns, self.lengths], []
+        columns, speeds = [*self.columns, self.lengths, self.stopped], []
         about = f"rollout of the prompts {zlib.crc32(repr(prompts).encode()):x}"
         for rows, its_seconds, parts in world.share((mine, seconds, [column[mine] for column in columns]), about):
             for out, part in zip(columns, parts, strict=True):
@@ -323,7 +364,7 @@ def decode(
     the newest.
     """
     rows, prompts = np.array(list(prompt_of)), np.array(list(prompt_of.values()))
-    record.lengths[rows] = 0  # drop the draws of an attempt that ran out of memory
+    record.lengths[rows] = record.searched[rows] = 0  # drop the draws of an attempt that ran out of memory
     table = uniforms(record.key, rows.tolist(), record.limits[rows].max())
     slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
     starts = np.zeros_like(slots)  # the step at which it began
@@ -343,6 +384,7 @@ def decode(
             continue
         while len(queued) > 1:
             record.write(*queued.pop(0))  # wait
+        record.cut(rows)
         record.show()
         ended = record.ended[rows[slots]]
         idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
@@ -360,6 +402,7 @@ def decode(
             slots, starts, logits = slots[kept], starts[kept], logits[mx.array(kept)]
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
+    record.cut(rows)
     mx.synchronize()  # wait: a queued step holds the cache
 
 
@@ -608,7 +651,9 @@ def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutSta
     )
     reasons = ["stop" if ended else "length" for ended in record.at_end(np.arange(len(mask)))]
     entropy = entropies[0] if entropies else None
-    rollout = Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy)
+    rollout = Rollout(
+        ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop
+    )
     if isinstance(record, TurnRecord):
         return rollout._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
     return rollout
@@ -639,6 +684,7 @@ def rollout(
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")
+    assert talk is None or params.stop is None, "stop texts for rows in turns"
     size = batch_size if isinstance(batch_size, gpu.BatchSize) else gpu.BatchSize(batch_size)
     rows_of = plan(prompts, group_size)
     mine = sorted(itertools.chain.from_iterable(rows_of.values()))
@@ -660,7 +706,11 @@ def columns(rollout: Rollout) -> dict[str, list[Any]]:
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
-    """The text of each row, without end tokens and other control tokens; a line end between its turns."""
+    """
+    The text of each row, without end tokens and other control tokens; a line end between its turns.
+
+    A stop text and what follows it are left out, as in vLLM.
+    """
     found = []
     for ids in result.ids:
         turns: list[list[int]] = [[]]
@@ -670,7 +720,7 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
             else:
                 turns[-1].append(one)
         found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns if turn))
-    return found
+    return [result.stop.cut(text) for text in found] if result.stop else found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -685,12 +735,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--system", help="what stands before it")
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
+    parser.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end a completion (default: the run's)")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     args = parser.parse_args(argv)
     try:
-        adapter = run_files.settle(args, model=None, max_tokens=256, thinking=False)
+        adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
@@ -708,7 +759,8 @@ def main(argv: list[str] | None = None) -> None:
             kind="prompt",
         )
         print(visible(f"model: {name}, {why}"), file=sys.stderr)
-        params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids)
+        stop = Stop.of(args.stop, tokenizer)
+        params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids, stop=stop)
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         fail(error)

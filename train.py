@@ -298,7 +298,7 @@ class Trainer:
         run, settings = self.run, self.config.sampling
         ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
         eos_ids = run.model.config.eos_ids
-        params = sampling_of(self.config, eos_ids, next(iter(eos_ids)))._replace(entropy=False)
+        params = sampling_of(self.config, run.tokenizer, eos_ids, next(iter(eos_ids)))._replace(entropy=False)
         if temp is not None:
             params = params._replace(temperature=temp)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)

@@ -176,6 +176,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--learning-rate fast", "--learning-rate: not a number: 'fast'"),
     ("--groups 1", "--groups is 1; it must be at least 2"),
     ("--temp 0", "--temp is 0"),
+    ("--stop one --tools mine.py:add", "--stop 'one' ends completions; with --tools or --env they have turns"),
     ("--top-p 1.5", "--top-p is 1.5; it must be at most 1"),
     ("--target-kl 1e-4", "--target-kl is 0.0001; below 0.001 it is rounding"),
     ("--batch 100000000", "--batch is 100000000; it must be at most 65536"),
@@ -268,6 +269,8 @@ PATHS: list[tuple[str, str]] = [
 ]  # fmt: skip
 RECIPES = [
     ("model: demo\nbach: 8", "unknown setting 'bach'; did you mean 'batch'"),
+    ("stop: [one, '']", "--stop has an empty text, which every completion holds; remove it"),
+    ("stop: one", "--stop is 'one'; it must be a list of texts"),
     ("batch: eight", "--batch is 'eight'; it must be a whole number"),
     ("batch: 2.5", "--batch is 2.5; it must be a whole number"),
     ("batch: true", "--batch is True; it must be a whole number"),

@@ -519,3 +519,31 @@ def test_randomness_belongs_to_the_key_the_row_and_the_position():
     assert len(np.unique(whole)) == whole.size
     assert not np.intersect1d(whole, np.array(sampler.uniforms(6, [0, 1, 2], 20))).size
     assert (whole < 1).all() and (whole >= 0).all()
+
+
+@pytest.mark.parametrize("batch_size", [3, 64])
+def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer, batch_size):
+    """The oracle decodes each prefix of the row as it is drawn without stop texts."""
+    settings = dict(max_tokens=40, temperature=1.5, eos_ids=tuple(range(0, 320, 40)), batch_size=batch_size)
+    free = roll(model, **settings)
+    spoken = [tokenizer.decode(ids) for ids in free.ids]
+    stop = sampler.Stop.of([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
+    rollout = roll(model, **settings, stop=stop)
+    numbers = []
+    for row, (ids, logprobs) in enumerate(rows_of(free)):
+        prefixes = [tokenizer.decode(ids[:number]) for number in range(1, len(ids) + 1)]
+        number = next((n for n, said in enumerate(prefixes, 1) if any(one in said for one in stop.texts)), None)
+        numbers.append(number)
+        assert rollout.ids[row] == ids[:number]
+        np.testing.assert_allclose(rows_of(rollout)[row][1], logprobs[:number], atol=near(model))
+        assert rollout.finish_reasons[row] == ("stop" if number else free.finish_reasons[row])
+        text = sampler.texts(tokenizer, rollout, settings["eos_ids"])[row]
+        assert not any(one in text for one in stop.texts)
+        if number is None:
+            assert text == sampler.texts(tokenizer, free, settings["eos_ids"])[row]
+    assert None in numbers and sum(number is not None for number in numbers) >= 2
+
+
+def test_the_earliest_of_the_stop_texts_cuts_and_none_leaves_the_text():
+    stop = sampler.Stop(["</a>", "a>!"], None)
+    assert [stop.cut("one</a>! two"), stop.cut("one")] == ["one", "one"]

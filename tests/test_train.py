@@ -313,6 +313,21 @@ def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
             assert short and all(line["rewards"]["soft_overlong"] == 0 for line in short)
 
 
+def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_path, capsys):
+    path, flags = str(tmp_path / "run"), ("--steps", "1", "--eval-every", "1", "--stop", "ty", "e")
+    train.main([*SMALL, *flags, "--run-dir", path])
+    lines, answers = (records(tmp_path / "run" / name) for name in ("rollouts.jsonl", "eval_answers.jsonl"))
+    tokenizer = gwen.load("demo")[1]
+    stopped = [line for line in lines if any(text in tokenizer.decode(line["ids"]) for text in ("ty", "e"))]
+    assert stopped and all(line["finish_reason"] == "stop" for line in stopped)
+    assert not any(text in line["completion"] for line in lines for text in ("ty", "e"))
+    evaluate.main(["--run", path, "--out", str(tmp_path / "out.jsonl")])
+    assert records(tmp_path / "out.jsonl") == [line for line in answers if line.pop("step") == 1]
+    capsys.readouterr()
+    sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"])
+    assert capsys.readouterr().out == "One plus two is t\n"
+
+
 def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--combine-rewards", "normalize")
     list(train.train(run.config, run))

@@ -6,6 +6,7 @@ What users write stays text: "<|im_end|>" in it ends no message. Left out: which
 
 import contextlib
 import datetime
+import inspect
 import re
 import resource
 import signal
@@ -37,7 +38,7 @@ def _dated(template: Any) -> dict[str, str]:
     return {"chat_template": asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)}
 
 
-def as_text(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def as_text(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with a mark around each special token in them, by which `encode` knows it from the template's own."""
     from transformers.utils.chat_template_utils import mark_control_tokens  # here: importing it takes seconds
 
@@ -62,12 +63,17 @@ def render(
     *,
     opened: bool = True,
     tools: Tools | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> str:
     """
     Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last.
 
-    Templates that do not know `enable_thinking` ignore it. Raises ValueError where the template fails or does not end.
+    variables: what the template gets besides, a row's `chat_template_kwargs`; one of them may be `enable_thinking`.
+    Templates that do not know a variable ignore it. Raises ValueError where the template fails or does not end.
     """
+    variables = as_text(tokenizer, [variables])[0] if variables else {}
+    if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
+        raise ValueError(f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it")
     try:
         with _limits():
             text = str(
@@ -75,7 +81,7 @@ def render(
                     messages,
                     tokenize=False,
                     add_generation_prompt=opened,
-                    enable_thinking=thinking,
+                    **{"enable_thinking": thinking} | variables,
                     **_dated(tokenizer.chat_template),
                     **({"tools": tools} if tools else {}),
                 )
@@ -88,18 +94,24 @@ def render(
 
 
 def chat_ids(
-    tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool = False, tools: Tools | None = None
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    thinking: bool = False,
+    tools: Tools | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """
     Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
 
-    prompt: the user's words, or messages [{"role", "content"}, ...].
+    prompt: the user's words, or messages [{"role", "content"}, ...]. variables: see `render`.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
     marked = as_text(tokenizer, messages)
-    return encode(tokenizer, render(tokenizer, marked, thinking, tools=tools))
+    return encode(tokenizer, render(tokenizer, marked, thinking, tools=tools, variables=variables))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -119,7 +131,8 @@ def encode_prompts(
     """
     rendered = []
     for number, example in enumerate(examples, 1):
-        ids = chat_ids(tokenizer, example["prompt"], system=example.get("system"), thinking=thinking)
+        its_own = {"system": example.get("system"), "variables": example.get("chat_template_kwargs")}
+        ids = chat_ids(tokenizer, example["prompt"], thinking=thinking, **its_own)
         if len(ids) + max_tokens > context:
             raise ValueError(
                 f"{kind} {number}, {short(example['prompt'])}, has {len(ids)} tokens; with --max-tokens {max_tokens} "

@@ -68,7 +68,7 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     hub dataset id[:config][:split] (default: train).
     columns: "prompt=question,answer=solution" renames the columns on the right to the names on the left.
     A prompt is a string or chat messages; `system`, `category` and `answer` are strings, so that an answer 42 is the
-    same from any file; other columns stay unchanged.
+    same from any file; `chat_template_kwargs` is a dictionary; other columns stay unchanged.
     If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
     the `answer` if there is no such column.
 
@@ -331,6 +331,8 @@ def _checked(example: Example) -> Example:
             check_text(name, example[name])
     if example.get("system") is not None and not isinstance(prompt, str) and prompt[0]["role"] == "system":
         raise ValueError("both a system column and a system message in prompt; keep one of them")
+    if example.get("chat_template_kwargs") is not None:
+        example = example | {"chat_template_kwargs": check_variables(example["chat_template_kwargs"])}
     answer = example.get("answer")
     if isinstance(answer, (list, dict)):
         kind = f"answer {short(answer)} is a {type(answer).__name__}"
@@ -338,6 +340,14 @@ def _checked(example: Example) -> Example:
     if answer is not None and not isinstance(answer, str):
         example = example | {"answer": None if answer != answer else str(answer)}  # nan: missing, to pandas
     return example | {"prompt": prompt}
+
+
+def check_variables(variables: Any) -> dict[str, Any]:
+    """What a row gives the chat template, without what is null: Arrow fills up its rows to the same names."""
+    if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+        what = f"chat_template_kwargs {short(variables)} is a {type(variables).__name__}"
+        raise ValueError(f'{what}; it must be a dictionary, as {{"enable_thinking": true}}')
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:

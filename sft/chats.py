@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from flags import read_json
 from problems import chat_template
-from problems.examples import Example, check_messages, check_prompt, check_text, make_examples, read_records, short
+from problems.examples import (
+    Example,
+    check_messages,
+    check_prompt,
+    check_text,
+    check_variables,
+    make_examples,
+    read_records,
+    short,
+)
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
 
@@ -32,9 +41,9 @@ def load(spec: str, columns: str | None = None) -> list[Example]:
     """
     The conversations of --data: `prompt`, messages up to the user's, and `completion`, from the first reply to train.
 
-    Columns are `messages`, or `prompt` and `completion`, each a string or messages; `system` and `split` as in
-    `examples.load_data`; `tools`, JSON schemas. Messages may have `tool_calls` and the role `tool`. Of `messages`, the
-    completion begins at the first reply; what follows the last one is dropped.
+    Columns are `messages`, or `prompt` and `completion`, each a string or messages; `system`, `split` and
+    `chat_template_kwargs` as in `examples.load_data`; `tools`, JSON schemas. Messages may have `tool_calls` and the
+    role `tool`. Of `messages`, the completion begins at the first reply; what follows the last one is dropped.
     Raises ValueError naming file, line or record, value and fix.
     """
     return make_examples(spec, read_records(spec), columns, read_chat)
@@ -67,7 +76,9 @@ def read_chat(example: Example) -> Example:
         raise ValueError("no message of the assistant, so there is nothing to learn; add one")
     prompt, whole = check_prompt(prompt), check_messages("the conversation", prompt + completion, with_tools=True)
     tools = _tools_of(example.get("tools"))
-    return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split"), "tools": tools}
+    variables = example.get("chat_template_kwargs")
+    how = {"tools": tools, "chat_template_kwargs": None if variables is None else check_variables(variables)}
+    return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split")} | how
 
 
 def _tools_of(column: Any) -> list[dict[str, Any]] | None:
@@ -99,10 +110,11 @@ def render(
     """
     prompt = example["prompt"]
     messages = prompt + example["completion"]
+    how = {"tools": example.get("tools"), "variables": example.get("chat_template_kwargs")}
     replies = [place for place in range(len(prompt), len(messages)) if _is_reply(messages[place])]
     rows = []
     for place in replies if turns == "all" else replies[-1:]:
-        before, ids = _reply(tokenizer, messages[: place + 1], example.get("tools"), thinking, end_ids)
+        before, ids = _reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
         if len(ids) > context:
             raise ValueError(f"it has {len(ids)} tokens, the model's context {context}; shorten it")
         rows.append(Row(ids, list(range(before, len(ids)))))
@@ -113,12 +125,12 @@ def render(
 
 
 def _reply(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, thinking: bool, end_ids: Collection[int]
+    tokenizer: Any, messages: list[dict[str, Any]], how: dict[str, Any], thinking: bool, end_ids: Collection[int]
 ) -> tuple[int, list[int]]:
     """How many ids stand before the last message, a reply, and all ids up to its end token."""
     content, marked = messages[-1]["content"], chat_template.as_text(tokenizer, messages)
-    prompt = chat_template.render(tokenizer, marked[:-1], thinking, tools=tools)
-    whole = chat_template.render(tokenizer, marked, thinking, opened=False, tools=tools)
+    prompt = chat_template.render(tokenizer, marked[:-1], thinking, **how)
+    whole = chat_template.render(tokenizer, marked, thinking, opened=False, **how)
     opened = prompt if whole.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
     rest = whole.removeprefix(opened)
     if len(rest) == len(whole):

@@ -106,6 +106,12 @@ BAD_FILES = [  # file name, content, columns, what the message must hold
     ("a.jsonl", f'{{"prompt": [{{"role": "system", "content": "x"}}, {USER}], "system": "y"}}', None, ["keep one"]),
     ("a.jsonl", '{"prompt": "a", "system": 3}', None, ["system", "int"]),
     ("a.jsonl", '{"prompt": "a", "category": []}', None, ["category", "list"]),
+    (
+        "a.jsonl",
+        '{"prompt": "a", "chat_template_kwargs": "x"}',
+        None,
+        ["chat_template_kwargs 'x' is a str; it must be"],
+    ),
     ("a.jsonl", '{"prompt": "a", "completions": "b"}', None, ["'completions'", "rename"]),
     ("a.jsonl", '{"prompt": "a", "b\\nc": 1}', "prompt=b", ["no column 'b'", "'b\\nc'"]),
     ("a.jsonl", '{"question": "a"}', "prompt=qestion", ["no column 'qestion'", "did you mean 'question'?"]),

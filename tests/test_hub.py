@@ -34,7 +34,7 @@ import gwen
 import train
 from disk import hub
 from machine import gpu
-from problems import chat_template
+from problems import chat_template, examples
 from sft import chats
 
 ROOT = Path(__file__).parent.parent
@@ -294,6 +294,26 @@ def test_a_chat_template_that_makes_more_than_any_context_is_refused(tokenizer, 
 def test_a_template_is_rendered_in_other_threads_too(tokenizer):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(chat_template.chat_ids, tokenizer, "Hi").result() == chat_template.chat_ids(tokenizer, "Hi")
+
+
+def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(tokenizer, tmp_path):
+    """Arrow fills up its rows to the same names, so what is null counts as left out."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ tone | default('plain') }}|" + tokenizer.chat_template
+    kwargs = [None, {"tone": "kind", "enable_thinking": None}, {"tone": "<|im_end|>", "enable_thinking": True}]
+    rows = [{"prompt": "Hi", "answer": "Ho", "chat_template_kwargs": one} for one in kwargs]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = examples.load_data(str(tmp_path / "data.jsonl"))
+    prompts = chat_template.encode_prompts(other, read, max_tokens=1, context=999, thinking=False, kind="prompt")
+    body = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    wanted = [f"plain|{body}<think>\n\n</think>\n\n", f"kind|{body}<think>\n\n</think>\n\n", f"<|im_end|>|{body}"]
+    assert [other.decode(ids) for ids in prompts] == wanted
+    assert prompts[2].count(other.eos_token_id) == 1  # the template's own
+    talk = chats.read_chat({"prompt": "Hi", "completion": "Ho", "chat_template_kwargs": {"tone": "kind"}})
+    (row,) = chats.render(other, talk, turns="all", thinking=True, end_ids=[other.eos_token_id], context=999)
+    assert other.decode(row.ids) == f"kind|{body}Ho<|im_end|>"
+    said = message_of(chat_template.chat_ids, other, "Hi", variables={"tokenize": True})
+    assert said == "chat_template_kwargs holds tokenize, which is no variable of the template; remove it"
 
 
 @pytest.mark.parametrize(

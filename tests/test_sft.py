@@ -125,6 +125,7 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
         ({"messages": [TALK[1]]}, "prompt is an empty list"),
         ({"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]}, "message 2 of prompt has role 'tool'"),
         ({"messages": [*TALK[:1], {"role": "assistant", "content": " "}]}, "content of message 2 of the conversation"),
+        ({"messages": TALK, "chat_template_kwargs": ["x"]}, "chat_template_kwargs ['x'] is a list; it must be"),
         ({"messages": TALK, "tools": ["x"]}, "column tools holds 'x'"),
         ({"prompt": 3, "completion": "x"}, "prompt 3 is a int; it must be a string or chat messages"),
         ({"system": "s", "messages": [{"role": "system", "content": "t"}, *TALK]}, "both a system column and"),

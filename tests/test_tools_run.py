@@ -206,6 +206,14 @@ def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):
     )
 
 
+def test_chat_template_kwargs_beside_tools_are_refused(tmp_path, world):
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"Open door {n}.", "chat_template_kwargs": {"tone": "kind"}} for n in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = checked(SMALL | {"task": "values", "data": str(data), "env": f"{world}:Door"})
+    assert "column chat_template_kwargs is for prompts without tools" in message_of(make, config)
+
+
 def test_evaluate_plays_held_out_episodes(tmp_path, capsys):
     evaluate.main(["--model", "demo:tools", "--task", "guess", "--limit", "6", "--max-tokens", "120"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])

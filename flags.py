@@ -77,10 +77,10 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- a command
 
 
-def fail(message: object) -> NoReturn:
-    """Ends the process after a user's mistake: one line on stderr, exit status 2."""
+def fail(message: object, most: int = 900) -> NoReturn:
+    """Ends the process after a user's mistake: one line on stderr, of `most` characters, exit status 2."""
     line = safe(" ".join(str(message).split("\n")))
-    print("error:", line if len(line) < 900 else f"{line[:600]} \u2026 {line[-250:]}", file=sys.stderr)
+    print("error:", line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
             known = [flag for action in self._actions for flag in action.option_strings]
             unknown = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
             said = (f"{one} is no flag of {self.prog}; {hint(one, known) or '--help lists them'}" for one in unknown)
-            fail(". ".join(dict.fromkeys(said)))
+            fail(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
         message = message.replace("invalid int value:", "not a whole number:")
         fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
 

@@ -71,7 +71,8 @@ def group_advantages(
 
     baseline: the mean reward of its "group", of the others in its group ("rloo") or of the whole step ("reinforce").
     scale: divide by the deviation within the "group" (GRPO) or over the "batch", by the group's "mean" (MaxRL: of right
-    and wrong, 1 and 0, the gradient of log p to order G - 1; below 0 its size), or "none" (Dr. GRPO, RLOO).
+    and wrong, 1 and 0, the gradient of log p to order G - 1; at least a G-th of the group's range, which bounds other
+    rewards' advantages by G), or "none" (Dr. GRPO, RLOO).
     signal_floor: a group (with "reinforce" a step) is noise and gets exactly 0 if its rewards' range is at most this
     share of the step's deviation plus 1e-4, which every division adds. Equal rewards get exactly 0 at any floor.
     Rewards are measured from a first member, because a common offset may dwarf their differences, as in seconds since
@@ -93,7 +94,8 @@ def group_advantages(
     elif scale == "batch":
         centered = centered / (step_deviation + 1e-4)
     elif scale == "mean":
-        centered = centered / np.maximum(np.abs(rewards.mean(axis=1, keepdims=True)), 1e-4)
+        least = np.ptp(rewards, axis=1, keepdims=True) / size + 1e-12  # equal rewards are 0 / 0 otherwise
+        centered = centered / np.maximum(rewards.mean(axis=1, keepdims=True), least)
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
     return (centered * (size / (size - 1)) if baseline == "rloo" else centered).astype(np.float32)
 

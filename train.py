@@ -296,6 +296,7 @@ class Trainer:
     def sample(self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None) -> list[list[str]]:
         """`n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily."""
         run, settings = self.run, self.config.sampling
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
         eos_ids = run.model.config.eos_ids
         params = sampling_of(self.config, run.tokenizer, eos_ids, next(iter(eos_ids)))._replace(entropy=False)
@@ -315,12 +316,13 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     if (held_out := settings.pop("eval_data", None)) is not None:
         settings["data"] = joined(settings.get("data"), held_out)
     refuse_unknown(settings)
-    for name in ("loss_type", "advantage"):
+    for name in ("loss_type", "advantage", "env"):
         if callable(settings.get(name)):
             settings[name] = rewards.spec_of(settings[name])
-    if (named := settings.get("reward")) is not None:
-        named = [named] if callable(named) or isinstance(named, str) else named
-        settings["reward"] = [rewards.spec_of(one) if callable(one) else one for one in named]
+    for name in ("reward", "tools"):
+        if (named := settings.get(name)) is not None:
+            named = [named] if callable(named) or isinstance(named, str) else named
+            settings[name] = [rewards.spec_of(one) if callable(one) else one for one in named]
     return settings
 
 
@@ -452,6 +454,9 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any]) -> Path:
     home = Path(world.first(lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))))
     if (home / "config.yaml").is_file():
         raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
+    common = {name: value for name, value in config.flat().items() if name != "seed"}
+    for held in world.first(lambda: sorted(map(str, home.glob("seed-*")))):
+        is_a_run_of(held, common)  # or it says what differs
     for number, seed in enumerate(numbers, 1):
         path = str(home / f"seed-{seed}")
         if world.is_first():

@@ -19,6 +19,7 @@ from config import Config, is_own
 from problems.examples import short
 from problems.rewards import load_function, place_of, raised
 
+SUMS = ("kl", "clip_frac")  # over the counted tokens, recorded as means
 Advantage = Callable[[np.ndarray], Any]
 
 
@@ -61,6 +62,8 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
     loss = _tried(what, fn, lambda: fn(tokens, objective_of(config)))
     if not isinstance(loss, grpo.Loss) or not isinstance(loss.value, mx.array) or loss.value.shape != ():
         raise ValueError(f"{what} gave {short(loss)}; return grpo.Loss(value, sums), with a value of no axes")
+    if others := set(loss.sums) - set(SUMS):
+        raise ValueError(f"{what} gave the sums {', '.join(sorted(map(str, others)))}; a loss has {' and '.join(SUMS)}")
     slope_of = mx.grad(lambda logprobs: fn(tokens._replace(logprobs=logprobs), objective_of(config)).value)
     slope = _tried(what, fn, lambda: slope_of(logprobs))
     found = loss.value.item(), slope.tolist()

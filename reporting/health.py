@@ -103,6 +103,14 @@ def no_signal(steps: Records, _: Records) -> str:
     return f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing"
 
 
+@illness("tools fail", "Look at `tool_calls` in rollouts.jsonl for their errors, and at --tool-timeout")
+def tools_fail(steps: Records, _: Records) -> str:
+    calls, failures = (sum(measured(steps[-FEW:], f"tools/{name}")) for name in ("calls", "failures"))
+    if len(steps) < FEW or failures <= calls / 2:
+        return ""
+    return f"{failures:.0f} of {calls:.0f} calls of tools failed in {FEW} steps"
+
+
 @illness(
     "reward without gain",
     f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --learning-rate",

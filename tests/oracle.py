@@ -137,7 +137,7 @@ def advantages(rewards, scale="group", baseline="group"):
             reference = sum(everything) / len(everything)
         out[b, i] = group[i] - reference
         if scale == "mean":
-            out[b, i] /= abs(sum(group) / size)
+            out[b, i] /= max(sum(group) / size, (max(group) - min(group)) / size)
         elif scale != "none":
             out[b, i] /= deviation(group if scale == "group" else everything) + 1e-4
     return out

@@ -194,6 +194,11 @@ def test_divided_by_the_mean_the_expected_gradient_is_that_of_log_p_to_order_g_m
     assert found == pytest.approx(sum((1 - chance) ** k for k in range(size - 1)), rel=1e-5)
 
 
+def test_divided_by_the_mean_no_advantage_passes_g_whatever_the_rewards_are():
+    rewards = np.array([[-1.0, 0.0, 0.5, 0.5], [-3.0, -2.0, -2.0, -3.0], [0.0, 0.0, 0.0, 1e-9], [5.0, 5.0, 5.0, 5.0]])
+    assert np.abs(grpo.group_advantages(rewards, "mean")).max() <= 4
+
+
 def test_rewards_normalized_one_by_one_equal_the_oracle():
     rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
     ours = grpo.decoupled_advantages(rewards, [1.0, 0.5])

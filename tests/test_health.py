@@ -53,11 +53,13 @@ def cheating(rewards, key, last):
     return steps[:10] + [step | {key: last} for step in steps[10:]]
 
 
+TOOLS = [STEP | {"tools/calls": 10, "tools/failures": number} for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)]
 ILL_AND_WELL = {
     "no signal": [
         ((steps_of("sampling/signal_groups", 3, 0, 0, 0, 0, 0),), (steps_of("sampling/signal_groups", 0, 0, 0, 0, 1),)),
         ((steps_of("sampling/signal_groups", 0, 0, 0, 0, 0),), (steps_of("sampling/signal_groups", 0, 0, 0, 0),)),
     ],
+    "tools fail": [((TOOLS[:5],), (TOOLS,)), ((TOOLS[:5],), (TOOLS[:4],))],
     "reward without gain": [
         (
             (steps_of("reward/mean", *RISING), evals_of(0.5, 0.4)),

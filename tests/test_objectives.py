@@ -35,6 +35,7 @@ def raises(tokens, objective): return tokens.nothing
 def a_number(tokens, objective): return 1.0
 def unmasked(tokens, objective): return grpo.Loss((tokens.logprobs * tokens.advantages).sum(), {})
 def constant(tokens, objective): return grpo.Loss(mx.array(1.0), {})
+def of_its_own(tokens, objective): return grpo.Loss(tokens.logprobs.sum(), {"entropy": tokens.mask.sum()})
 def infinite(tokens, objective): return grpo.Loss((tokens.logprobs * tokens.mask).sum() / 0, {})
 def too_small(rewards): return rewards.mean(axis=1)
 def not_a_number(rewards): return rewards * float("nan")
@@ -86,6 +87,7 @@ def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
 BAD = [
     ("loss", "raises", "raised AttributeError"),
     ("loss", "a_number", "gave 1.0; return grpo.Loss(value, sums)"),
+    ("loss", "of_its_own", "gave the sums entropy; a loss has kl and clip_frac"),
     ("loss", "unmasked", "has a gradient where tokens.mask is 0"),
     ("loss", "constant", "has no gradient with respect to tokens.logprobs"),
     ("loss", "infinite", "both must be finite"),

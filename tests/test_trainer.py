@@ -53,7 +53,7 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     assert one == other
     assert trainer.evaluate() is trainer.evaluate() and trainer.evaluate()["eval/num"] == 16
     [[greedy, again]] = trainer.sample(["What is two plus three?"], n=2, temp=0)
-    assert greedy == again and greedy
+    assert greedy == again == trainer.sample("What is two plus three?", temp=0)[0][0] and greedy
     with run_files.owner():
         run_files.own(trainer.dir)  # the lock is free once the loop has ended
 
@@ -135,7 +135,7 @@ def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, ca
     assert one == other
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        train.main([*flags, "--beta", "0.1", "--seeds", "4,5", "--run-dir", str(home)])
+        train.main([*flags, "--beta", "0.1", "--seeds", "6", "--seed", "6", "--run-dir", str(home)])
     assert capsys.readouterr().err == f"error: {home}/seed-4 has --beta 0.0, not 0.1; give another --run-dir\n"
     with pytest.raises(SystemExit):
         train.main(["--resume", str(home)])

@@ -298,6 +298,9 @@ class Episodes:
                 )
         told = zip(examples, texts[::group_size], strict=True)
         self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in told]  # B
+        for example in self.asked:
+            if not prompt_text(example["prompt"]).strip():
+                raise ValueError("the environment's reset gives no text, and there is no prompt; let it return one")
         self.prompts = [box.prompt(example) for example in self.asked]
 
     def _reset(self, row: int) -> str | None:

@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         words = message.partition("unrecognized arguments: ")[2].split()
         if words:
             known = [flag for action in self._actions for flag in action.option_strings]
-            unknown = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
+            unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [words[0][:80]]
             said = (f"{one} is no flag of {self.prog}; {hint(one, known) or '--help lists them'}" for one in unknown)
             fail(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
         message = message.replace("invalid int value:", "not a whole number:")

@@ -262,6 +262,11 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
     half = 4.303 * pairs.std(ddof=1) / 3**0.5
     assert paired.startswith(f"high - low: {pairs.mean():+.3f} \u00b1 {half:.3f} (95%")
     assert paired.endswith("over 3 pairs: +0.125 +0.050 +0.150")
+    for seed in range(3):
+        fewer = [eval_record(0, 0.25), eval_record(4, 0.5) | {"eval/num": 7}]
+        write_lines(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
+    num = eval_record(4, 0.5)["eval/num"]
+    assert seeds.lines(seeds.load(both))[-1].endswith(f"; of 7 and {num} held-out problems")
 
 
 def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, both):

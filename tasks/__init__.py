@@ -46,7 +46,7 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     answers, verifier = [example.get("answer") for example in test], task.verifier
     said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
     if verifier is not None and not any(verifier(prompts=asked, completions=said, answer=answers)):
-        task = task._replace(verifier=None, metric="score")  # a user's data without answers that it can read
+        task = task._replace(verifier=None)  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test)
 
 
@@ -130,7 +130,7 @@ def _with_tools(task: Task, config: Config) -> Task:
     if config.tools.env:
         task = task._replace(environments=_environments(config.tools.env))
         if not config.data.reward and not config.data.rubric:
-            task = task._replace(rewards={}, reward_weights={}, rubric=None, metric="score", verifier=None)
+            task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
     calls.schemas_of("--tools", list(task.tools))
     for kind in task.environments.values():
         calls.environment_schemas(kind)
@@ -287,12 +287,9 @@ def _instructed(name: str) -> Task:
     problems = ifeval.Problems(ifeval.parse_kinds(name)) if trained else ifeval.OtherKinds()
     return Task(
         name=name,
-        train=[],
         held_out=problems.held_out,
         rewards={"followed": problems.followed},
         reward_weights={"followed": 1.0},
-        rubric=None,
-        metric="accuracy",
         verifier=problems.followed_all,
         problems=problems if trained else None,
     )
@@ -308,12 +305,9 @@ def _procedural(config: Config) -> Task:
     problems = rg.Problems(mix)
     return Task(
         name=name,
-        train=[],
         held_out=problems.held_out,
         rewards={"correct": nothing_beside(problems.score), "format": rg.answered_once},
         reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
-        rubric=None,
-        metric="accuracy",
         verifier=problems.solved,
         problems=problems,
     )

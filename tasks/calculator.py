@@ -90,12 +90,8 @@ def bundled() -> Sides:
 
 CALCULATOR = Task(
     name="calculator",
-    train=[],
-    held_out=[],
     rewards={"correct": correct},
     reward_weights={"correct": 1.0},
-    rubric=None,
-    metric="accuracy",
     verifier=correct,
     tools=(calculator,),
 )

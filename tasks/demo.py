@@ -104,11 +104,8 @@ def bundled() -> Sides:
 
 DEMO = Task(
     name="demo",
-    train=[],
-    held_out=[],
     rewards={"correct": correct},
     reward_weights={"correct": 1.0, "rubric": 0.5},
     rubric=DATA / "demo_rubric.yaml",
-    metric="accuracy",
     verifier=correct,
 )

@@ -39,12 +39,7 @@ def bundled() -> Sides:
 
 GUESS = Task(
     name="guess",
-    train=[],
-    held_out=[],
     rewards={},
     reward_weights={},
-    rubric=None,
-    metric="score",
-    verifier=None,
     environments={"": Guess},
 )

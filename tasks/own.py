@@ -94,11 +94,7 @@ def about_answers(task: Task) -> str:
 
 OWN = Task(
     name="own",
-    train=[],
-    held_out=[],
     rewards={"correct": correct},
     reward_weights={"correct": 1.0},
-    rubric=None,
-    metric="accuracy",
     verifier=correct,
 )

@@ -26,16 +26,20 @@ class Problems(Protocol):
 
 class Task(NamedTuple):
     name: str
-    train: list[Example]
-    held_out: list[Example]
     rewards: dict[str, Reward]
     reward_weights: dict[str, float]  # one for each reward, and one under "rubric" where there is a rubric
-    rubric: Path | None
-    metric: str  # "accuracy" where a verifier knows the right answer, else "score"
-    verifier: Reward | None  # gives 1 for a right answer, whatever the rewards of the training are
+    verifier: Reward | None = None  # gives 1 for a right answer, whatever the rewards of the training are
+    rubric: Path | None = None
+    train: list[Example] = []  # noqa: RUF012  (never changed in place)
+    held_out: list[Example] = []  # noqa: RUF012
     witness: Path | None = None  # a second rubric, which only evaluations ask
     problems: Problems | None = None  # without end, in place of `train`
     paid: float | None = None  # the least that a right answer should earn, see `audit.middle_of`
     notes: Sequence[str] = ()  # lines that its user should read before it trains
     tools: tuple[Callable[..., Any], ...] = ()  # functions that the model may call
     environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)
+
+    @property
+    def metric(self) -> str:
+        """The held-out figure: where a verifier knows the right answer accuracy, else the score of the rewards."""
+        return "score" if self.verifier is None else "accuracy"

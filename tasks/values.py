@@ -13,12 +13,8 @@ def bundled() -> Sides:
 
 VALUES = Task(
     name="values",
-    train=[],
-    held_out=[],
     rewards={},
     reward_weights={"rubric": 1.0},
     rubric=DATA / "values_rubric.yaml",
-    metric="score",
-    verifier=None,
     witness=DATA / "values_witness.yaml",
 )

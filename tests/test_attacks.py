@@ -5,7 +5,6 @@ import sys
 import tempfile
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -152,7 +151,6 @@ def test_of_contradicting_premises_a_conclusion_about_something_else_earns_nothi
     assert score((LOGIC, entry, "(Q ∨ P)")) == 1
 
 
-@pytest.mark.skipif(not find_spec("math_verify"), reason="the extra tasks")
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
     pool = Pool("problems.rewards:make_math_checker", (), num=1, limit=0.2, sealed=True)
     short = [

@@ -95,7 +95,7 @@ def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
 
 
 def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
-    task = tasks.load("demo")._replace(verifier=None, metric="score")
+    task = tasks.load("demo")._replace(verifier=None)
     problems = [problem | {"category": "carry" if problem["carry"] else "plain"} for problem in task.held_out]
     problems[0]["category"] = None
     task = task._replace(held_out=problems)

@@ -178,7 +178,9 @@ def test_logits_of_two_hundred_tokens_equal_the_formulas_in_float64(checkpoints,
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_transformers(checkpoints, name):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip(
+        "torch", reason="PyTorch is in a group: uv run --group peft pytest tests/test_families.py"
+    )
     from transformers import AutoModelForCausalLM
 
     rows = tokens()

@@ -104,9 +104,9 @@ METRICS = {
     "skipped_total": "The same since the run began.",
     "completion/mean_tokens": "Mean length of a completion, or of a conversation's trained replies, tokens.",
     "completion/truncated_frac": "Share of completions cut off at `--max-tokens`.",
-    "completion/repeated": "As `eval/repeated`, of the step's completions.",
+    "completion/repeated": "As `eval/repeated`, of the step's completions. Null with tools, whose calls repeat.",
     "completion/degenerate_frac": "Share of completions of which fewer than 70% of every 20 words differ or "
-    "half copies the prompt, five words in a row.",
+    "half copies the prompt, five words in a row. Null with tools.",
     "mismatch/logprob_abs_mean": "Mean difference of a token's log-probability between trainer (before the update) and "
     "sampler.",
     "mismatch/logprob_abs_max": "Largest such difference.",

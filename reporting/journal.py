@@ -144,8 +144,10 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     return finite(metrics)
 
 
-def forms(config: Config, draws: list[Draw]) -> dict[str, float]:
-    """Means over all completions of what tells of answers that are none."""
+def forms(config: Config, draws: list[Draw]) -> dict[str, float | None]:
+    """Means over all completions of what tells of answers that are none; null with tools, whose calls repeat."""
+    if draws[0].talk:
+        return {"completion/repeated": None, "completion/degenerate_frac": None}
     texts = [text for draw in draws for text in draw.rewards.completions]
     prompts = [prompt_text(example["prompt"]) for draw in draws for example in draw.examples]
     asked = [prompt for prompt in prompts for _ in range(config.sampling.groups)]

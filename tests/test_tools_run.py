@@ -98,6 +98,7 @@ def test_a_run_records_conversations_and_trains_what_the_model_wrote(tmp_path):
         assert sum(message["role"] == "assistant" for message in line["messages"]) == line["turns"]
         assert all(called.keys() == {"turn", "name", "arguments", "seconds", "error"} for called in line["tool_calls"])
     assert figures["tools/calls"] == sum(len(line["tool_calls"]) for line in lines)
+    assert figures["completion/repeated"] is None  # calls repeat by nature
     assert figures["tools/turns"] == np.mean([line["turns"] for line in lines])
     assert figures["mismatch/logprob_abs_max"] < 1e-3  # the trainer sees what the sampler saw
     assert (run.dir / "report.html").is_file()

@@ -23,7 +23,7 @@ Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
-TARGETS, TRACKERS = get_args(Target), get_args(Tracker)
+TARGETS = get_args(Target)
 PARTS = {  # of a checkpoint
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),

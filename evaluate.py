@@ -28,7 +28,7 @@ import judge
 import lora
 import sampler
 import tasks
-from config import JUDGE, SETTINGS, TOOLS, Config, checked, given, load_recipe, resolve
+from config import JUDGE, SETTINGS, TOOLS, Config, checked, given, load_recipe, moved, resolve
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
@@ -442,7 +442,9 @@ def suite(
     The model's adapters are what was trained. A task whose library is missing is left out, and a line says so. No judge
     is asked: a task without a verifier is left out too.
     """
-    plain = config.but(reward=[], reward_weights={}, rubric="", eval_rubric="", data="", columns="")
+    plain = config.but(
+        reward=[], reward_weights={}, rubric="", eval_rubric="", data="", columns="", tools=[], env="", curriculum=False
+    )
     for name in dict.fromkeys((own.name, *SUITE)):
         try:
             task = own if name == own.name else tasks.make(plain.but(task=name, task_config=SUITE[name]))
@@ -452,9 +454,10 @@ def suite(
         if task.verifier is None:
             print(visible(f"left out: --task {name} has no verifier"), file=sys.stderr)
             continue
+        its = params if task is own else params._replace(toolbox=None)
         with lora.before_training(model):
-            before = evaluate(model, tokenizer, task, params)[0]
-        yield name, before, evaluate(model, tokenizer, task, params, reference=model)[0]
+            before = evaluate(model, tokenizer, task, its)[0]
+        yield name, before, evaluate(model, tokenizer, task, its, reference=model)[0]
 
 
 def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -502,12 +505,13 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
 
 def trained_on(config: Config) -> set[str]:
     """Keys of the prompts that a run was trained on; none where a task makes them, or where their file is gone."""
-    path = config.data.path
-    if path and Path(path).is_absolute() and not Path(path).exists():
+    data = config.data
+    is_made = data.task.partition(":")[0] in ("rg", "ifeval", "ifbench")
+    is_tuned = data.task == "own" and not data.path
+    if is_made or is_tuned or any(moved({"data": data.path})):
         return set()
-    if config.data.task == "own" and not path:  # of --loss-type sft
-        return set()
-    return {prompt_key(example) for example in tasks.make(config).train}
+    task = tasks.load(data.task, data=data.path or None, columns=data.columns or None)
+    return {prompt_key(example) for example in task.train}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -541,7 +545,7 @@ def main(argv: list[str] | None = None) -> None:
                 flags = {"task": "own"} | flags
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
-        trained = trained_on(config) if args.run and args.data else set()
+        trained = trained_on(of_run(args.run, {}, args.data)) if args.run and args.data else set()
         if args.data:
             config = config.but(data="", columns=args.columns or "")
         task = tasks.make(config, args.data)

@@ -117,8 +117,9 @@ def middle_of(rewards: Mapping[str, Reward], weights: Mapping[str, float], examp
         called = {name: np.nan_to_num(call(name, reward, given, len(completions))) for name, reward in rewards.items()}
         return list(np.sum([weights[name] / norm * values for name, values in called.items()], axis=0))
 
-    looks = [not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters) for reward in rewards.values()]
-    if any(looks) or not any(isinstance(reward, UserReward) for reward in rewards.values()):
+    if any(map(looks_at_episodes, rewards.values())) or not any(
+        isinstance(reward, UserReward) for reward in rewards.values()
+    ):
         return None
     middles = [middle for middle in choose_form("mean", mean, make_rows(examples))[1] if middle < math.inf]
     return norm * sum(middles) / len(middles) if middles else None
@@ -235,9 +236,14 @@ def table(audit: Audit) -> Iterator[str]:
         yield f"  {should}  {line.name:20} {_mean(line.values):>8}  {paid:12} {short(line.text)}{mark}"
 
 
+def looks_at_episodes(reward: Reward) -> bool:
+    """Whether it asks for what only an episode with an environment has."""
+    return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
+
+
 def is_tried(reward: Reward) -> bool:
     """Whether it is a user's that made-up completions can be given to: not one that looks at environments."""
-    return isinstance(reward, UserReward) and "environments" not in inspect.signature(reward).parameters
+    return isinstance(reward, UserReward) and not looks_at_episodes(reward)
 
 
 def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], *, judged: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ policy lets no script run but ours. Reading a run is in history.py, its curves a
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -259,7 +260,9 @@ def tokenizer_file(model: str) -> Path | None:
     if model in hub.BUNDLED or model.startswith("random:") or Path(model).is_dir():
         return hub.BUNDLED.get(model, hub.DEMO if model.startswith("random:") else Path(model)) / "tokenizer.json"
     if hub.is_gguf(model):
-        return hub.find(model) / "tokenizer.json"
+        with contextlib.suppress(ValueError):  # its package, or its file, is not here
+            return hub.find(model) / "tokenizer.json"
+        return None
     if model.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -87,7 +87,8 @@ def _tools_of(column: Any) -> list[dict[str, Any]] | None:
     if isinstance(column, str):
         with contextlib.suppress(ValueError):
             tools = read_json(column)
-    for tool in tools if isinstance(tools, list) else [tools] if tools else []:
+    tools = tools if isinstance(tools, list) else [tools] if tools else []
+    for tool in tools:
         if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict) or not tool["function"].get("name"):
             raise ValueError(f'column tools holds {short(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}')
     return tools or None

@@ -137,7 +137,7 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
         logprobs, measured = optimizer_step(learner, batches, targets, lr * learner.rate)
         present = [batch._replace(old_logprobs=new) for batch, new in zip(batches, logprobs, strict=True)]
         if before and not measured["skipped"]:
-            probe = probe or trust_region.make_probe(present, num_items, learner.optimizer.step.item())
+            probe = probe or trust_region.make_probe(present, learner.optimizer.step.item())
             held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
             learner.trainable, learner.rate = held.weights, learner.rate * held.share
             moved, repeats, pushes = held.moved, repeats + held.repeats, held.pushes

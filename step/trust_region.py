@@ -29,14 +29,15 @@ MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, a
 Weights = dict[str, mx.array]  # float32 masters by name
 
 
-def make_probe(batches: list[MicroBatch], num_items: int, turn: int) -> list[MicroBatch]:
+def make_probe(batches: list[MicroBatch], turn: int) -> list[MicroBatch]:
     """
     A k-th of the micro-batches, or of each one's rows if there are too few, another every turn. Rows that share a
     prompt stay together, as it is computed once.
 
     Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
     """
-    stride = max(min(MOST_STRIDE, num_items // PROBE_TOKENS), 1)
+    num_tokens = sum(int((batch.mask > 0).sum()) for batch in batches)
+    stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
     if len(batches) >= stride:
         return batches[turn % stride :: stride]
     stride = min(stride, max(len(batch.rows) for batch in batches))

@@ -91,11 +91,21 @@ def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
     pushed = ADVANTAGES.reshape(-1) != 0
     moved = rollout.logprobs + 0.1 * mx.array(pushed)[:, None]
     known = [b._replace(old_logprobs=moved[b.rows, : b.mask.shape[1]]) for b in cut(run, rows, rollout)]
-    probe = trust_region.make_probe(known, int(rollout.mask.sum()), 0)
+    probe = trust_region.make_probe(known, 0)
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
     lengths, gap = np.array(list(map(len, rollout.ids))), np.exp(-0.1) - 1 + 0.1
     present = [rollout.logprobs[batch.rows, : batch.mask.shape[1]] for batch in probe]
     assert trust_region.distance(probe, present) == pytest.approx(gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4)
+
+
+def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    _, rows, rollout = sample(run)
+    known = cut(run, rows, rollout)
+    num_held = sum(int((batch.mask > 0).sum()) for batch in known)
+    monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_held // 2 + 1)  # half of them would be too few
+    assert num_held < round(float(rollout.mask.sum()))
+    assert rows_of(trust_region.make_probe(known, 0)) == rows_of(known)
 
 
 def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path):

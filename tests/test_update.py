@@ -632,7 +632,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
     for turn in range(7, 10):
-        probe = trust_region.make_probe(known, num_tokens, turn)
+        probe = trust_region.make_probe(known, turn)
         present = update.under(run.learner, probe, run.learner.trainable)
         assert trust_region.distance(probe, present) < 1e-6  # the same rows, prompts and tokens
         part = [row for batch in probe for row in batch.rows.tolist()]

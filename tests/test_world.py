@@ -74,7 +74,7 @@ def gradients(run):
     assert len(batches) > 3
     ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref)
-    probe = trust_region.make_probe(batches, 200, 1)
+    probe = trust_region.make_probe(batches, 1)
     logprobs = [part.reshape(-1) for part in update.under(run.learner, probe, run.learner.trainable)]
     return rollout.completion_ids, grads, {"loss": result.loss, **result.means}, mx.concatenate(logprobs)
 

@@ -30,13 +30,13 @@ from disk import checkpoint, run_files
 from disk.run_files import START
 from distill.teacher import Teacher
 from machine import alive, gpu, world
-from problems import audit, chat_template, objectives, rewards
+from problems import audit, chat_template, rewards
 from problems.examples import Example, epoch_indices, load_sides, short, spread
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from sft import chats, tuning
-from step import dispatch, policy
+from step import dispatch, objectives, policy
 from step.result import UpdateResult
 from tasks import curriculum
 from turns import episodes

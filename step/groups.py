@@ -15,9 +15,10 @@ import grpo
 import sampler
 from config import Config
 from judging import rubrics
-from problems import form, objectives
+from problems import form
 from problems.examples import Example, prompt_text
-from problems.objectives import Advantage
+from step import objectives
+from step.objectives import Advantage
 from turns.episodes import Episodes
 
 

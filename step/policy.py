@@ -17,8 +17,8 @@ import gwen
 from config import Config, Sizes
 from kv_cache import TreeCache
 from layers import divergence, lm_head, softmax
-from problems.objectives import objective_of
 from step.micro_batch import Completions, MicroBatch, micro_batches
+from step.objectives import objective_of
 from step.result import MISMATCH
 
 MEASURED_OF = 8  # one of so many rows without a gradient is measured

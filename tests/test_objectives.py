@@ -9,7 +9,7 @@ import pytest
 import grpo
 import train
 from config import Config
-from problems import objectives
+from step import objectives
 from tests.small_run import SMALL
 
 MINE = '''

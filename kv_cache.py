@@ -8,7 +8,6 @@ rows write to the same column, and a row's position is the column minus its padd
 that a decode step writes in place instead of copying the past.
 `SlotCache`: a slot reads its prompt's cache in place or holds a copy, and keeps its own tokens in a ring, so a waiting
 row can take the slot of an ended one. `sampler.py` decides which.
-`TurnCache`: the same for rows that are told something between their turns: each slot counts its own columns.
 `TreeCache`: rows share the token runs of their ancestors.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
@@ -19,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short completions
 
@@ -388,136 +386,6 @@ class SlotCache(Cache):
         self.num_slots = len(slots)
         self.prompt_of, self.starts = ([held[slot] for slot in slots] for held in (self.prompt_of, self.starts))
         self.assign(self.prompt_of, self.starts)
-
-
-class Aim(NamedTuple):
-    """Which columns of a `TurnCache` the next tokens of M slots are written to."""
-
-    slots: mx.array  # (M, 1)
-    columns: mx.array  # (M, L) of the buffers
-    end: int  # columns in use afterwards
-    prompts: mx.array | None  # (M,) those to join in front of the slots' own; None: the parts of all slots
-
-
-Columns = list[list[mx.array]]  # a slot's own keys and values (1, K, L, D) of each layer
-
-
-class TurnLayer(SlotLayer):
-    """One layer of a `TurnCache`: where a slot's own columns begin, token i of its row is in column i."""
-
-    aim: Aim
-
-    def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Writes (M, K, L, D) each where `aim` says, and returns what the slots aimed at may read."""
-        slots, columns, end, prompts = self.aim
-        shape = columns.shape[0], self.keys.shape[1], columns.shape[1], self.keys.shape[3]
-        assert keys.shape == values.shape == shape, f"{keys.shape}, {values.shape}, not {shape}"
-        for buffer, new in zip(self.arrays(), (keys, values), strict=True):
-            buffer[slots, :, columns] = new.swapaxes(1, 2)
-        if prompts is None:
-            own = self.keys[:, :, :end], self.values[:, :, :end]
-            return [own] if self.ring else [self.prompts.written(self.in_use), own]
-        found = [buffer[:, :, :end][slots[:, 0]] for buffer in self.arrays()]
-        if not self.ring:
-            pairs = zip(self.prompts.written(prompts), found, strict=True)
-            found = [mx.concatenate(list(pair), axis=2) for pair in pairs]
-        return [(found[0], found[1])]
-
-    def widen(self, num_columns: int) -> None:
-        """Makes room for so many columns of each slot."""
-        for name, buffer in (("keys", self.keys), ("values", self.values)):
-            setattr(self, name, mx.pad(buffer, [(0, 0), (0, 0), (0, num_columns - self.width), (0, 0)]))
-        self.width = num_columns
-
-
-class TurnCache(SlotCache):
-    """
-    A cache of slots whose rows take turns with a world: each slot counts its own columns, in `lengths`.
-
-    Who sets a slot's length back has what is newer overwritten: the draws after the end of a turn. `aim` comes before
-    each forward pass: a token for every slot, or several, padded on the right, for some. A row's columns may be taken
-    out of its slot and put into another.
-    """
-
-    def __init__(self, prompts: KVCache, num_slots: int, share: bool = True):
-        super().__init__(prompts, num_slots, 0, share)
-        self.layers = [TurnLayer(layer, num_slots, 0, share) for layer in prompts.layers]
-        self.lengths = np.zeros(num_slots, int)  # own columns of each slot
-        self.aimed = np.arange(num_slots)
-
-    def advance(self, num_new: int) -> None:
-        """Nothing: who writes several tokens with padding knows how many there were, and counts in `lengths`."""
-
-    def seat(self, prompt_of: list[int]) -> None:
-        """Sets each slot's prompt."""
-        self.assign(prompt_of, [0] * len(prompt_of))
-
-    def aim(self, slots: list[int] | None, num_new: int) -> None:
-        """The next `num_new` tokens are of these slots; None: of all, one each."""
-        self.aimed = np.arange(self.num_slots) if slots is None else np.array(slots)
-        begins = self.lengths[self.aimed]
-        used = int(begins.max()) + num_new
-        if used > self.layers[0].width:
-            for layer in self.layers:
-                layer.widen(round_up(used))
-            self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.prompts.arrays() + self.arrays()))
-        ring = self.layers[0].ring
-        columns = mx.array(ring + begins[:, None] + np.arange(num_new))
-        prompts = None if slots is None else mx.array([self.prompt_of[slot] for slot in slots])
-        for layer in self.layers:
-            layer.aim = Aim(mx.array(self.aimed[:, None]), columns, ring + used, prompts)
-
-    def offsets(self, num_rows: int) -> mx.array:
-        """The position of the next token of each slot aimed at, (M,) int32."""
-        assert num_rows == len(self.aimed), f"{num_rows} rows for {len(self.aimed)} slots"
-        return self.first_position[mx.array(self.aimed)] + mx.array(self.lengths[self.aimed])
-
-    def layout(self, num_new: int) -> Layout:
-        """Prompts and own columns if all slots share prompts, else one part with the mask (M, 1, L, P + S) boolean."""
-        begins, aim = self.lengths[self.aimed], self.layers[0].aim
-        used = aim.end - self.layers[0].ring
-        last = mx.array(begins[:, None, None, None] + np.arange(num_new)[:, None])
-        own = mx.arange(used) <= last  # (M, 1, L, S)
-        if self.share and aim.prompts is None:
-            return Layout([self.readers, Group(mask=own)])
-        before = self.prompts.unpadded(mx.array([self.prompt_of[slot] for slot in self.aimed]))
-        if before is None:
-            before = mx.ones((1, 1, 1, self.prompts.length), mx.bool_)
-        shape = (*own.shape[:3], self.prompts.length)
-        return Layout([Group(mask=mx.concatenate([mx.broadcast_to(before, shape), own], axis=-1))])
-
-    def take(self, slot: int) -> Columns:
-        """A copy of a slot's own columns."""
-        index, ring = mx.array([slot]), self.layers[0].ring
-        part = slice(ring, ring + int(self.lengths[slot]))
-        taken = [[buffer[:, :, part][index] for buffer in layer.arrays()] for layer in self.layers]
-        mx.eval(taken)  # wait: a view that is alive would have the whole buffer copied at the next write
-        return taken
-
-    def put(self, slot: int, columns: Columns) -> None:
-        """Makes these a slot's own columns."""
-        ring, length = self.layers[0].ring, columns[0][0].shape[2]
-        self.lengths[slot] = length
-        if length > self.layers[0].width:
-            for layer in self.layers:
-                layer.widen(round_up(length))
-        for layer, held in zip(self.layers, columns, strict=True):
-            for buffer, part in zip(layer.arrays(), held, strict=True):
-                buffer[slot : slot + 1, :, ring : ring + length] = part
-
-    def keep(self, slots: list[int]) -> None:
-        """Drops all slots but these, in this order."""
-        super().keep(slots)
-        self.lengths = self.lengths[slots]
-
-    def add(self, num_slots: int) -> None:
-        """Adds empty slots, which are to be seated."""
-        for layer in self.layers:
-            layer.keys, layer.values = (
-                mx.pad(buffer, [(0, num_slots), (0, 0), (0, 0), (0, 0)]) for buffer in layer.arrays()
-            )
-        self.num_slots += num_slots
-        self.lengths = np.append(self.lengths, np.zeros(num_slots, int))
 
 
 class TreeLayer:

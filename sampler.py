@@ -25,10 +25,11 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import gwen
-from kv_cache import Columns, KVCache, SlotCache, TreeCache, TurnCache
+from kv_cache import KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from machine import alive, gpu, world
 from problems import chat_template
+from turns.cache import Columns, TurnCache
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
@@ -230,6 +231,10 @@ class Record:
         """Whether a row is complete."""
         return bool(self.ended[row])
 
+    @property
+    def num_over(self) -> int:
+        return int(self.ended.sum())
+
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
         """Adds a token to those of the rows that have not ended."""
         values, going = [np.array(column) for column in drawn], ~self.ended[rows]  # wait
@@ -254,7 +259,7 @@ class Record:
             if self.progress.drawn:
                 speed = self.lengths.sum() / self.progress.format_dict["elapsed"]
                 self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
-            self.progress.update(int(self.ended.sum()) - self.progress.n)
+            self.progress.update(self.num_over - self.progress.n)
 
     def bring_together(self, mine: list[int], seconds: float, prompts: list[list[int]]) -> tuple[float, ...]:
         """
@@ -305,6 +310,10 @@ class TurnRecord(Record):
 
     def is_over(self, row: int) -> bool:
         return bool(self.reasons[row])
+
+    @property
+    def num_over(self) -> int:
+        return sum(map(bool, self.reasons))
 
     def begin(self, lengths: dict[int, int]) -> None:
         """Rows, with the lengths of their prompts, begin; those of an attempt that ran out of memory again."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, TreeCache, round_up
+from turns.cache import TurnCache
 
 RNG = np.random.default_rng(0)
 
@@ -182,3 +183,13 @@ def test_a_cache_that_skipped_steps_stands_where_so_many_steps_would_have_put_it
         assert left.shape[2] == (31 if share else 36)
         assert mx.array_equal(left, right)
     assert mx.array_equal(own[1][0][:, :, -1:], new)
+
+
+def test_slots_that_are_added_to_wider_ones_count_as_bytes():
+    cache = TurnCache(filled(num_rows=2), num_slots=3)
+    cache.seat([0, 0, 1])
+    cache.keep([0])
+    cache.lengths[0] = CHUNK
+    cache.aim(None, 1)
+    cache.add(2)
+    assert cache.most_bytes == sum(array.nbytes for array in cache.prompts.arrays() + cache.arrays())

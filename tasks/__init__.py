@@ -131,9 +131,10 @@ def _with_tools(task: Task, config: Config) -> Task:
         task = task._replace(environments=_environments(config.tools.env))
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
-    calls.schemas_of("--tools", list(task.tools))
+    schemas = calls.schemas_of("--tools", list(task.tools))
     for kind in task.environments.values():
-        calls.environment_schemas(kind)
+        if both := sorted(schemas.keys() & calls.environment_schemas(kind)):
+            raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")
     earning = {kind.__name__: earned_in(kind) for kind in task.environments.values() if hasattr(kind, "get_reward")}
     task = task._replace(
         rewards=task.rewards | earning, reward_weights=task.reward_weights | dict.fromkeys(earning, 1.0)

@@ -297,6 +297,24 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
     assert not before.is_found
 
 
+def test_the_thread_of_a_row_that_is_drawn_again_ends_with_the_call_it_is_in(talker):
+    going = threading.Event()
+
+    def waits() -> str:
+        """Waits."""
+        going.wait(5)
+        return "done"
+
+    talk = box_of(talker, [waits]).play(EXAMPLES, 1, "0")
+    say(talk, talker, 0, call("waits", {}))
+    before = talk.rows[0].worker
+    talk.begin([0])
+    assert talk.rows[0].worker is not before
+    going.set()
+    before.thread.join(5)
+    assert not before.thread.is_alive()
+
+
 class Threads:
     """Everything of it runs in the thread that made it."""
 

@@ -57,6 +57,16 @@ class Lost:
         return "nothing"
 
 
+def calculator(x: int) -> int:
+    """
+    Gives it back.
+
+    Args:
+        x: A number.
+    """
+    return x
+
+
 def untyped(x):
     return x
 
@@ -182,6 +192,7 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ({"env": "WORLD:Door,WORLD:Lost"}, "several environments have a name each"),
         ({"tools": ["WORLD:untyped"]}, "--tools: the tool untyped has no schema"),
         ({"tools": ["WORLD:typed,typped"]}, "has no function 'typped', did you mean 'typed'?"),
+        ({"env": "WORLD:Door", "tools": ["WORLD:calculator"]}, "Door and --tools both have a tool calculator"),
         ({"env": "WORLD:Door", "curriculum": True}, "--curriculum remembers prompts"),
         ({"env": "WORLD:Door", "reward": ["WORLD:tried"], "reward_workers": 2}, "--reward-workers are other processes"),
     ],

@@ -188,7 +188,9 @@ class Toolbox:
 
     def worker(self, name: str, row: int, anew: bool = False) -> Worker:
         """The thread of a row, with its environment; `anew`: in place of one that hangs."""
-        if anew or (name, row) not in self.workers:
+        if anew:
+            self.workers.pop((name, row)).leave()
+        if (name, row) not in self.workers:
             worker = self.workers[name, row] = Worker(self.loop)
             if name in self.environments:
                 kind = self.environments[name]
@@ -268,10 +270,9 @@ class Episode:
         self.name, self.worker = name, worker
         self.messages: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []  # as `rollouts.jsonl` has them
-        self.turns, self.generation = 0, 0
+        self.turns = 0
         self.pending: list[Call] = []  # of the turn, the first one under way
         self.told: list[dict[str, Any]] = []  # the turn's tool messages
-        self.deadline = 0.0
         self.reward: float | None = None
 
 
@@ -388,7 +389,6 @@ class Episodes:
             if time.monotonic() >= deadline:
                 del self.jobs[job]
                 episode, limit = self.rows[row], self.box.settings.tool_timeout
-                episode.worker.leave()
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 self._reset(row)
                 self._note(row, None, f"the call took longer than {limit:g} s", limit)

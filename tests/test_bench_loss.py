@@ -2,6 +2,8 @@
 
 import json
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from bench import loss
@@ -12,6 +14,23 @@ TINY = ["--batch", "2", "--time", "70", "--hidden", "16", "--vocab", "900", "--i
 def run(capsys, *flags):
     loss.main([*TINY, *flags])
     return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def by_hand(work):
+    """The loss, a mean over tokens of a policy that has just sampled, and the mean entropy, in float64."""
+    hidden, head, _, advantages = (np.array(array.astype(mx.float32)).astype(np.float64) for array in work)
+    logits = hidden @ head.T
+    logits -= logits.max(-1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -advantages.mean(), -(np.exp(logprobs) * logprobs).sum(-1).mean()
+
+
+@pytest.mark.parametrize("impl", ["ours", "reference"])
+def test_loss_and_entropy_are_those_of_the_formulas(capsys, monkeypatch, impl):
+    works, make_work = [], loss.make_work
+    monkeypatch.setattr(loss, "make_work", lambda args: works.append(make_work(args)) or works[0])
+    record = run(capsys, "--impl", impl)
+    assert (record["loss"], record["entropy"]) == pytest.approx(by_hand(works[0]), abs=1e-5)
 
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])

@@ -79,7 +79,7 @@ def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family,
         cuts = [micro_batch.micro_batches(ROWS, ROLLOUT, budget, sharing) for budget in budgets]
         assert len({len(batches) for batches in cuts}) == 3 and len(cuts[-1]) == 1
         for batches in cuts:
-            assert_same(gradient(model, batches), expected, 1e-4)
+            assert_same(gradient(model, batches), expected, 1e-4 if family == "qwen3.5" else 1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -35,7 +35,7 @@ def model(tiny_model):
 
 def near(model):
     """How far log-probabilities may be apart; the hybrid's random weights magnify roundings tenfold."""
-    return 3e-5 if model.config.delta is None else 1e-3
+    return 3e-5 if model.config.delta is None else 2e-4
 
 
 def roll(model, prompts=PROMPTS, **settings):
@@ -187,7 +187,7 @@ def test_prompts_of_one_to_forty_tokens_prefilled_together_are_scored_as_alone(m
             prompt = prompts[row // 4]
             logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]
             plain = softmax.log_softmax(logits)
-            np.testing.assert_allclose(logprobs, np.array(plain)[range(len(ids)), ids], atol=1e-3)
+            np.testing.assert_allclose(logprobs, np.array(plain)[range(len(ids)), ids], atol=near(model))
             if not temperature:
                 assert ids == logits.argmax(-1).tolist()
 

@@ -2,7 +2,7 @@
 Every kernel against its formula in float64, forward and backward, with every access to memory watched.
 
 Shapes are small, odd and below 8 elements where they can be (MLX hands such inputs to a kernel in another address
-space); Qwen's vocabulary and 10,000 draws run at the emulator's full speed.
+space); Qwen's vocabulary and 7,400 draws run at the emulator's full speed.
 """
 
 import re

@@ -6,9 +6,10 @@ others. Topics, keywords and wordings of the held-out side occur in no training 
 (arXiv:2507.02833) in the benchmark's own words, on held-out topics only: what of the training carries over.
 if-verifiable, an extra, verifies; its workers are sealed, since completions are hostile and its patterns search them.
 
-Left out: what needs nltk's data, which no package index has. Sentences are counted by the splitter that IFEval brings,
-where the benchmark takes punkt; `change_case:capital_word_frequency`, `words:start_verb`, `words:words_position`,
-`words:keywords_specific_position`, `ratio:stop_words` and `format:title_case` are not asked.
+Keywords are whole words, where the benchmark takes "honesty" for "honest". Sentences are counted by the splitter that
+IFEval brings, where it takes punkt: left out is what needs nltk's data, which no package index has, and so
+`change_case:capital_word_frequency`, `words:start_verb`, `words:words_position`, `words:keywords_specific_position`,
+`ratio:stop_words` and `format:title_case` are not asked.
 """
 
 import importlib.util
@@ -361,9 +362,16 @@ def make_verifier() -> Callable[[tuple[list[tuple[str, dict[str, Any]]], str | N
 
     def verify(question: tuple[list[tuple[str, dict[str, Any]]], str | None, str]) -> Any:
         instructions, prompt, text = question
-        names, arguments = [name for name, _ in instructions], [given for _, given in instructions]
+        names, arguments = [name for name, _ in instructions], [whole_words(given) for _, given in instructions]
         if prompt is None:
             return registry[names[0]](names[0]).build_description(**arguments[0])
         return evaluate_instructions(text, names, arguments, prompt, registry)[1].partial_strict
 
     return verify
+
+
+def whole_words(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with keywords as patterns: the verifiers search, and "honesty" does not have the word "honest"."""
+    found: dict[str, Any] = {"keywords": [rf"\b{word}\b" for word in arguments.get("keywords", [])]}
+    found["keyword"] = rf"\b{arguments.get('keyword')}\b"
+    return arguments | {name: value for name, value in found.items() if name in arguments}

@@ -141,12 +141,6 @@ class ObjectiveSettings:
         None, "and at 1 + this; default: --epsilon; for cispo the cap on the ratio", low=0, of="grpo"
     )
     beta: float = flag(0.0, "weight of the KL term against the model before training", low=0, of="grpo", first=True)
-    kl_estimator: Literal["k3", "k3_corrected"] = flag("k3", "estimator of the KL term", of="grpo")
-    entropy_coef: float = flag(0.0, "weight of an entropy bonus", low=0, of="grpo")
-    top_entropy_quantile: float = flag(1.0, "share of tokens, of highest entropy, to train", low=0, high=1.0, of="grpo")
-    mismatch: Literal["off", "truncate"] = flag(
-        "off", "where trainer and sampler disagree, weight tokens by their ratio, at most 3", of="grpo"
-    )
     truncated: Literal["keep", "mask", "punish"] = flag(
         "keep", "train, leave out or punish what --max-tokens cut off", of="rollouts"
     )

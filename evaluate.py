@@ -190,7 +190,7 @@ def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler
     def logprobs_of(batch: MicroBatch) -> mx.array:
         hidden, head_weight = completion_hidden(reference, batch), reference.head_weight
         ids = batch.completion_ids
-        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
+        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
 
     batches = alive.Bar(my_part(micro_batches(prompts, rollout, REFERENCE_TOKENS)), desc="reference", unit="part")
     with lora.before_training(reference):

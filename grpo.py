@@ -17,7 +17,6 @@ import numpy as np
 
 SAPO_TEMPERATURES = (1.0, 1.05)  # for positive and for other advantages, arXiv:2511.20347
 SIGNAL_FLOOR = 0.01  # a group whose rewards' range is below this share of the step's deviation is noise
-MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 LARGEST_LOG_RATIO = 80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
 
 
@@ -29,7 +28,6 @@ class Objective(NamedTuple):
     epsilon: float = 0.2  # lower clip of the ratio: 1 - epsilon
     epsilon_high: float | None = None  # upper clip: 1 + this; None: as epsilon. For cispo the cap on the ratio itself
     beta: float = 0.0  # weight of the KL term
-    kl_estimator: str = "k3"
     max_tokens: int | None = None  # the constant that dr_grpo divides by
 
     @property
@@ -46,7 +44,6 @@ class Tokens(NamedTuple):
     advantages: mx.array  # (M,), or (M, T) where those of a row's tokens differ
     mask: mx.array  # 1 = counted
     ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
-    weights: mx.array | None = None  # of the policy term, (M, T) or (M, 1), see `mismatch_weights`, `top_entropy_mask`
     num_items: mx.array | int | None = None  # counted tokens of the whole step; None: of these rows
     num_rows: int | None = None  # rows of the whole step; None: these
     clipped: mx.array | None = None  # the result of `clipped_term`, if a kernel computed it from the logits
@@ -114,7 +111,7 @@ def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor
     return (total / (np.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)).astype(np.float32)
 
 
-# ---- token weights
+# ---- terms of a token's loss
 
 
 def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str) -> mx.array:
@@ -128,41 +125,6 @@ def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array,
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(mask.sum(-1, keepdims=True), 1)
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
-
-
-def mismatch_weights(old_logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array) -> mx.array:
-    """
-    trainer's policy / sampler's policy, at most MISMATCH_CAP: a weight of the policy term, (M, T); without gradient.
-
-    The two share parameters but differ in arithmetic.
-    Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl.
-    """
-    log_ratio = mx.where(mask > 0, old_logprobs - sampled_logprobs, 0.0)
-    return mx.minimum(mx.stop_gradient(mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))), MISMATCH_CAP)
-
-
-def top_entropy_mask(entropy: mx.array, mask: mx.array, fraction: float) -> mx.array:
-    """
-    1 for the counted tokens with the highest `fraction` of entropies, (N, T), (N, T) -> (N, T).
-
-    The threshold is the linearly interpolated quantile 1 - fraction, minus 1e-5 nats. The margin keeps equal
-    completions together: padded differently, their entropies differ by rounding, and the choice would depend on the
-    micro-batches.
-    Source: arXiv:2506.01939, eq. 4.
-    """
-    assert 0 <= fraction <= 1, fraction
-    num_tokens = round(float(mask.sum()))
-    if not num_tokens:
-        return mx.zeros_like(mask)
-    ascending = mx.sort(mx.where(mask > 0, entropy, mx.inf).reshape(-1))
-    place = (1 - fraction) * (num_tokens - 1)
-    below = ascending[int(place)].item()
-    above = ascending[min(int(place) + 1, num_tokens - 1)].item()
-    threshold = below + (above - below) * (place - int(place))
-    return ((entropy >= threshold - 1e-5) & (mask > 0)).astype(mask.dtype)
-
-
-# ---- terms of a token's loss
 
 
 def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) -> tuple[mx.array, mx.array]:
@@ -208,18 +170,15 @@ def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
     return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
 
 
-def kl_term(logprobs: mx.array, ref_logprobs: mx.array, ratio: mx.array | None = None) -> mx.array:
+def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
     An estimate of KL(policy, reference) per token: exp(d) - d - 1, with d = log reference - log policy.
 
-    Never negative; value and gradient are 0 where policy and reference agree. Times the importance `ratio`, if given,
-    including its gradient: the gradient of the KL for tokens of the old policy.
-    Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4; corrected:
-    DeepSeek-V3.2, arXiv:2512.02556.
+    Never negative; value and gradient are 0 where policy and reference agree.
+    Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4.
     """
     log_ratio = ref_logprobs - logprobs
-    k3 = mx.exp(log_ratio) - log_ratio - 1
-    return k3 if ratio is None else k3 * ratio
+    return mx.exp(log_ratio) - log_ratio - 1
 
 
 # ---- averages of a step's tokens
@@ -255,7 +214,7 @@ def _num_rows(tokens: Tokens) -> int:
 
 def policy_loss(term: str, average: Callable[[mx.array, Tokens, Objective], mx.array]) -> "LossFunction":
     """
-    The loss of a policy: the average of weights * term + beta * KL over the counted tokens.
+    The loss of a policy: the average of term + beta * KL over the counted tokens.
 
     term: "clipped", "cispo" or "sapo". Sums: `kl` with a reference, and `clip_frac`, the tokens whose gradient (for
     cispo: weight) the clip removed.
@@ -279,11 +238,9 @@ def policy_loss(term: str, average: Callable[[mx.array, Tokens, Objective], mx.a
             per_token, removed = clipped_term(ratio, advantages, objective)
             per_token = per_token if tokens.clipped is None else mx.where(mask > 0, tokens.clipped, 0.0)
             sums["clip_frac"] = (removed * mask).sum()
-        if tokens.weights is not None:
-            per_token = per_token * mx.stop_gradient(tokens.weights)
         if tokens.ref_logprobs is not None:
             ref_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.ref_logprobs), 0.0)
-            kl = kl_term(logprobs, ref_logprobs, ratio if objective.kl_estimator == "k3_corrected" else None)
+            kl = kl_term(logprobs, ref_logprobs)
             per_token, sums["kl"] = per_token + objective.beta * kl, (kl * mask).sum()
         return Loss(average(per_token, tokens, objective), sums)
 

@@ -275,7 +275,7 @@ def _update(
         inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * attentions
         inputs += len(part) * state_bytes(model, dtype) if shared else 0
         num_tokens = num_positions if config.objective.loss_type == "sft" else len(part) * length
-        logprobs = num_tokens * width * (4 * (3 if config.objective.entropy_coef else 2) + 2 * dtype.size)
+        logprobs = num_tokens * width * (8 + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
         else:

@@ -19,7 +19,6 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-import grpo
 import gwen
 import lora
 import sampler
@@ -71,21 +70,14 @@ class Learner:
         install(self.model, self.trainable)
 
 
-def logprobs_of_step(
-    learner: Learner, model: gwen.Model, batches: list[MicroBatch], shape: tuple[int, ...]
-) -> list[mx.array]:
-    """Log-probabilities and entropies of the step, (N, T) each, 0 outside the micro-batches; without gradient."""
+def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
+    """Log-probabilities under the model before training, (N, T), 0 outside the micro-batches; without gradient."""
+    model = learner.base or learner.model
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     parts = alive.Bar(my_part(batches), desc="log-probabilities", unit="part")
-    found = ((batch, learner.reader.logprobs(model, batch)) for batch in parts)
-    return in_rows(found, [mx.zeros(shape), mx.zeros(shape)])
-
-
-def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
-    """Log-probabilities under the model before training, (N, T), without gradient."""
-    model = learner.base or learner.model
     with lora.before_training(model):
-        return logprobs_of_step(learner, model, batches, rollout.logprobs.shape)[0]
+        found = ((batch, [learner.reader.logprobs(model, batch)[0]]) for batch in parts)
+        return in_rows(found, [mx.zeros(rollout.logprobs.shape)])[0]
 
 
 def targets_of(
@@ -97,18 +89,13 @@ def targets_of(
     taught: dict[str, Any] | None = None,
 ) -> Targets:
     """The targets of a step's completions. advantages (N,), ref_logprobs (N, T); taught: what a teacher adds."""
-    objective, chosen = learner.config.objective, rollout.mask
-    if batches and objective.top_entropy_quantile < 1:  # the quantile needs the whole step before the first gradient
-        _, entropy = logprobs_of_step(learner, learner.model, batches, rollout.mask.shape)
-        chosen = grpo.top_entropy_mask(entropy, rollout.mask, objective.top_entropy_quantile)
-    num_items, num_chosen = (round(float(mask.sum())) for mask in (rollout.mask, chosen))
     has_gradient = (rollout.mask.sum(axis=1) > 0) & ((advantages != 0) | learner.reader.all_teach)
-    targets = Targets(len(advantages), num_items, chosen, num_chosen, advantages, ref_logprobs)
-    targets = targets._replace(num_taught=round(float(has_gradient.sum())))
-    if taught is not None:
-        targets = targets._replace(**taught)
+    num_items, num_taught = (round(float(counted.sum())) for counted in (rollout.mask, has_gradient))
+    targets = Targets(len(advantages), num_items, advantages, ref_logprobs, num_taught=num_taught, **(taught or {}))
     if targets.gains is not None:
-        targets = targets._replace(advantages=advantages[:, None] + objective.distill_coef * targets.gains)
+        targets = targets._replace(
+            advantages=advantages[:, None] + learner.config.objective.distill_coef * targets.gains
+        )
     return targets
 
 

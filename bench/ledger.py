@@ -338,7 +338,7 @@ def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.Target
     made = micro_batch.micro_batches(prompts, empty, work.sizes.train_token_budget, work.sharing)
     advantages, num_items = mx.zeros((work.num_rows,)), work.num_rows * config.sampling.max_tokens
     mx.eval(made, advantages, empty.mask)
-    return made, policy.Targets(work.num_rows, num_items, empty.mask, num_items, advantages)
+    return made, policy.Targets(work.num_rows, num_items, advantages)
 
 
 def forward(work: StepWork, num_layers: int) -> Traced:

@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.impl == "reference":
             logprobs, entropy = lm_head.token_logprobs_ref(hidden, head, ids)
         else:
-            logprobs, entropy = lm_head.token_logprobs(hidden, head, ids, head=args.head, gradient="logprobs")
+            logprobs, entropy = lm_head.token_logprobs(hidden, head, ids, head=args.head)
         tokens = grpo.Tokens(logprobs, mx.stop_gradient(logprobs), advantages, mx.ones(logprobs.shape))
         return grpo.LOSSES["dapo"](tokens, grpo.Objective()).value, mx.stop_gradient(entropy).mean()
 

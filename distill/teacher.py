@@ -129,7 +129,7 @@ class Teacher:
 
         def logprobs_of(batch: MicroBatch, hidden: mx.array) -> mx.array:
             ids, temperature = batch.completion_ids, self.config.sampling.temp
-            return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient="none")[0]
+            return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
 
         read = self._read(model, my_part(batches))
         found = ((batch, [logprobs_of(batch, hidden)]) for batch, hidden in read)

@@ -49,7 +49,6 @@ def token_logprobs_ref(
 LOGPROB_CHUNK = 256  # positions whose logits exist at once
 LOGPROB_TILE = 2**20  # logits that exist at once, 4 MB: they stay in a core's cache from the matmul to the last sum
 HEADS = ("frozen", "trained")
-GRADIENTS = ("none", "logprobs", "both")
 
 
 def slices(length: int, step: int) -> list[slice]:
@@ -163,7 +162,7 @@ def token_logprobs(
     temperature: float = 1.0,
     head: str = "frozen",
     support: softmax.Support | None = None,
-    gradient: str = "both",
+    gradient: bool = True,
 ) -> tuple[mx.array, mx.array]:
     """
     Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
@@ -172,7 +171,7 @@ def token_logprobs(
     the head's type where a kernel reads them. `support` restricts the distribution as the sampler
     did.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
-    gradient: of "both" results; of the "logprobs", where the entropy is only looked at, a third cheaper; or "none".
+    gradient: whether the log-probabilities have one; entropies are only looked at.
 
     The vocabulary goes by in tiles under a running maximum, as keys do in attention. For a softmax over the head's rows
     W is both keys and values: sum(p W) comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the
@@ -181,9 +180,8 @@ def token_logprobs(
     Source: online softmax, arXiv:1805.02867; FlashAttention, arXiv:2205.14135; a head cut up, arXiv:2411.09009.
     """
     assert head in HEADS, head
-    assert gradient in GRADIENTS, gradient
     assert temperature > 0, temperature
-    if head == "frozen" and gradient == "logprobs" and has_token_losses(head_weight, support):
+    if head == "frozen" and gradient and has_token_losses(head_weight, support):
         no_loss = grpo.Surrogate(mx.zeros(ids.shape), None)
         return token_losses(hidden, head_weight, ids, no_loss, temperature)[1:]
     if not support and softmax.row_logprobs.runs(head_weight.dtype):
@@ -216,11 +214,10 @@ def token_logprobs(
         primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
     ) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
-        d_logprobs, d_entropy = (cotangent[:, None] for cotangent in cotangents[:2])
-        _, entropy, total, *kept = outputs
-        d_hidden = sum((d * array for d, array in zip((d_logprobs, d_entropy), kept, strict=False)), mx.array(0.0))
-        d_hidden = mx.broadcast_to(d_hidden, hidden.shape).astype(hidden.dtype)
-        if head == "frozen" or gradient == "none":
+        assert gradient, "nothing was kept for a gradient"
+        d_logprobs, (_, _, total, slope) = cotangents[0][:, None], outputs
+        d_hidden = (d_logprobs * slope).astype(hidden.dtype)
+        if head == "frozen":
             return d_hidden, mx.zeros_like(head_weight)
         scaled, d_tiles = hidden.astype(mx.float32) / temperature, []
         done: list[mx.array] = []
@@ -229,13 +226,10 @@ def token_logprobs(
             for rows in rows_of_chunks:
                 x, d_logprob = wait(scaled[rows], done), d_logprobs[rows]
                 logprobs = logits_of(x, head_weight[tile], ids[rows], support) - total[rows, None]  # (M, tile)
-                # d logprob[id] = onehot - p, d entropy = -p (log p + entropy)
-                factor = d_logprob
-                if gradient == "both":
-                    factor = d_logprob + d_entropy[rows] * (logprobs + entropy[rows, None])
                 place, inside = place_of(ids[rows], tile)
                 row = mx.arange(x.shape[0])[:, None]
-                slopes = (gpu.exp(logprobs) * factor).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
+                # d logprob[id] = onehot - p
+                slopes = (gpu.exp(logprobs) * d_logprob).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
                 d_tile = d_tile - slopes.T @ x
                 done = [d_tile]
             d_tiles.append(d_tile.astype(head_weight.dtype))
@@ -269,19 +263,11 @@ class _Softmax(NamedTuple):
     moment: mx.array  # (M, 1) sum of weight * (logit - peak)
     chosen: mx.array  # (M, 1) the logit of the id
     mean: mx.array | None  # (M, C) sum of weight * row of the head
-    slope: mx.array | None  # (M, C) sum of weight * (logit - peak) * row of the head
 
     @staticmethod
-    def start(x: mx.array, gradient: str) -> "_Softmax":
+    def start(x: mx.array, gradient: bool) -> "_Softmax":
         nothing = mx.zeros((x.shape[0], 1))
-        return _Softmax(
-            nothing - 1e30,
-            nothing,
-            nothing,
-            nothing,
-            None if gradient == "none" else mx.zeros(x.shape),
-            mx.zeros(x.shape) if gradient == "both" else None,
-        )
+        return _Softmax(nothing - 1e30, nothing, nothing, nothing, mx.zeros(x.shape) if gradient else None)
 
     def after(
         self, x: mx.array, head_weight: mx.array, ids: mx.array, tile: slice, support: softmax.Support | None
@@ -296,30 +282,21 @@ class _Softmax(NamedTuple):
         shrunk = gpu.exp(moved)
         weights = gpu.exp(logits)
         weighted = weights * logits
-
-        def moments(total: Any, moment: Any) -> Any:  # a sum of weight * (logit - peak) under the new peak
-            return shrunk * (moment + moved * total)
-
         return _Softmax(
             peak,
             shrunk * self.total + softmax.tiled_sum(weights)[:, None],
-            moments(self.total, self.moment) + softmax.tiled_sum(weighted)[:, None],
+            shrunk * (self.moment + moved * self.total) + softmax.tiled_sum(weighted)[:, None],
             mx.where(inside, found, self.chosen),
             None if self.mean is None else shrunk * self.mean + weights @ weight,
-            None if self.slope is None else moments(self.mean, self.slope) + weighted @ weight,
         )
 
     def results(self, chosen_rows: mx.array, temperature: float) -> tuple[mx.array, ...]:
-        """Log-probabilities, entropies and logsumexps (M,), and the first two's gradients by `hidden`, (M, C)."""
+        """Log-probabilities, entropies and logsumexps (M,), and the first's gradient by `hidden`, (M, C)."""
         log_total, moment = mx.log(self.total), self.moment / self.total
         logprobs, entropy = self.chosen - self.peak - log_total, log_total - moment
         kept = []
         if self.mean is not None:
             kept.append((chosen_rows.astype(mx.float32) - self.mean / self.total) / temperature)
-        if (
-            self.slope is not None and self.mean is not None
-        ):  # -sum(p (log p + entropy) W), log p = logit - peak - log_total
-            kept.append((moment * self.mean - self.slope) / self.total / temperature)
         return *(array.squeeze(-1) for array in (logprobs, entropy, self.peak + log_total)), *kept
 
 

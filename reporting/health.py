@@ -135,7 +135,7 @@ def hacked(steps: Records, evals: Records) -> str:
     )
 
 
-@illness("entropy", "Try a lower --learning-rate, --entropy-coef 0.01 or a higher --temp")
+@illness("entropy", "Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp")
 def entropy_lost(steps: Records, _: Records) -> str:
     means = ends(steps, "entropy")
     if means is None or means[1] >= LEAST_ENTROPY * means[0]:
@@ -192,7 +192,7 @@ def slow(steps: Records, _: Records) -> str:
     return f"The last {IN_A_ROW} steps took {times:.1f} times as long a token as usual" if times > SLOWER else ""
 
 
-@illness("mismatch", "Try --mismatch truncate, or GWEN_DTYPE=float32")
+@illness("mismatch", "Try GWEN_DTYPE=float32")
 def mismatched(steps: Records, _: Records) -> str:
     share = recent(steps, "mismatch/over_cap_frac")
     if share is None or share <= MOST_OVER_CAP:

@@ -54,7 +54,6 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
         advantages=mx.array([[1.0], [-0.5]]),
         mask=mask,
         ref_logprobs=logprobs - 0.2 if config.objective.beta else None,
-        weights=mask,
         num_items=5,
         num_rows=2,
     )

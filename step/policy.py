@@ -21,6 +21,7 @@ from step.micro_batch import Completions, MicroBatch, micro_batches
 from step.objectives import objective_of
 from step.result import MISMATCH
 
+MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 MEASURED_OF = 8  # one of so many rows without a gradient is measured
 
 
@@ -29,8 +30,6 @@ class Targets(NamedTuple):
 
     num_rows: int
     num_items: int  # counted tokens of all rows
-    chosen: mx.array | None = None  # (N, T), 1 for the tokens whose policy term counts; None: all counted ones
-    num_chosen: int = 0  # these
     advantages: mx.array | None = None  # (N,), or (N, T) where those of a row's tokens differ
     ref_logprobs: mx.array | None = None  # (N, T)
     lesson: divergence.Lesson | None = None  # a teacher's hidden states of the tokens
@@ -60,14 +59,8 @@ class Reader:
         self.support = softmax.Support.of(sampling.top_p, sampling.top_k, sampling.min_p)
         by_token = config.objective.loss_type in grpo.CLIPPED and self.objective.importance_sampling_level == "token"
         # whether a row may have a gradient though its advantage is 0
-        self.all_teach = bool(
-            self.objective.beta
-            or config.objective.entropy_coef
-            or config.objective.top_entropy_quantile < 1
-            or config.objective.teacher
-            or loss is not None
-        )
-        self.may_fuse = by_token and loss is None and self.head == "frozen" and not config.objective.entropy_coef
+        self.all_teach = bool(self.objective.beta or config.objective.teacher or loss is not None)
+        self.may_fuse = by_token and loss is None and self.head == "frozen"
 
     def cut(
         self, prompts: list[list[int]], rollout: Completions, advantages: np.ndarray, turn: int
@@ -91,11 +84,11 @@ class Reader:
         """The hidden states that predict the completion tokens, (M, T, C)."""
         return completion_hidden(model, batch, self.sizes.checkpoint_layers)
 
-    def logprobs(self, model: gwen.Model, batch: MicroBatch, gradient: str = "none") -> tuple[mx.array, mx.array]:
+    def logprobs(self, model: gwen.Model, batch: MicroBatch, gradient: bool = False) -> tuple[mx.array, mx.array]:
         """
         Log-probabilities of the completion tokens given all tokens before, and entropies, (M, T) each.
 
-        gradient: which of them have one, "none", "logprobs" or "both".
+        gradient: whether the log-probabilities have one.
         """
         return lm_head.token_logprobs(
             self.hidden(model, batch),
@@ -132,28 +125,21 @@ class Reader:
                 hidden, head_weight, batch.completion_ids, surrogate, self.temperature
             )
         else:
-            logprobs, entropy = self.logprobs(model, batch, "both" if settings.entropy_coef else "logprobs")
+            logprobs, entropy = self.logprobs(model, batch, gradient=True)
         # None in the first iteration: the current policy is the old one
         old = mx.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
-        chosen = mask if targets.chosen is None else targets.chosen[rows, : mask.shape[1]]
-        weights = chosen
-        if settings.mismatch == "truncate":
-            weights = chosen * grpo.mismatch_weights(old, batch.sampled_logprobs, mask)
         tokens = grpo.Tokens(
             logprobs,
             old,
             mx.zeros(mask.shape) if advantages is None else advantages,
             mask,
             ref_logprobs=None if targets.ref_logprobs is None else targets.ref_logprobs[rows, : mask.shape[1]],
-            weights=weights,
             num_items=targets.num_items,
             num_rows=targets.num_rows,
             clipped=clipped,
             divergences=divergences,
         )
         loss, sums = self.loss(tokens, self.objective)
-        if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * (entropy * chosen).sum() / targets.num_chosen
         measured = {"loss": loss, "entropy": (entropy * mask).sum()}
         if settings.loss_type != "sft":
             measured |= gaps(logprobs, batch)
@@ -194,6 +180,6 @@ def gaps(logprobs: mx.array, batch: MicroBatch) -> dict[str, mx.array]:
     mask, sampled = batch.mask, batch.sampled_logprobs
     counted = mask > 0
     gap, trust = mx.abs(logprobs - sampled) * counted, grpo.importance_ratio(logprobs, sampled, mask, "token") * counted
-    over = trust > grpo.MISMATCH_CAP
+    over = trust > MISMATCH_CAP
     sums = (gap * mask).sum(), gap.max(), (trust * mask).sum(), trust.max(), (over * mask).sum()
     return dict(zip(MISMATCH, sums, strict=True))

@@ -18,8 +18,6 @@ class Case(NamedTuple):
     new: np.ndarray
     old: np.ndarray
     ref: np.ndarray
-    sampled: np.ndarray
-    entropy: np.ndarray
     advantages: np.ndarray
     mask: np.ndarray
     max_tokens: int
@@ -33,8 +31,6 @@ def make_case(lengths, num_columns, seed=0, spread=0.3):
         new=old + rng.normal(0, spread, shape),
         old=old,
         ref=old + rng.normal(0, spread, shape),
-        sampled=old + rng.normal(0, spread, shape),
-        entropy=rng.gamma(2.0, 0.5, shape),
         advantages=rng.normal(0, 1, len(lengths)),
         mask=(np.arange(num_columns) < np.array(lengths)[:, None]).astype(float),
         max_tokens=num_columns + 2,
@@ -50,15 +46,11 @@ def loss(
     epsilon=0.2,
     epsilon_high=None,
     beta=0.0,
-    kl_estimator="k3",
-    mismatch="off",
-    fraction=1.0,
 ):
     """The loss of a step at the log-probabilities `new`; what is held constant is taken at `case.new`."""
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     new, at = case.new if new is None else new, case.new
     rows = [[t for t in range(case.mask.shape[1]) if case.mask[i, t]] for i in range(len(case.mask))]
-    threshold = np.quantile([case.entropy[i, t] for i, row in enumerate(rows) for t in row], 1 - fraction)
 
     row_losses = []
     for i, row in enumerate(rows):
@@ -75,11 +67,8 @@ def loss(
                 first = ratio * advantage
                 second = min(max(ratio, 1 - epsilon), 1 + epsilon_high) * advantage
                 term = -min(first, second)
-            if case.entropy[i, t] < threshold - 1e-5:  # what differs by a rounding stays together
-                term = 0.0
-            term *= trust(case, i, t, mismatch)
             if beta:
-                term += beta * divergence(new[i, t], case.ref[i, t], ratio, kl_estimator)
+                term += beta * divergence(new[i, t], case.ref[i, t])
             losses.append(term)
         row_losses.append(losses)
 
@@ -98,15 +87,10 @@ def importance(new, old, i, row, t, level):
     return math.prod(math.exp(new[i, s] - old[i, s]) for s in row) ** (1 / len(row))
 
 
-def trust(case, i, t, mismatch):
-    """How much a token counts when the sampler's arithmetic was not the trainer's."""
-    return 1.0 if mismatch == "off" else min(math.exp(case.old[i, t] - case.sampled[i, t]), 3.0)
-
-
-def divergence(new, ref, ratio, estimator):
-    """Schulman's third, with r = pi_ref / pi, plain or weighted by the importance ratio."""
+def divergence(new, ref):
+    """Schulman's third, with r = pi_ref / pi."""
     r = math.exp(ref - new)
-    return ((r - 1) - math.log(r)) * {"k3": 1.0, "k3_corrected": ratio}[estimator]
+    return (r - 1) - math.log(r)
 
 
 def gradient(case, step=1e-6, **settings):

@@ -184,10 +184,8 @@ FLAGS: list[tuple[str, str]] = [
     ("--loss-type ppo", "--loss-type is 'ppo'; .*dapo"),
     ("--importance-sampling-level word", "--importance-sampling-level: .*'word' .*sequence"),
     ("--scale-rewards max", "--scale-rewards: .*'max' .*batch"),
-    ("--kl-estimator k1", "--kl-estimator: .*'k1' .*k3"),
-    ("--kl-estimator k4", "--kl-estimator: .*'k4' .*k3_corrected"),
-    ("--mismatch clip", "--mismatch: .*'clip' .*truncate"),
-    ("--top-entropy-quantile 1.2", "--top-entropy-quantile is 1.2; it must be at most 1"),
+    ("--kl-estimator k3", "--kl-estimator is no flag of train.py; kl_estimator is missing here: --beta has plain k3"),
+    ("--distill-beta 1.2", "--distill-beta is 1.2; it must be at most 1"),
     ("--num-iterations 0", "--num-iterations is 0; it must be at least 1"),
     ("--truncated drop", "--truncated: .*'drop' .*punish"),
     (

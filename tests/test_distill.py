@@ -232,7 +232,7 @@ def test_a_token_s_advantage_grows_by_what_the_teacher_finds_it_likelier(tmp_pat
     def plain(model):
         total = mx.array(0.0)
         for batch in batches:
-            logprobs, _ = run.learner.reader.logprobs(model, batch, "both")
+            logprobs, _ = run.learner.reader.logprobs(model, batch, gradient=True)
             total -= (mx.array(each, mx.float32)[batch.rows, : batch.mask.shape[1]] * batch.mask * logprobs).sum()
         return total / mask.sum()
 

@@ -30,7 +30,7 @@ def rows_of(batches):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("flags", [(), ("--mismatch", "truncate"), ("--checkpoint-layers", "on", "--lora-rank", "0")])
+@pytest.mark.parametrize("flags", [(), ("--checkpoint-layers", "on", "--lora-rank", "0")])
 def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, loss, flags):
     run = make_run(tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ()))
     update_once(run)  # B of the adapters is 0 before
@@ -49,8 +49,6 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
     "flags",
     [
         ("--beta", "0.1"),
-        ("--entropy-coef", "0.1"),
-        ("--top-entropy-quantile", "0.5"),
         ("--teacher", "demo", "--distill-coef", "0.5"),
         ("--loss", "own_loss.py:plain"),
     ],

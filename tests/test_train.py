@@ -299,14 +299,14 @@ def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_
 def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
     for how in ("keep", "mask", "punish"):
         flags = ("--steps", "1", "--eval-every", "0", "--target-kl", "0", "--max-tokens", "7", "--truncated", how)
-        flags += ("--entropy-coef", "1e-9")  # so that all rows have a gradient
+        flags += ("--beta", "1e-9")  # so that all rows have a gradient
         (tmp_path / how).mkdir()
         run = make_run(tmp_path / how, *flags)
         list(train.train(run.config, run))
         (metrics,), lines = records(tmp_path / how / "metrics.jsonl"), records(tmp_path / how / "rollouts.jsonl")
         cut = [line for line in lines if line["finish_reason"] == "length"]
         assert 0 < len(cut) < 12 and metrics["completion/truncated_frac"] == len(cut) / 12
-        assert metrics["forwards_per_completion"] == ((12 - len(cut)) / 12 if how == "mask" else 1)
+        assert metrics["forwards_per_completion"] == 2 * ((12 - len(cut)) / 12 if how == "mask" else 1)
         if how == "punish":
             assert all(line["rewards"]["soft_overlong"] == -1 for line in cut)
             short = [line for line in lines if len(line["ids"]) <= 6]

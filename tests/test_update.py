@@ -41,7 +41,7 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags,
     _, rows, rollout = sample(run)
     seen = []
     for batch in micro_batch.micro_batches(rows, rollout, budget):
-        logprobs, _ = run.learner.reader.logprobs(run.model, batch, "both")
+        logprobs, _ = run.learner.reader.logprobs(run.model, batch, gradient=True)
         gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
         assert gap.max().item() < 1e-4
         seen += batch.rows.tolist()
@@ -64,20 +64,19 @@ def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
 
 
 def whole_step(run, batches, shape):
-    """Log-probabilities and entropies of all rows, (N, T) each, 0 outside the mask."""
-    logprobs, entropy = mx.zeros(shape), mx.zeros(shape)
+    """Log-probabilities of all rows, (N, T), 0 outside the mask."""
+    logprobs = mx.zeros(shape)
     for batch in batches:
-        parts = run.learner.reader.logprobs(run.model, batch, "both")
-        for out, part in zip((logprobs, entropy), parts, strict=True):
-            out[batch.rows, : part.shape[1]] = part * batch.mask
-    return logprobs, entropy
+        part, _ = run.learner.reader.logprobs(run.model, batch)
+        logprobs[batch.rows, : part.shape[1]] = part * batch.mask
+    return logprobs
 
 
 def weighted_gradient(run, batches, slopes):
     """d sum(slopes * logprobs) / d adapters by name, slopes (N, T)."""
 
     def total(model):
-        parts = [(b, run.learner.reader.logprobs(model, b, "both")[0]) for b in batches]
+        parts = [(b, run.learner.reader.logprobs(model, b, gradient=True)[0]) for b in batches]
         return sum((part * b.mask * slopes[b.rows, : part.shape[1]]).sum() for b, part in parts)
 
     return dict(tree_flatten(nn.value_and_grad(run.model, total)(run.model)[1]))
@@ -99,14 +98,12 @@ def unclipped(monkeypatch):
     [
         "",
         "--importance-sampling-level sequence --epsilon 0.02 --epsilon-high 0.02",
-        "--epsilon 0.05 --epsilon-high 0.4 --top-entropy-quantile 0.3",
+        "--epsilon 0.05 --epsilon-high 0.4",
         "--loss-type dr_grpo",
         "--loss-type cispo --epsilon-high 1.2",
         "--loss-type sapo --temp 1.2 --beta 0.5",
         "--loss-type grpo --importance-sampling-level sequence --beta 0.5",
-        "--beta 0.5 --kl-estimator k3_corrected --top-k 5",
-        "--mismatch truncate",
-        "--mismatch truncate --loss-type cispo --epsilon-high 5 --top-entropy-quantile 0.5",
+        "--beta 0.5 --top-k 5",
     ],
 )
 def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, flags):
@@ -121,48 +118,25 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, 
     assert len(batches) > 1
     config = run.config
     ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.objective.beta else None
-    logprobs, entropy = whole_step(run, batches, rollout.mask.shape)
+    logprobs = whole_step(run, batches, rollout.mask.shape)
     new, sampled = (np.array(x, dtype=np.float64) for x in (logprobs, rollout.logprobs))
     case = oracle.Case(
         new=new,
-        old=new if config.objective.mismatch == "truncate" else sampled,
+        old=sampled,
         ref=np.zeros_like(new) if ref_logprobs is None else np.array(ref_logprobs, dtype=np.float64),
-        sampled=sampled,
-        entropy=np.array(entropy, dtype=np.float64),
         advantages=np.array(advantages, dtype=np.float64),
         mask=np.array(rollout.mask),
         max_tokens=config.sampling.max_tokens,
     )
-    if config.objective.mismatch == "off":  # else the policy is the old one itself
-        batches = told(batches, rollout.logprobs)
-    names = "loss_type importance_sampling_level epsilon epsilon_high beta kl_estimator mismatch".split()
+    batches = told(batches, rollout.logprobs)
+    names = "loss_type importance_sampling_level epsilon epsilon_high beta".split()
     settings = {name: getattr(config.objective, name) for name in names}
-    settings["fraction"] = config.objective.top_entropy_quantile
     result, grads = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
     assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
     for name, gradient in weighted_gradient(run, batches, array(oracle.gradient(case, **settings))).items():
         np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
-    if config.objective.loss_type != "sapo" and config.objective.mismatch == "off":
+    if config.objective.loss_type != "sapo":
         assert result.means["clip_frac"] > 0
-
-
-def test_the_entropy_bonus_is_the_mean_entropy_of_the_tokens_that_are_trained(tmp_path):
-    """In every loss it is that mean, however rows are cut, and a step against it alone raises the entropy."""
-    for loss, share in (("grpo", 1.0), ("dr_grpo", 0.4), ("dapo", 0.4)):
-        results = []
-        for coef in ("0", "0.25"):
-            run = make_run(tmp_path, "--loss-type", loss, "--entropy-coef", coef, "--top-entropy-quantile", f"{share}")
-            _, rows, rollout = sample(run)
-            batches = micro_batch.micro_batches(rows, rollout, 150)
-            results.append(gradient_of_update(run, batches, rollout, mx.ones((12,)))[0].loss)
-        entropy, mask = np.array(whole_step(run, batches, rollout.mask.shape)[1]), np.array(rollout.mask) > 0
-        highest = entropy[mask][entropy[mask] >= np.quantile(entropy[mask], 1 - share) - 1e-5]
-        assert results[0] - results[1] == pytest.approx(0.25 * highest.mean(), abs=1e-5)
-    run = make_run(
-        tmp_path, "--entropy-coef", "1", "--learning-rate", "0.01", "--warmup-steps", "0", "--target-kl", "0"
-    )
-    before = update_once(run, advantages=mx.zeros((12,))).means["entropy"]
-    assert update_once(run, advantages=mx.zeros((12,))).means["entropy"] > before + 0.03
 
 
 def peak_of(work):
@@ -222,8 +196,8 @@ def part_of(batch, rows):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "flags",
-    ["", "--beta 0.3 --entropy-coef 0.1 --top-entropy-quantile 0.4 --mismatch truncate"],
-    ids=["plain", "everything"],
+    ["", "--beta 0.3"],
+    ids=["plain", "kl"],
 )
 def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     tmp_path, monkeypatch, unclipped, loss, flags
@@ -243,23 +217,21 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
         found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
     run.learner.reader = policy.Reader(run.config, run.sizes._replace(checkpoint_layers=len(run.model.layers)))
     found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
-    if not run.config.objective.entropy_coef:  # whose plain expression is off by 3e-5
-        with monkeypatch.context() as patch:
-            patch.setattr(lm_head, "token_logprobs", plainly)
-            found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_head, "token_logprobs", plainly)
+        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
     for result, grads in found[1:]:
         assert result.loss == pytest.approx(found[0][0].loss, abs=1e-5)
         for name, gradient in grads.items():
             np.testing.assert_allclose(np.array(gradient), np.array(found[0][1][name]), atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("flags", [(), ("--mismatch", "truncate"), ("--top-entropy-quantile", "0.5")])
-def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path, monkeypatch, flags):
+def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path):
     """
     Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
     policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
     """
-    common = ("--warmup-steps", "0", "--epsilon", "0.1", "--epsilon-high", "0.1", "--target-kl", "0", *flags)
+    common = ("--warmup-steps", "0", "--epsilon", "0.1", "--epsilon-high", "0.1", "--target-kl", "0")
     advantages = mx.random.normal((12,), key=mx.random.key(1))
 
     def begin(*flags):
@@ -271,10 +243,8 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
         return run, micro_batch.micro_batches(rows, rollout, 150), rollout
 
     run, batches, rollout = begin("--num-iterations", "4")
-    first, entropy = whole_step(run, batches, rollout.mask.shape)
-    chosen = grpo.top_entropy_mask(entropy, rollout.mask, run.config.objective.top_entropy_quantile)
+    first = whole_step(run, batches, rollout.mask.shape)
     assert take_step(run, batches, rollout, advantages, 1.0).means["clip_frac"] > 0
-    monkeypatch.setattr(grpo, "top_entropy_mask", lambda *_: chosen)
 
     def distance(old_logprobs):
         other, batches, rollout = begin()
@@ -290,13 +260,13 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
 
 @pytest.mark.parametrize("num_iterations", ["1", "4"])
 def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(tmp_path, monkeypatch, num_iterations):
-    monkeypatch.setattr(grpo, "MISMATCH_CAP", 1.2)
+    monkeypatch.setattr(policy, "MISMATCH_CAP", 1.2)
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0", "--num-iterations", num_iterations)
     _, rows, rollout = sample(run)
     shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
     rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
     batches = micro_batch.micro_batches(rows, rollout, 150)
-    logprobs, _ = whole_step(run, batches, rollout.mask.shape)
+    logprobs = whole_step(run, batches, rollout.mask.shape)
     gap = np.array(logprobs - rollout.logprobs, np.float64)[np.array(rollout.mask) > 0]
     means = take_step(run, batches, rollout, mx.array([1.0, -1.0] * 6), 0.02).means
     assert means["logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
@@ -330,7 +300,7 @@ def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less
     def gain():
         total = 0.0
         for batch in batches:
-            logprobs, _ = run.learner.reader.logprobs(run.model, batch, "both")
+            logprobs, _ = run.learner.reader.logprobs(run.model, batch, gradient=True)
             total += (logprobs * batch.mask * advantages[batch.rows][:, None]).sum().item()
         return total
 
@@ -514,7 +484,7 @@ def sampled_policy(run):
     """float64 log-probabilities of the tokens of `sample` before any update, (N, T), and their mask."""
     rollout = run.first = getattr(run, "first", None) or sample(run)
     batches = micro_batch.micro_batches(rollout[1], rollout[2], 100_000)
-    logprobs, _ = whole_step(run, batches, rollout[2].mask.shape)
+    logprobs = whole_step(run, batches, rollout[2].mask.shape)
     return np.array(logprobs, dtype=np.float64), np.array(rollout[2].mask)
 
 
@@ -627,7 +597,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     run = make_run(tmp_path)
     _, rows, rollout = sample(run)
     batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
-    known = [b._replace(old_logprobs=run.learner.reader.logprobs(run.model, b, "both")[0]) for b in batches]
+    known = [b._replace(old_logprobs=run.learner.reader.logprobs(run.model, b, gradient=True)[0]) for b in batches]
     num_tokens = round(float(rollout.mask.sum()))
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
@@ -651,7 +621,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
         ((), 2),  # how far it moved is measured on a few tokens, which here are all of them
         (("--target-kl", "0", "--beta", "0.1"), 2),
         (("--num-iterations", "3"), 6),
-        (("--top-entropy-quantile", "0.2", "--beta", "0.1", "--num-iterations", "2"), 6),
+        (("--beta", "0.1", "--num-iterations", "2"), 5),
     ],
 )
 def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_path, monkeypatch, flags, expected):
@@ -695,7 +665,7 @@ def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, mon
 
     def twice(hidden, head, ids, surrogate, temperature):
         assert surrogate.old_logprobs is None and surrogate.objective == grpo.Objective(max_tokens=12)
-        logprobs, entropy = lm_head.token_logprobs(hidden, head, ids, temperature=temperature)
+        logprobs, entropy = lm_head.token_logprobs_ref(hidden, head, ids, temperature=temperature)
         return lm_head.TokenLosses(2 * surrogate.terms(logprobs), logprobs, entropy)
 
     plain, _ = gradient_of_update(run, batches, rollout, advantages)
@@ -710,9 +680,9 @@ def test_pushes_are_what_the_update_added_to_the_log_probability_of_each_token(t
     run = make_run(tmp_path, "--target-kl", "0.02")
     _, rows, rollout = sample(run)
     batches = micro_batch.micro_batches(rows, rollout, 100_000)
-    before = update.logprobs_of_step(run.learner, run.model, batches, rollout.mask.shape)[0]
+    before = whole_step(run, batches, rollout.mask.shape)
     result = update_once(run)
-    after = update.logprobs_of_step(run.learner, run.model, batches, rollout.mask.shape)[0]
+    after = whole_step(run, batches, rollout.mask.shape)
     lengths = rollout.lengths
     assert result.pushes and any(np.abs(push).max() > 1e-3 for push in result.pushes.values())
     for row, push in result.pushes.items():

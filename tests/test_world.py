@@ -60,7 +60,7 @@ def test_what_is_shared_arrives_as_it_was():
 
 VARIANTS = {
     "plain": [],
-    "kl, top entropy, grpo": ["--beta", "0.1", "--top-entropy-quantile", "0.4", "--loss-type", "grpo"],
+    "kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"],
     "all weights": ["--lora-rank", "0"],
 }
 
@@ -135,7 +135,7 @@ def lines(path):
 
 
 EVERYTHING = [
-    *("--dynamic-sampling", "--beta", "0.02", "--top-entropy-quantile", "0.8", "--loss-type", "grpo"),
+    *("--dynamic-sampling", "--beta", "0.02", "--loss-type", "grpo"),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
 ]
 

@@ -28,7 +28,7 @@ import judge
 import lora
 import sampler
 import tasks
-from config import JUDGE, SETTINGS, TOOLS, Config, checked, given, load_recipe, moved, resolve
+from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
@@ -38,6 +38,8 @@ from problems import audit, chat_template
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
+from settings.checks import checked
+from settings.sources import given, load_recipe, moved, resolve
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from step.policy import completion_hidden

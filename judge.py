@@ -27,7 +27,7 @@ import numpy as np
 import gwen
 import lora
 import sampler
-from config import JUDGE, SETTINGS, JudgeSettings, checked, given, of_environment
+from config import JUDGE, SETTINGS, JudgeSettings
 from flags import Parser, add_flags, fail, visible
 from judging import labels, prompt_tree, rubrics
 from judging.remote_judge import RemoteJudge
@@ -35,6 +35,8 @@ from judging.rubrics import Evaluation, Grader, Question, Tell
 from kv_cache import TreeCache
 from layers import softmax
 from machine import alive
+from settings.checks import checked
+from settings.sources import given, of_environment
 
 
 class Judge(Grader):

@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 import gwen
 import lora
 import sampler
-from config import Config, Sizes, Switch, given, parse, resolve
+from config import Config, Sizes, Switch
 from disk import checkpoint, hub
 from flags import Parser, check_least, fail, flag_of, visible
 from judging import rubrics
@@ -36,6 +36,7 @@ from kv_cache import round_up
 from layers import attention, delta, lm_head
 from machine import gpu, world
 from problems.examples import prompt_text, short
+from settings.sources import given, parse, resolve
 from step import dispatch, micro_batch
 from turns.episodes import context_of
 

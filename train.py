@@ -31,7 +31,7 @@ import numpy as np
 import gwen
 import sampler
 import update
-from config import Config, as_yaml, given, joined, may_change, parse, refuse_unknown, resolve
+from config import Config
 from disk import checkpoint, run_files
 from flags import fail, flag_of
 from machine import gpu, power, world
@@ -42,6 +42,7 @@ from reporting import page, seeds, trackers
 from reporting.console import say
 from reporting.journal import Step, evaluation_is_due
 from run import GrpoRun, SftRun, sampling_of, stoppable
+from settings.sources import as_yaml, given, joined, may_change, parse, refuse_unknown, resolve
 from sft import tuning
 from step.groups import Draw, Rewards, choose_groups, gated, gather, weigh
 from step.policy import Targets

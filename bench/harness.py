@@ -24,10 +24,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-from config import Config, resolve
+from config import Config
 from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, gpu
+from settings.sources import resolve
 from step import micro_batch
 
 # ---- flags and the work

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import OWN_TASK, Config
+from config import Config
 from flags import flag_of
 from judging import rubrics
 from problems.examples import Example, load_data, load_sides, nearest
 from problems.rewards import Calling, Reward, load_functions, load_reward, reward_arguments, reward_columns
+from settings.sources import OWN_TASK
 from tasks import calculator, demo, gsm8k, guess, ifeval, math, own, rg, values
 from tasks.task import DATA, Sides, Task
 from turns import calls

@@ -5,15 +5,15 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten
 
-import config
 import grpo
 import gwen
 import sampler
 import train
 import update
-from config import given, parse
 from problems import chat_template
 from problems.examples import epoch_indices
+from settings import sources
+from settings.sources import given, parse
 from step import micro_batch
 
 RENDERED = {}
@@ -47,7 +47,7 @@ def make_config(*flags):
 
 def resolve(flags, recipe=None, resume=None):
     """Settings and the line about the model, as `train.py` finds them."""
-    return config.resolve(flags, recipe, resume, gwen.choose_model)
+    return sources.resolve(flags, recipe, resume, gwen.choose_model)
 
 
 def make_run(tmp_path, *flags):

@@ -24,7 +24,6 @@ import yaml
 from conftest import CONFIGS, QWEN3, write_checkpoint
 from small_run import resolve
 
-import config
 import evaluate
 import gwen
 import judge
@@ -34,10 +33,12 @@ import report
 import sampler
 import tasks
 import train
-from config import SETTINGS, parse
+from config import SETTINGS
 from disk import checkpoint, run_files
 from flags import fail, flag_of
 from reporting import console
+from settings import sources
+from settings.sources import parse
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -396,9 +397,9 @@ def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, 
 
 def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "")
-    assert config.of_environment() == {}
+    assert sources.of_environment() == {}
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
-    assert config.of_environment() == {"judge_chunk_size": 7}
+    assert sources.of_environment() == {"judge_chunk_size": 7}
 
 
 # ---- mistakes of the other commands
@@ -638,7 +639,7 @@ def test_a_run_on_a_users_own_rewards_is_evaluated_by_the_verifier_where_the_dat
     ],
 )
 def test_a_users_own_rewards_replace_all_of_the_tasks_the_rubric_too_unless_it_is_named(mistakes, flags, weights):
-    its, _ = resolve(config.given(parse(["--model", "demo", *flags.format(at=mistakes).split()])), None, None)
+    its, _ = resolve(sources.given(parse(["--model", "demo", *flags.format(at=mistakes).split()])), None, None)
     task = tasks.make(its)
     assert task.reward_weights == weights and (task.rubric is not None) == ("rubric" in weights)
 

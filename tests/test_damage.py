@@ -20,7 +20,6 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
 
-import config
 import gwen
 import lora
 import report
@@ -28,6 +27,7 @@ import train
 from disk import adapters, checkpoint, hub
 from disk.run_files import START
 from machine import gpu
+from settings import sources
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -225,7 +225,7 @@ def whole(tmp_path_factory):
 
 
 def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, monkeypatch):
-    made, states = train.GrpoRun(config.resolve({}, None, str(whole), gwen.choose_model)[0], whole), []
+    made, states = train.GrpoRun(sources.resolve({}, None, str(whole), gwen.choose_model)[0], whole), []
 
     def make(settings, path):
         made.config, made.dir = settings, path

@@ -10,9 +10,9 @@ import gwen
 import lora
 import sampler
 from bench import launches, ledger
-from config import resolve
 from kv_cache import KVCache, SlotCache
 from machine import gpu
+from settings.sources import resolve
 
 
 @pytest.fixture(params=["qwen3", "qwen3.5"])

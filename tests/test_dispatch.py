@@ -14,9 +14,9 @@ import gwen
 import sampler
 import tasks
 import train
-from config import as_yaml, parse
 from disk import checkpoint, run_files
 from layers import attention
+from settings.sources import as_yaml, parse
 from step import dispatch
 from step.dispatch import Kind, Trial
 

@@ -25,6 +25,7 @@ from distill import teacher as distill
 from layers import divergence
 from machine import gpu
 from problems import chat_template
+from settings import checks
 from sft import tuning as sft
 from sft.chats import Row
 from step import groups, micro_batch, policy
@@ -369,7 +370,7 @@ def test_what_a_run_has_no_use_for_are_settings():
     runs |= {"advantage": ("group", "reinforce"), "lora_rank": (0, 16)}
     for values in itertools.product(*runs.values()):
         its = config.Config.of(**dict(zip(runs, values, strict=True)), eval_every=0)
-        for names, why in config.unused(its):
+        for names, why in checks.unused(its):
             assert names <= its.flat().keys() and "; " in why
 
 

@@ -4,10 +4,12 @@ import re
 
 import pytest
 
-import config
 import flags
-from config import PARTS, SETTINGS, TARGETS, fused_targets, parse
+from config import SETTINGS, TARGETS
 from disk import hub
+from settings import checks, sources
+from settings.checks import PARTS, fused_targets
+from settings.sources import parse
 
 KINDS = {"same", "renamed", "not needed", "missing"}
 
@@ -73,9 +75,9 @@ def test_all_unknown_flags_are_told_in_one_line(capsys):
 
 def test_a_recipe_and_a_program_are_answered_like_a_flag():
     with pytest.raises(ValueError, match="unknown setting 'num_generations'; TRL's num_generations is here --groups"):
-        config.refuse_unknown({"num_generations": 8})
+        sources.refuse_unknown({"num_generations": 8})
     with pytest.raises(ValueError, match=r"unknown setting 'zebra'; train\.py --help-all lists them"):
-        config.refuse_unknown({"zebra": 8})
+        sources.refuse_unknown({"zebra": 8})
 
 
 def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
@@ -97,7 +99,7 @@ def test_projections_may_be_named_as_in_a_checkpoint():
     found = fused_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
     assert found == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     assert fused_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
-    assert config.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
+    assert checks.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
 
 
 def test_a_part_alone_is_refused_with_its_neighbours():
@@ -106,4 +108,4 @@ def test_a_part_alone_is_refused_with_its_neighbours():
     ):
         fused_targets(["q_proj", "v_proj"])
     with pytest.raises(ValueError, match="--lora-targets is 'qkv'; it must be one of qkv_proj"):
-        config.checked({"lora_targets": ["qkv"]})
+        checks.checked({"lora_targets": ["qkv"]})

@@ -22,10 +22,10 @@ import judge
 import lora
 import sampler
 from bench import judging
-from config import checked
 from demo import make
 from judging import prompt_tree, remote_judge, rubrics
 from machine import gpu
+from settings.checks import checked
 from tasks import demo as sums
 
 pytestmark = pytest.mark.slow

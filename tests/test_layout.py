@@ -41,6 +41,7 @@ PACKAGES = (
     "machine",
     "problems",
     "reporting",
+    "settings",
     "sft",
     "step",
     "tasks",

@@ -17,8 +17,9 @@ import preflight
 import sampler
 import update
 from bench import launches, ledger
-from config import Config, Sizes, resolve
+from config import Config, Sizes
 from layers import attention
+from settings.sources import resolve
 from step import micro_batch, policy
 
 X = mx.zeros((4, 6), mx.float16)

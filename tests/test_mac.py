@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import config
 import gwen
 import lora
 import preflight
@@ -27,11 +26,13 @@ import sampler
 import train
 import update
 from bench import launches, ledger
-from config import Config, Sizes, given, parse
+from config import Config, Sizes
 from disk import checkpoint
 from judging import prompt_tree
 from machine import gpu, power
 from reporting import journal
+from settings import sources
+from settings.sources import given, parse
 from step import dispatch, policy
 
 ROOT = Path(gwen.__file__).parent
@@ -157,7 +158,7 @@ def test_a_wired_limit_that_no_mac_has_is_refused_in_one_line(mac, text, capsys)
 
 def make_config(**flags):
     asked = {"model": "random:0.6b", "task": "gsm8k", "batch": 8, "groups": 8} | flags
-    return config.resolve(asked, None, None, gwen.choose_model)[0]
+    return sources.resolve(asked, None, None, gwen.choose_model)[0]
 
 
 def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
@@ -324,7 +325,7 @@ def test_no_command_buffer_of_a_step_is_long():
     """Longer than a second at an M1's peaks would hold up its display: https://github.com/ml-explore/mlx/issues/3267."""
     flags = {"model": "random:0.6b", "task": "demo", "batch": 8, "groups": 8, "max_tokens": 256, "lora_rank": 16}
     flags |= {"train_token_budget": 2048, "checkpoint_layers": "off"}
-    settings, _ = config.resolve(flags, None, None, gwen.choose_model)
+    settings, _ = sources.resolve(flags, None, None, gwen.choose_model)
     work = ledger.StepWork(gwen.load_config("random:0.6b"), mx.float16, settings, 128)
     with launches.as_on_a_gpu():
         function, inputs = ledger.gradient(work, 2)
@@ -646,7 +647,7 @@ def readme_commands():
 @pytest.mark.parametrize(("command", "printed"), readme_commands(), ids=["demo", "real", "own"])
 def test_the_readmes_first_commands_do_on_a_mac_what_they_show(mac, monkeypatch, tmp_path, command, printed):
     monkeypatch.chdir(tmp_path)
-    settings, choice = config.resolve(given(parse(shlex.split(command))), None, None, gwen.choose_model)
+    settings, choice = sources.resolve(given(parse(shlex.split(command))), None, None, gwen.choose_model)
     assert choice.startswith(printed.splitlines()[0].removesuffix(" …"))
     shape = BIG if settings.model.name.startswith("Qwen/") else gwen.load_config(settings.model.name)
     demand = preflight.Demand(

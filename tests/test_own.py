@@ -11,14 +11,14 @@ import pytest
 import yaml
 from conftest import message_of
 
-import config
 import evaluate
 import tasks
 import train
-from config import given, located, parse
 from flags import load_yaml
 from problems import audit, examples, rewards
 from run import SftRun
+from settings import sources
+from settings.sources import given, located, parse
 from tasks import own
 
 ROOT = Path(tasks.__file__).parent.parent
@@ -31,7 +31,9 @@ def write(path, rows):
 
 
 def settings(*words):
-    return config.resolve(given(parse(["--model", "demo", *map(str, words)])), None, None, lambda name: (name, "asked"))
+    return sources.resolve(
+        given(parse(["--model", "demo", *map(str, words)])), None, None, lambda name: (name, "asked")
+    )
 
 
 def task_of(*words):
@@ -179,7 +181,7 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
         "task: own, at --steps 60 --max-tokens 24 --learning-rate 0.004 --eval-every 20 --save-every 20"
     )
     flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", "3"]))
-    got, said = config.resolve(flags, None, None, lambda name: (name, "asked"))
+    got, said = sources.resolve(flags, None, None, lambda name: (name, "asked"))
     recipe = load_yaml(ROOT / "recipes" / "own.yaml", "")
     assert got.sampling.batch == 3 and got.optimizer.learning_rate == recipe["learning_rate"]
     assert "--batch 3 --groups 8 --max-tokens 256 --steps 100 --learning-rate 5e-05" in said
@@ -321,8 +323,8 @@ def test_a_recipe_s_files_are_found_beside_it_too(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").touch()
     (tmp_path / "recipe.yaml").write_text("data: mine.jsonl\n")
     monkeypatch.chdir("/")
-    assert config.load_recipe(tmp_path / "recipe.yaml")["data"] == f"{tmp_path}/mine.jsonl"
-    sizes = config.of_task("rg:lcm", "demo:rg")["task_config"]
+    assert sources.load_recipe(tmp_path / "recipe.yaml")["data"] == f"{tmp_path}/mine.jsonl"
+    sizes = sources.of_task("rg:lcm", "demo:rg")["task_config"]
     assert os.path.samefile(sizes, ROOT / "data" / "demo_rg.yaml")
 
 
@@ -402,6 +404,6 @@ def test_chats_to_tune_on_have_held_out_ones_in_a_file_of_their_own(tmp_path):
 
 def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
     rows = write(tmp_path / "a.jsonl", [{"prompt": row["prompt"], "completion": "one"} for row in SUMS])
-    (tmp_path / "config.yaml").write_text(config.as_yaml(settings("--loss-type", "sft", "--data", rows)[0]))
+    (tmp_path / "config.yaml").write_text(sources.as_yaml(settings("--loss-type", "sft", "--data", rows)[0]))
     assert evaluate.of_run(str(tmp_path), {}).data.task == "demo"
     assert evaluate.of_run(str(tmp_path), {}, "problems.jsonl").data.task == "own"

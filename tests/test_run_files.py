@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from config import Config, as_yaml
+from config import Config
 from disk import run_files
+from settings.sources import as_yaml
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,12 @@ import gwen
 import report
 import train
 import update
-from config import Config, Sizes, given, parse
+from config import Config, Sizes
 from disk import checkpoint, hub, run_files
 from docs import reference
 from problems import chat_template
 from reporting import page
+from settings.sources import given, parse
 from sft import chats
 from sft import tuning as sft
 from sft.chats import Row

@@ -11,8 +11,9 @@ from conftest import message_of
 
 import evaluate
 import train
-from config import checked, resolve
 from run import GrpoRun
+from settings.checks import checked
+from settings.sources import resolve
 from tasks import make
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,6 @@ import mlx.core as mx
 import pytest
 from conftest import QWEN3
 
-import config
 import gwen
 import kv_cache
 import lora
@@ -17,6 +16,7 @@ from bench import launches, ledger
 from disk import hub
 from layers import lm_head, softmax
 from machine import gpu
+from settings import sources
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts
@@ -141,7 +141,7 @@ def test_a_decode_step_of_qwen_writes_its_keys_in_place(name: str, rank: int, ba
     raw = gwen.random_config("random:0.6b").raw | {"hidden_size": hidden, "num_hidden_layers": layers}
     raw |= {"intermediate_size": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
     flags = {"model": "random:0.6b", "task": "demo", "batch": batch, "groups": 8, "max_tokens": 256, "lora_rank": rank}
-    settings, _ = config.resolve(flags, None, None, gwen.choose_model)
+    settings, _ = sources.resolve(flags, None, None, gwen.choose_model)
     work = ledger.StepWork(hub.make_config(raw), mx.float16, settings, prompt_tokens=128)
     with launches.as_on_a_gpu():
         function, inputs = ledger.decode(work, layers)

@@ -1,0 +1,154 @@
+"""
+Whether settings that are each in range make a run: what it has no use for, and what contradicts itself.
+
+Left out: the settings and their ranges (config.py).
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from config import SETTINGS, TARGETS, Config, is_own
+from flags import check_values, flag_of
+
+MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
+PARTS = {  # of a checkpoint
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
+    """
+    The settings, each of the right type and in range, without contradiction. Raises ValueError otherwise.
+
+    flags: the names of those given as flags.
+    """
+    automatic = {key for key, value in settings.items() if value == "auto" and SETTINGS[key].is_automatic}
+    settings = {key: value for key, value in settings.items() if key not in automatic}
+    if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
+        settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
+    if isinstance(asked := settings.get("lora_targets"), list):
+        settings["lora_targets"] = fused_targets(asked)
+    check_values(SETTINGS, settings)
+    config = Config.of(**settings)
+    refuse_unused(config, flags)
+    for mistake in mistakes(config):
+        raise ValueError(mistake)
+    return config
+
+
+def fused_targets(asked: list[Any]) -> list[Any]:
+    """
+    The projections that adapters are put on, by names of theirs, of a checkpoint, or `all-linear`; in order.
+
+    Raises ValueError for a part without its neighbours: one adapter serves the rows of all.
+    """
+    if asked == ["all-linear"]:
+        return list(TARGETS)
+    found = list(asked)
+    for whole, parts in PARTS.items():
+        named = [part for part in parts if part in asked]
+        if lacking := [part for part in parts if part not in asked] if named else []:
+            raise ValueError(
+                f"--lora-targets {named[0]}: one adapter serves {', '.join(parts)} together, in {whole}; "
+                f"name {' and '.join(lacking)} too, or {whole}"
+            )
+        found = [one for one in found if one not in parts] + ([whole] if named and whole not in asked else [])
+    return sorted(found, key=TARGETS.index) if set(found) <= set(TARGETS) else found
+
+
+def refuse_unused(config: Config, flags: Collection[str]) -> None:
+    """
+    Raises ValueError naming settings that were set and that this run has no use for.
+
+    A default counts as not set, as a run's `config.yaml` holds all of them; but not as a flag for --loss-type sft.
+    """
+    values, defaults = config.flat(), Config.of().flat()
+    changed = {key for key, default in defaults.items() if values[key] != default}
+    if config.objective.loss_type == "sft":
+        changed |= set(flags)
+    for keys, why in unused(config):
+        if found := sorted(changed & keys):
+            said = (f"{flag_of(key)} {values[key]!s:.60}" for key in found)
+            raise ValueError(f"{', '.join(said)}: {why}")
+
+
+def unused(config: Config) -> Iterator[tuple[set[str], str]]:
+    """Settings that would mislead, since this run has no use for them; why, and what to do instead."""
+    objective = config.objective
+
+    def only(*kinds: str) -> set[str]:
+        return {key for key, one in SETTINGS.items() if one.field.metadata.get("of") in kinds}
+
+    if objective.loss_type == "sft":
+        yield only("rollouts", "grpo", "distill"), "--loss-type sft samples and judges nothing; leave that out"
+    else:
+        yield only("sft"), "only for --loss-type sft; leave that out"
+    if objective.loss_type == "distill":
+        yield {"distill_coef"}, "only for losses on advantages; leave that out, or --loss-type distill"
+        yield only("grpo"), "--loss-type distill has no advantages; leave that out"
+    else:
+        yield only("distill"), "only for --loss-type distill; leave that out, or choose that loss"
+    if objective.teacher:
+        yield {"top_p", "top_k", "min_p"}, f"--teacher {objective.teacher} scores the whole vocabulary; leave that out"
+    else:
+        yield {"teacher_prompt", "distill_coef"}, "there is no teacher; name one with --teacher"
+    if objective.advantage == "reinforce":
+        yield {"dynamic_sampling"}, "to --advantage reinforce equal rewards are a signal; leave that out"
+    if config.sampling.groups == 1:
+        yield {"dynamic_sampling", "curriculum"}, "in groups of one no rewards differ; set --groups 2 or more"
+    if not config.evaluation.every:
+        yield {"early_stopping"}, "there are no evaluations; set --eval-every"
+    if not config.model.lora_rank:
+        merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
+        yield {"init_adapter"}, f"--lora-rank 0 trains no adapter; {merge}"
+
+
+def mistakes(config: Config) -> Iterator[str]:
+    """What is wrong with settings that each are in range."""
+    objective, optimizer, sampling, judge = config.objective, config.optimizer, config.sampling, config.judge
+    groups = sampling.groups
+    if re.match("[a-z]+://[^/]*@", judge.url, re.IGNORECASE):
+        yield "--judge-url holds a password, which logs would show; put the key into JUDGE_API_KEY"
+    if judge.think and judge.mode != "decode":
+        yield f"--judge-think {judge.think} needs --judge-mode decode: logits come before thoughts"
+    if judge.url and not judge.model:
+        yield f"--judge-url {judge.url} serves models by name; name one with --judge-model"
+    if (num_rows := sampling.batch * groups) > MOST_ROWS:
+        yield f"--batch {sampling.batch} times --groups {groups} is {num_rows}; it must be at most {MOST_ROWS}"
+    if "" in sampling.stop:
+        yield "--stop has an empty text, which every completion holds; remove it"
+    if sampling.stop and (config.tools.tools or config.tools.env):
+        yield f"--stop {sampling.stop[0]!r:.60} ends completions; with --tools or --env they have turns, leave it out"
+    if sampling.temp == 0:
+        yield "--temp is 0; training needs completions that differ, so it must be more than 0"
+    if 0 < optimizer.target_kl < 1e-3:
+        yield f"--target-kl is {optimizer.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
+    if objective.loss_type == "sft" and not config.data.path:
+        yield "--loss-type sft needs --data FILE, with columns messages, or prompt and completion"
+    if objective.loss_type == "distill" and not objective.teacher:
+        yield "--loss-type distill learns from a teacher; name one with --teacher"
+    if objective.loss_type == "distill" and objective.truncated == "punish":
+        yield "--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask"
+    if objective.teacher and objective.loss_type != "distill" and not objective.distill_coef:
+        yield f"--teacher {objective.teacher} is not asked anything; set --loss-type distill, or --distill-coef 1"
+    if objective.teacher == "self" and not objective.teacher_prompt:
+        yield "--teacher self knows no more than the student; give it a --teacher-prompt"
+    if groups == 1 and not objective.teacher:  # with one, see `tasks.refuse_useless_rewards`
+        yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
+    if is_own(objective.advantage) and objective.scale_rewards != "group":
+        yield f"--scale-rewards {objective.scale_rewards} is for our advantages; --advantage is yours, leave it out"
+    if objective.advantage == "reinforce" and objective.scale_rewards in ("group", "mean"):
+        yield "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"
+    by_group = (objective.advantage, objective.scale_rewards) == ("group", "group")
+    if objective.combine_rewards == "normalize" and not by_group:
+        yield "--combine-rewards normalize normalizes within groups; leave --advantage and --scale-rewards at group"
+    upper = objective.epsilon if objective.epsilon_high is None else objective.epsilon_high
+    if objective.loss_type == "cispo" and upper < 1:
+        yield f"--epsilon-high is {upper}; with --loss-type cispo it caps the ratio itself: at least 1, usually 5"
+    if optimizer.checkpoint_layers not in ("auto", "on", "off") and not optimizer.checkpoint_layers.isdecimal():
+        yield f"--checkpoint-layers is {optimizer.checkpoint_layers!r}; it must be auto, on, off or a number"
+    if config.model.lora_rank and not config.model.lora_targets:
+        yield f"--lora-targets is empty; name some of {', '.join(TARGETS)}, or set --lora-rank 0"

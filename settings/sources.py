@@ -1,0 +1,213 @@
+"""
+Where a run's settings come from: flags, the environment, a recipe; which of them wins; and how they are written down.
+
+Left out: the settings (config.py), whether they fit together (settings/checks.py).
+"""
+
+import argparse
+import os
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from config import SETTINGS, Config, Sizes, is_own
+from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds
+from settings.checks import checked
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parses the flags of train.py; omitted settings are None."""
+    everything = "--help-all" in argv
+    parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
+    parser.add_argument("--help-all", action="help", help="show every flag and exit")
+    parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
+    parser.add_argument("--eval-data", metavar="FILE", help="held-out prompts for --data, in place of a tenth of it")
+    parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
+    parser.add_argument(
+        "--seeds",
+        type=seeds,
+        metavar="N",
+        help="run N seeds from --seed on, or a list of them as 1,2,5, into one directory",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
+    parser.add_argument(
+        "--resume", nargs="?", const=True, metavar="DIR", help="go on with the run in DIR, or the newest unfinished one"
+    )
+    parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
+    parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="--resume though its data, rewards or files changed"
+    )
+    parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
+    add_flags(parser, SETTINGS.values(), everything)
+    return parser.parse_args(argv)
+
+
+def given(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
+    """The settings in `names` among the given flags; --eval-data joins --data."""
+    found = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if (held_out := getattr(args, "eval_data", None)) is not None:
+        found["data"] = joined(found.get("data"), held_out)
+    return found
+
+
+def joined(data: str | None, held_out: str) -> str:
+    """Both sides of a run's data as one setting."""
+    if data is None:
+        raise ValueError(f"--eval-data {held_out} goes with --data FILE, which is trained on; give both")
+    return f"{data},{held_out}"
+
+
+# of the bundled models
+OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
+RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
+
+
+def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
+    """
+    Settings with absolute paths, so that a run finds its files from any directory.
+
+    A relative path is one from the working directory, else from the first of `folders` that has it. What names no file
+    stays as it is: a hub id, a bundled model, a mistake.
+    """
+
+    def find(text: str) -> str:
+        for folder in (Path(), *folders):
+            if text and os.path.exists(path := os.path.abspath(folder / text)):
+                return path
+        if "," in text:
+            return ",".join(map(find, text.split(",")))
+        if "=" in text:  # a name before it
+            return "=".join([text.partition("=")[0], find(text.partition("=")[2])])
+        file, _, name = text.rpartition(":")  # a function in a file, a split in a directory
+        return f"{path}:{name}" if file and (path := find(file)) != file else text
+
+    def locate(key: str, value: Any) -> Any:
+        metadata = SETTINGS[key].field.metadata
+        if isinstance(value, list):
+            return [locate(key, one) for one in value]
+        if not isinstance(value, str) or not metadata.get("file") or (metadata.get("own") and not is_own(value)):
+            return value
+        is_name = value in ("self", *OWN_TASK) or (key == "judge_model" and settings.get("judge_url"))
+        return value if is_name else find(value)
+
+    return {key: locate(key, value) for key, value in settings.items()}
+
+
+def moved(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The settings, and the files that they name by an absolute path where none is. A run keeps its --init-adapter."""
+    for key in settings.keys() - {"init_adapter"}:
+        value = settings[key] if SETTINGS[key].field.metadata.get("file") else ""
+        for text in value if isinstance(value, list) else [value]:
+            for part in [text] if os.path.exists(str(text)) else str(text).split(","):
+                path = part if os.path.exists(part) else re.sub(":[^:/]*$", "", part)
+                if os.path.isabs(path) and not os.path.exists(path):
+                    yield key, path
+
+
+def resolve(
+    flags: dict[str, Any],
+    config_path: str | None,
+    resume: str | None,
+    choose_model: Callable[[str | None], tuple[str, str]],
+) -> tuple[Config, str]:
+    """
+    The checked settings, and a line that says which model was chosen and why.
+
+    choose_model: requested model -> chosen model, and the reason. A resumed run keeps its settings except those marked
+    `later`.
+    """
+    if resume:
+        anew = f"start a new one, from these weights with --init-adapter {resume}"
+        if config_path:
+            raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
+        if not (Path(resume) / "config.yaml").is_file():
+            raise ValueError(f"--resume {resume}: {no_run(resume)}")
+        if fixed := sorted(key for key in flags if not may_change(key)):
+            raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; {anew}")
+        settings = load_recipe(Path(resume) / "config.yaml") | flags
+        for key, path in moved(settings):
+            fix = f"put it back, or write its new place into {resume}/config.yaml and add --allow-changes"
+            raise ValueError(f"--resume {resume}: {flag_of(key)} {path} is no longer there; {fix}")
+        config = checked(settings, flags)
+        return config, f"model: {config.model.name}, as before; task: {config.data.task}"
+    recipe, flags = load_recipe(Path(config_path)) if config_path else None, located(flags)
+    asked = merged(flags, recipe)  # a mistake is told before a model is downloaded
+    model, why = choose_model(asked.model.name)
+    is_own = asked.data.path and asked.objective.loss_type != "sft"  # which needs no task but for evaluations
+    usual = "env" if asked.tools.env else OWN_TASK.get(model, "values")
+    task = asked.data.task or ("own" if is_own else usual)
+    config = merged(flags | {"model": model, "task": task}, recipe)
+    said = f"model: {model}, {why}; task: {task}"
+    if task == "own" and recipe is None and is_own:
+        values = config.flat()
+        said += f", at {' '.join(f'{flag_of(key)} {values[key]:g}' for key in of_task(task, model))}"
+    return config, said
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may change a setting."""
+    return bool(SETTINGS[key].field.metadata.get("later"))
+
+
+def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
+    """The checked settings: flag, else environment, else recipe, else default. recipe: None for that of the task."""
+    asked = recipe or {}
+    unasked = (of_task(flags.get("task", ""), flags.get("model", "")) if recipe is None else {}) | of_environment()
+    if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
+        unasked = {name: value for name, value in unasked.items() if SETTINGS[name].is_for("sft")}
+    config = checked(asked | unasked | flags, flags)
+    its_rate = "learning_rate" in flags or ("learning_rate" in asked and asked.get("lora_rank") == 0)
+    if config.model.lora_rank == 0 and not its_rate:  # the recipe's or the default is one for adapters
+        return config.but(learning_rate=config.optimizer.learning_rate / 10)
+    return config
+
+
+def of_environment() -> dict[str, int]:
+    """The judge's chunk size if `RUBRIC_JUDGE_BATCH_SIZE` is set; empty means unset. Raises ValueError if invalid."""
+    text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE", "")
+    if text and not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise ValueError(f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number from 1 to 999999999")
+    return {"judge_chunk_size": int(text)} if text else {}
+
+
+def of_task(task: str, model: str) -> dict[str, Any]:
+    """
+    The task's defaults from `recipes/`: for rg:NAME those of the model demo:rg, and none for another model; for own
+    data with a bundled model those of the model's own task.
+    """
+    kind = task.partition(":")[0]
+    name = RECIPES.get((model, kind), kind)
+    paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
+    held = load_recipe(paths[name]) if name in paths else {}
+    return {key: held[key] for key in held if kind != "own" or key not in ("model", "task", "task_config")}
+
+
+def load_recipe(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file. Raises ValueError naming an unknown key and the nearest known one."""
+    held = load_yaml(path, f"--config {path}")
+    if not isinstance(held, dict):
+        raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
+    refuse_unknown(held, f"--config {path}: ")
+    return located(held, path.parent)
+
+
+def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
+    """Raises ValueError naming a setting that does not exist, and what it is here."""
+    for key in settings:
+        if key not in SETTINGS:
+            said = hint(str(key)[:40], SETTINGS, repr) or "train.py --help-all lists them"
+            raise ValueError(f"{where}unknown setting {reprlib.repr(key)}; {said}")
+
+
+def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
+    """Every setting as YAML, with the sizes once they are decided."""
+    automatic = {key for key, one in SETTINGS.items() if one.is_automatic}
+    return yaml.safe_dump(
+        {key: "auto" if key in automatic and value is None else value for key, value in config.flat(sizes).items()},
+        sort_keys=False,
+    )

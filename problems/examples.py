@@ -70,7 +70,7 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     A prompt is a string or chat messages; `system`, `category` and `answer` are strings, so that an answer 42 is the
     same from any file; `chat_template_kwargs` is a dictionary; other columns stay unchanged.
     If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
-    the `answer` if there is no such column.
+    the `answer` if there is no such column. Rows with a column `environment` need none: the prompt is "".
 
     Raises ValueError naming file, line or record, value and fix.
     """
@@ -314,7 +314,7 @@ def _checked(example: Example) -> Example:
         raise ValueError(
             f"column {taken[0]!r} is an argument of rewards; rename it: --columns my_{taken[0]}={taken[0]}"
         )
-    prompt = example.get("prompt")
+    prompt = example.get("prompt", "" if "environment" in example else None)  # an environment may give the prompt
     if prompt is None:
         others = [name for name in example if name != "prompt"]
         texts = (name for name in others if isinstance(example[name], (str, list)) and name.isidentifier())
@@ -324,7 +324,7 @@ def _checked(example: Example) -> Example:
         prompt = check_prompt(prompt)
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
-    else:
+    elif prompt or "prompt" in example:
         check_text("prompt", prompt)
     for name in ("system", "category"):
         if example.get(name) is not None:

@@ -209,8 +209,12 @@ def _import_module(what: str, name: str) -> Any:
 
 
 def _import_file(what: str, path: Path) -> Any:
-    module_spec = importlib.util.spec_from_file_location(f"file of a user {path.stem}", path)
+    """The module of a file, the same one while the file stays as it is: its functions may ask for its classes."""
+    module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
     assert module_spec is not None and module_spec.loader is not None, path
+    content, held = path.read_bytes(), sys.modules.get(module_spec.name)
+    if held is not None and held.__dict__.get("__content__") == content:
+        return held
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     sys.path.insert(0, str(path.parent))
@@ -222,6 +226,7 @@ def _import_file(what: str, path: Path) -> Any:
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
+    vars(module)["__content__"] = content  # once it ran to its end
     return module
 
 

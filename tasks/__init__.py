@@ -15,7 +15,7 @@ from typing import Any
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems.examples import Example, load_data, load_sides, nearest
+from problems.examples import Example, load_data, load_sides, nearest, spread
 from problems.rewards import Calling, Reward, load_functions, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
 from tasks import calculator, demo, gsm8k, guess, ifeval, math, own, rg, values
@@ -130,6 +130,8 @@ def _with_tools(task: Task, config: Config) -> Task:
         task = task._replace(tools=tuple(dict(found).values()))
     if config.tools.env:
         task = task._replace(environments=_environments(config.tools.env))
+        if not task.held_out:  # one prompt in all rows: what differs is what the environment draws
+            task = task._replace(held_out=spread(task.train, guess.NUM_HELD_OUT))
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
     schemas = calls.schemas_of("--tools", list(task.tools))
@@ -142,6 +144,8 @@ def _with_tools(task: Task, config: Config) -> Task:
     )
     if task.name == "env" and not task.environments:
         raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
+    if not task.environments and not all(example["prompt"] for example in task.train + task.held_out):
+        raise ValueError(f"--data {config.data.path} has rows without a prompt; name who gives it: --env FILE.py:Class")
     if task.environments and not task.rewards and not task.rubric:
         raise ValueError(f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one")
     if task.environments and config.sampling.curriculum:

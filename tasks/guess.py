@@ -33,7 +33,7 @@ class Guess:
 
 def bundled() -> Sides:
     """The prompts are empty: the environment draws the numbers."""
-    nothing = {"prompt": "", "environment": None}
+    nothing = {"prompt": ""}
     return [nothing] * 1024, [nothing] * NUM_HELD_OUT
 
 

@@ -293,3 +293,12 @@ def test_the_format_reward_wants_one_marked_answer():
         "",
     ]
     assert rewards.boxed_once(completions=texts) == [1, 1, 0, 0, 0, 1, 0]
+
+
+def test_a_file_is_one_module_until_it_changes(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("class A: pass\ndef is_a(x): return isinstance(x, A)\n")
+    kind = rewards.load_functions("--env", f"{path}:A", kind="class")["A"]
+    assert rewards.load_function("--reward", f"{path}:is_a")[1](kind())
+    path.write_text("def is_a(x): return 7\n")
+    assert rewards.load_function("--reward", f"{path}:is_a")[1](0) == 7

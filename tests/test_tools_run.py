@@ -43,6 +43,33 @@ class Door:
         return float(bool(self.opened))
 
 
+class Well:
+    def reset(self, **row) -> str | None:
+        assert "environment" not in row
+        self.depth, self.lowered = random.randint(2, 9), 0
+        return f"Lower the bucket by {self.depth}."
+
+    async def lower(self, steps: int) -> int:
+        """
+        Lowers the bucket.
+
+        Args:
+            steps: How many.
+
+        Returns:
+            How deep it is.
+        """
+        self.lowered += steps
+        return self.lowered
+
+    async def get_reward(self) -> float:
+        return float(self.lowered == self.depth)
+
+
+def of_wells(environments, **_):
+    return [float(one.depth) if isinstance(one, Well) else None for one in environments]
+
+
 def tried(environments, completions, **_):
     assert all("messages" not in text for text in completions)
     return [len(one.opened) for one in environments]
@@ -217,6 +244,31 @@ def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):
     assert "column environment holds 'window'; the environments of --env are door" in message_of(
         GrpoRun, config, tmp_path
     )
+
+
+def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_class(tmp_path, world):
+    """The file of class and reward is one module; evaluations reset from other seeds, as no prompt is held out."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"environment": "door" if n % 2 else "well"} for n in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"data": str(data), "env": f"door={world}:Door,well={world}:Well", "reward": [f"{world}:of_wells"]}
+    run = start(tmp_path, **settings, batch=8, groups=2, steps=1, eval_every=1, eval_limit=4, max_tokens=16)
+    run.fit()
+    lines, (before, _) = records(run, "rollouts"), records(run, "eval")
+    assert before["eval/num"] == 4
+    wells = [line for line in lines if line["prompt"].startswith("Lower")]
+    assert 0 < len(wells) < len(lines)
+    for line in lines:
+        depth = float(line["prompt"].split()[-1][:-1]) if line in wells else None
+        assert line["rewards"]["of_wells"] == depth
+        assert (line["rewards"]["Well"] is None, line["rewards"]["Door"] is None) == (line not in wells, line in wells)
+
+
+def test_rows_without_a_prompt_and_an_environment_are_refused(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"environment": "door"}\n' * 20)
+    config = checked(SMALL | {"task": "own", "data": str(data), "reward": ["boxed_once"]})
+    assert "has rows without a prompt; name who gives it: --env FILE.py:Class" in message_of(make, config)
 
 
 def test_chat_template_kwargs_beside_tools_are_refused(tmp_path, world):

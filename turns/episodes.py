@@ -312,7 +312,8 @@ class Episodes:
         instance = episode.worker.instance
         what = f"environment {type(instance).__name__}: reset"
         with seeded(f"{self.seed} {row // self.group_size}"):
-            job = functools.partial(instance.reset, **self.examples[row])
+            told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
+            job = functools.partial(instance.reset, **told)
             text = episode.worker.do(what, job, self.box.settings.tool_timeout)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{what} gave {short(text)}; return a text or None")

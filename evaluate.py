@@ -218,6 +218,16 @@ class EvalParams(NamedTuple):
     seed: int = 0
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
+    wording: str = ""  # of `--prompts`
+
+
+def reworded(problem: Example, wording: str) -> Example:
+    """The problem asked in other words, in which "{}" stands for what the user asked; without it, a system message."""
+    if "{}" not in wording:
+        return problem | ({"system": wording} if wording else {})
+    prompt = problem["prompt"]
+    before = [] if isinstance(prompt, str) else prompt[:-1]
+    return problem | {"prompt": [*before, {"role": "user", "content": wording.replace("{}", prompt_text(prompt))}]}
 
 
 def evaluate(
@@ -252,7 +262,7 @@ def evaluate(
         if params.toolbox
         else chat_template.encode_prompts(
             tokenizer,
-            problems,
+            [reworded(problem, params.wording) for problem in problems],
             max_tokens=params.max_tokens,
             context=model.config.max_position_embeddings,
             thinking=params.thinking,
@@ -473,6 +483,16 @@ def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
     return f"{name} | {' | '.join(said)} | {f'{new - old:+.3f}' if differs else 'no change'}"
 
 
+def read_wordings(path: Path | None) -> list[str]:
+    """The task's own words, "", and the lines of a file of others. ValueError for a file without lines."""
+    others = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()] if path else []
+    if path and not others:
+        raise ValueError(
+            f"--prompts {path} has no line; each is a system message, or a prompt with {{}} for the task's"
+        )
+    return ["", *others]
+
+
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
     """
     A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
@@ -526,6 +546,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="also ask in these words: a line each, {} the prompt"
+    )
     parser.add_argument("--suite", action="store_true", help="before and after training, also of what was not trained")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
@@ -570,6 +593,8 @@ def main(argv: list[str] | None = None) -> None:
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
+        if args.prompts and (args.suite or config.tools.tools or config.tools.env):
+            raise ValueError("--prompts asks in other words, which --suite and tools do not take; leave it out")
         if args.suite and not (is_base and (adapter or args.run)):
             raise ValueError(
                 "--suite compares a model with itself before training; give a --run or --adapter of low rank"
@@ -594,15 +619,20 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"| {name} | kl, nats a token | 0 | {after['eval/kl']:.3f} | |", flush=True)
             return
         reference = base if is_base and (adapter or args.run) else None
-        record, details = evaluate(
-            *(model, tokenizer, task, params),
-            grader=grader,
-            witness=witness,
-            reference=reference,
-            warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
-        )
-        print(run_files.evaluation_line(record), file=sys.stderr, flush=True)
-        print(json.dumps(record))  # first, since the disk may be too full for the files
+        details: list[dict[str, Any]] = []
+        for wording in read_wordings(args.prompts):
+            asked = {"wording": wording} if args.prompts else {}
+            record, answers = evaluate(
+                *(model, tokenizer, task, params._replace(wording=wording)),
+                grader=grader,
+                witness=witness,
+                reference=reference,
+                warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
+            )
+            said = f"asked as {wording!r}: " if wording else ""
+            print(visible(said + run_files.evaluation_line(record)), file=sys.stderr, flush=True)
+            print(json.dumps(asked | record), flush=True)  # before the files: the disk may be too full for them
+            details += [asked | answer for answer in answers]
         if args.out:
             args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
     except (ValueError, OSError) as error:

@@ -372,6 +372,33 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
     assert run_files.adapter_of(str(runs / "demo"), 0) is None
 
 
+def test_other_words_reach_the_model_and_not_the_verifier(runs, capsys, tmp_path):
+    asked = tmp_path / "prompts.txt"
+    asked.write_text("{}\n\n{} {}\nTell me the capital of France.\n")
+    usual = told(capsys, "--run", runs / "demo", "--limit", "16")
+    evaluate.main(["--run", str(runs / "demo"), "--limit", "16", "--prompts", str(asked)])
+    records = [json.loads(line) | {"eval/s": usual["eval/s"]} for line in capsys.readouterr().out.splitlines()]
+    assert [record.pop("wording") for record in records] == ["", "{}", "{} {}", "Tell me the capital of France."]
+    assert records[0] == records[1] == usual and usual["eval/accuracy"] > 0
+    assert records[2] != usual != records[3]
+    asked.write_text(" \n")
+    for flags, said in ((), "has no line"), (["--suite"], "--prompts asks in other words"):
+        with pytest.raises(SystemExit) as stopped:
+            evaluate.main(["--run", str(runs / "demo"), "--prompts", str(asked), *flags])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_wording_replaces_the_last_message_or_is_the_system_message():
+    talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}]
+    assert evaluate.reworded({"prompt": talk}, "Now: {}")["prompt"] == [
+        talk[0],
+        {"role": "user", "content": "Now: Hi."},
+    ]
+    assert evaluate.reworded({"prompt": "Hi."}, "{} {}")["prompt"][0]["content"] == "Hi. Hi."
+    assert evaluate.reworded({"prompt": "Hi."}, "Be brief.") == {"prompt": "Hi.", "system": "Be brief."}
+    assert evaluate.reworded({"prompt": "Hi."}, "") == {"prompt": "Hi."}
+
+
 def test_a_change_is_told_only_outside_both_intervals():
     def of(value, half):
         return {"eval/accuracy": value, "eval/accuracy_ci95": half}

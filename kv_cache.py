@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
 CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short completions
 
 

@@ -324,7 +324,7 @@ def _rollout(
     if sizes.share_prefix == "auto":
         share = has_kernels() or (not gpu.on_gpu() and sampler.shares_prefix(slots, together, batch_size, dtype))
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
-    prefilled = min(max(sampler.prefill_tokens() // len(together), 1), longest) * len(together)
+    prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
     logits += 2 * model.num_key_value_heads * model.head_dim * dtype.size * copied  # on its way
     decoding = int(max(prefilled * forward_bytes(model, dtype, longest), logits))

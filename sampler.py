@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -25,14 +25,14 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import gwen
-from kv_cache import KVCache, SlotCache, TreeCache
+from kv_cache import REFILL, SHRINK, KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from machine import alive, gpu, world
-from problems import chat_template
-from turns.cache import Columns, TurnCache
+
+if TYPE_CHECKING:
+    from turns.seats import Talk, Turns
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
-REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
@@ -105,7 +105,7 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    finish_reasons: list[str]  # "stop" at an end token or text, "length" at max_tokens; of turns see `Talk`
+    finish_reasons: list[str]  # "stop" at an end token or text, "length" at max_tokens; of turns see `turns.seats.Talk`
     stats: RolloutStats
     entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
     sequences: list[list[int]] | None = None  # N, where rows have turns: all ids after the prompt, also what was told
@@ -161,24 +161,19 @@ def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -
     return softmax.sample_token(logits, uniforms, temperature)
 
 
-def prefill_tokens() -> int:
-    """Positions per forward pass of a prefill, padding included; measured in LOG.md."""
-    return 2048 if gpu.on_gpu() else 256
-
-
 @gpu.without_gradients()
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
     The cache of a batch of right-aligned prompts, and the logits after each, (len(prompts), V).
 
-    Computes `prefill_tokens()` positions at once, from left to right, so memory beside the cache does not grow with the
-    prompts. Raises ValueError if the logits are not finite, a sign of float16 overflow.
+    Computes `gpu.prefill_tokens()` positions at once, from left to right, so memory beside the cache does not grow with
+    the prompts. Raises ValueError if the logits are not finite, a sign of float16 overflow.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
     tokens = mx.array([[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
     cache = KVCache(model.config.layer_kinds, length, mx.array(padding) if any(padding) else None)
-    num_columns = max(prefill_tokens() // len(prompts), 1)
+    num_columns = max(gpu.prefill_tokens() // len(prompts), 1)
     for begin in range(0, length - num_columns, num_columns):
         model.hidden(tokens[:, begin : begin + num_columns], cache)
         mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
@@ -210,6 +205,7 @@ class Record:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     progress: alive.Bar | None = None
+    turns: "Turns | None" = None  # what rows in turns have besides
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int):
         self.params, self.key = params, key
@@ -229,11 +225,11 @@ class Record:
 
     def is_over(self, row: int) -> bool:
         """Whether a row is complete."""
-        return bool(self.ended[row])
+        return self.turns.is_over(row) if self.turns else bool(self.ended[row])
 
-    @property
-    def num_over(self) -> int:
-        return int(self.ended.sum())
+    def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
+        """The values of `columns` for a token of each row."""
+        return choose_token(logits, uniforms, self.params)[: len(self.columns)]
 
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
         """Adds a token to those of the rows that have not ended."""
@@ -259,7 +255,8 @@ class Record:
             if self.progress.drawn:
                 speed = self.lengths.sum() / self.progress.format_dict["elapsed"]
                 self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
-            self.progress.update(self.num_over - self.progress.n)
+            num_over = self.turns.num_over if self.turns else int(self.ended.sum())
+            self.progress.update(num_over - self.progress.n)
 
     def bring_together(self, mine: list[int], seconds: float, prompts: list[list[int]]) -> tuple[float, ...]:
         """
@@ -274,91 +271,6 @@ class Record:
                 out[rows] = part
             speeds.append(float(self.lengths[rows].sum()) / its_seconds if rows else 0.0)
         return tuple(speeds)
-
-
-class Talk(Protocol):
-    """What rows are told between their turns."""
-
-    def begin(self, rows: list[int]) -> None:
-        """These rows are drawn from their prompts on, some of them again."""
-
-    def hear(self, row: int, ids: list[int]) -> None:
-        """A turn of the row has ended with an end token, the last of its ids."""
-
-    def replies(self, wait: bool) -> dict[int, list[int] | str]:
-        """
-        New answers to rows: the ids up to where the next turn begins, or why there is none ("stop", "turns").
-
-        wait: for at least one; rows that were heard have one answer each, sooner or later.
-        """
-
-
-class TurnRecord(Record):
-    """
-    A record of rows in turns. A row that has ended draws nothing, for now; one with a reason never will again.
-
-    context: positions that a row may have, with its prompt.
-    """
-
-    def __init__(self, num_rows: int, params: SamplingParams, key: int, talk: Talk, context: int):
-        super().__init__(num_rows, params, key)
-        self.talk, self.context, self.most = talk, context, self.limits.copy()
-        self.prompt_lengths = np.zeros(num_rows, int)
-        self.sequences: list[list[int]] = [[] for _ in range(num_rows)]
-        self.places: list[list[int]] = [[] for _ in range(num_rows)]
-        self.reasons = [""] * num_rows  # "length": --max-tokens; "context"; or what the talk says
-
-    def is_over(self, row: int) -> bool:
-        return bool(self.reasons[row])
-
-    @property
-    def num_over(self) -> int:
-        return sum(map(bool, self.reasons))
-
-    def begin(self, lengths: dict[int, int]) -> None:
-        """Rows, with the lengths of their prompts, begin; those of an attempt that ran out of memory again."""
-        for row, length in lengths.items():
-            self.prompt_lengths[row], self.lengths[row] = length, 0
-            self.sequences[row], self.places[row] = [], []
-            self._allow(row)
-        self.talk.begin(list(lengths))
-
-    def _room(self, row: int) -> int:
-        return int(self.context - self.prompt_lengths[row] - len(self.sequences[row]))
-
-    def _allow(self, row: int) -> None:
-        self.limits[row] = min(self.most[row], self.lengths[row] + self._room(row))
-        self.ended[row] = False
-
-    def hear(self, row: int) -> None:
-        """Takes down a turn that has ended."""
-        turn = self.ids[row, len(self.places[row]) : self.lengths[row]].tolist()
-        self.places[row] += range(len(self.sequences[row]), len(self.sequences[row]) + len(turn))
-        self.sequences[row] += turn
-        if self.at_end(np.array([row]))[0]:
-            self.talk.hear(row, turn)
-        else:
-            self.reasons[row] = self._limit(row)
-
-    def _limit(self, row: int) -> str:
-        return "length" if self.lengths[row] == self.most[row] else "context"
-
-    def answered(self, wait: bool) -> dict[int, list[int]]:
-        """What rows are told that go on; those that do not get their reasons."""
-        found = {}
-        for row, answer in self.talk.replies(wait).items():
-            if isinstance(answer, str):
-                self.reasons[row] = answer
-            elif self.lengths[row] == self.most[row] or len(answer) >= self._room(row):
-                self.reasons[row] = self._limit(row)
-            else:
-                found[row] = answer
-        return found
-
-    def go_on(self, row: int, told: list[int]) -> None:
-        """The next turn begins after these ids."""
-        self.sequences[row] += told
-        self._allow(row)
 
 
 @gpu.without_gradients()
@@ -383,7 +295,7 @@ def decode(
     queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not read yet
     for step in itertools.count():
         positions = np.minimum(step - starts, table.shape[1] - 1)  # an ended row runs on until its end is read
-        drawn = choose_token(logits, mx.array(table[slots, positions]), record.params)[: len(record.columns)]
+        drawn = record.draw(logits, mx.array(table[slots, positions]))
         queued.append((rows[slots], drawn))
         if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
             break
@@ -412,146 +324,6 @@ def decode(
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
     record.cut(rows)
-    mx.synchronize()  # wait: a queued step holds the cache
-
-
-class Seats:
-    """
-    The rows of a batch in turns: each in a slot of the cache, parked with its columns, or yet to begin.
-
-    A row's columns are computed once. While it waits for an answer its slot may serve another row.
-    """
-
-    def __init__(
-        self, model: gwen.Model, cache: TurnCache, prompt_of: dict[int, int], record: TurnRecord, logits: mx.array
-    ):
-        self.model, self.cache, self.record = model, cache, record
-        self.prompt_of, self.most = prompt_of, cache.num_slots
-        self.forward = gwen.decode_step(model)
-        self.place = {row: number for number, row in enumerate(prompt_of)}
-        self.table = uniforms(record.key, list(prompt_of), record.most[list(prompt_of)].max())
-        self.drawn = np.zeros(len(prompt_of), int)  # tokens of each row, also those after an end that was not read yet
-        rows = list(prompt_of)
-        self.slots, self.fresh = list[int](), rows[self.most :]  # the row of each slot; those that have not begun
-        self.parked = dict[int, Columns]()
-        self.told = dict[int, list[int]]()  # what rows are told next, those that wait for it without a slot included
-        self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of steps that were not read
-        self.prompt_logits = logits
-        self.logits = mx.zeros((self.most, logits.shape[1]), logits.dtype)
-        self._seat(dict(enumerate(rows[: self.most])))
-
-    @property
-    def is_drawing(self) -> bool:
-        return not self.record.ended[self.slots].all()
-
-    def draw(self) -> None:
-        """A token for each slot, used or not."""
-        rows, most = np.array([self.place[row] for row in self.slots]), self.table.shape[1]
-        uniform = mx.array(self.table[rows, np.minimum(self.drawn[rows], most - 1)])
-        drawn = choose_token(self.logits, uniform, self.record.params)[: len(self.record.columns)]
-        self.queued.append((np.array(self.slots), drawn))
-        self.drawn[rows] += 1
-        self.cache.aim(None, 1)
-        self.logits = self.forward(drawn[0][:, None], self.cache)[:, -1] @ self.model.head_weight.T
-        self.cache.lengths += 1
-        mx.async_eval(drawn, self.logits)
-
-    def read(self, num_left: int) -> None:
-        """Writes down the draws of all steps but the newest `num_left`."""
-        while len(self.queued) > num_left:
-            self.record.write(*self.queued.pop(0))  # wait
-
-    def listen(self) -> None:
-        """Hears turns that have ended, and what rows are told; waits for that if there is nothing else to do."""
-        record = self.record
-        for slot, row in enumerate(self.slots):
-            if record.ended[row]:
-                if len(record.places[row]) < record.lengths[row]:
-                    record.hear(row)
-                self.cache.lengths[slot] = len(record.sequences[row])  # what was drawn after the end is overwritten
-        idle = not (self.is_drawing or self.told or self.fresh or all(map(record.is_over, self.prompt_of)))
-        self.told |= record.answered(wait=idle)
-
-    def hand_on(self) -> None:
-        """Gives free slots, and new ones up to the most that there were, to rows that can go on or begin."""
-        record, num_slots = self.record, len(self.slots)
-        free = [slot for slot, row in enumerate(self.slots) if record.ended[row] and row not in self.told]
-        free.sort(key=lambda slot: not record.is_over(self.slots[slot]))  # first those that nobody waits in
-        ready = [row for row in self.told if row in self.parked] + self.fresh
-        room, is_busy = len(free) + self.most - num_slots, len(free) < num_slots
-        if ready and (room >= REFILL * num_slots or not is_busy):
-            self.read(0)
-            ready = ready[:room]
-            self.fresh = [row for row in self.fresh if row not in ready]
-            if (more := len(ready) - len(free)) > 0:
-                self.cache.add(more)
-                self.logits = mx.pad(self.logits, [(0, more), (0, 0)])
-                free += range(num_slots, num_slots + more)
-            self._seat(dict(zip(free, ready, strict=False)))
-        elif not ready and is_busy and len(free) >= SHRINK * num_slots:
-            self.read(0)
-            kept = [slot for slot in range(num_slots) if slot not in free]
-            self._park(free)
-            self.cache.keep(kept)
-            self.slots, self.logits = [self.slots[slot] for slot in kept], self.logits[mx.array(kept)]
-
-    def _park(self, slots: list[int]) -> None:
-        """Takes the columns of rows that wait out of their slots."""
-        for slot in slots:
-            if slot < len(self.slots) and not self.record.is_over(row := self.slots[slot]):
-                self.parked[row] = self.cache.take(slot)
-
-    def _seat(self, row_of: dict[int, int]) -> None:
-        """Gives slots to rows, which have nothing else in them."""
-        self._park(list(row_of))
-        held = dict(enumerate(self.slots)) | row_of
-        self.slots = [held[slot] for slot in range(len(held))]
-        self.cache.seat([self.prompt_of[row] for row in self.slots])
-        for slot, row in row_of.items():
-            if row in self.parked:
-                self.cache.put(slot, self.parked.pop(row))
-            else:
-                self.cache.lengths[slot] = 0
-                self.logits[slot] = self.prompt_logits[self.prompt_of[row]]
-
-    def go_on(self) -> None:
-        """Prefills what the rows in slots are told; their next turns begin."""
-        slots = [slot for slot, row in enumerate(self.slots) if row in self.told]
-        if not slots:
-            return
-        self.read(0)
-        told = [self.told.pop(self.slots[slot]) for slot in slots]
-        for slot, ids in zip(slots, told, strict=True):
-            self.record.go_on(row := self.slots[slot], ids)
-            self.drawn[self.place[row]] = self.record.lengths[row]
-        num_columns = max(prefill_tokens() // len(slots), 1)
-        for begin in range(0, max(map(len, told)), num_columns):
-            parts = {slot: ids[begin : begin + num_columns] for slot, ids in zip(slots, told, strict=True)}
-            parts = {slot: ids for slot, ids in parts.items() if ids}
-            width = max(map(len, parts.values()))
-            self.cache.aim(list(parts), width)
-            tokens = mx.array([ids + [0] * (width - len(ids)) for ids in parts.values()])
-            hidden = self.model.hidden(tokens, self.cache)
-            last = hidden[mx.arange(len(parts)), mx.array([len(ids) - 1 for ids in parts.values()])]
-            self.logits[mx.array(list(parts))] = last @ self.model.head_weight.T  # the last part's stay
-            self.cache.lengths[list(parts)] += [len(ids) for ids in parts.values()]
-            mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use the memory of these
-
-
-@gpu.without_gradients()
-def converse(
-    model: gwen.Model, cache: TurnCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: TurnRecord
-) -> None:
-    """`decode` for rows in turns; every step reads all draws but the newest."""
-    seats = Seats(model, cache, prompt_of, record, prompt_logits)
-    while not all(map(record.is_over, prompt_of)):
-        if seats.is_drawing:
-            seats.draw()
-        seats.read(num_left=1 if seats.is_drawing else 0)
-        seats.listen()
-        seats.hand_on()
-        seats.go_on()
-        record.show()
     mx.synchronize()  # wait: a queued step holds the cache
 
 
@@ -608,14 +380,17 @@ def sample_batch(
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share_prefix is None:
         share_prefix = shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
-    num_slots, width = min(batch_size, len(prompt_of)), int(record.limits[list(prompt_of)].max())
+    num_slots, rows = min(batch_size, len(prompt_of)), list(prompt_of)
     cache: SlotCache
-    if isinstance(record, TurnRecord):
-        record.begin({row: len(prompt) for prompt, rows in rows_of.items() for row in rows})
+    if record.turns:
+        from turns.cache import TurnCache
+
+        record.turns.begin({row: len(prompt) for prompt, rows in rows_of.items() for row in rows})
+        table = uniforms(record.key, rows, record.turns.most[rows].max())
         cache = TurnCache(prompt_cache, num_slots, share_prefix)
-        converse(model, cache, prompt_logits, prompt_of, record)
+        record.turns.play(model, gwen.decode_step(model), cache, prompt_logits, prompt_of, table)
     else:
-        cache = SlotCache(prompt_cache, num_slots, width, share_prefix)
+        cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share_prefix)
         decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
 
@@ -663,8 +438,8 @@ def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutSta
     rollout = Rollout(
         ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop
     )
-    if isinstance(record, TurnRecord):
-        return rollout._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
+    if turns := record.turns:
+        return rollout._replace(finish_reasons=turns.reasons, sequences=turns.sequences, places=turns.places)
     return rollout
 
 
@@ -677,7 +452,7 @@ def rollout(
     key: int,
     batch_size: int | gpu.BatchSize = 64,
     share_prefix: bool | None = None,
-    talk: Talk | None = None,
+    talk: "Talk | None" = None,
     context: int = 0,
 ) -> Rollout:
     """
@@ -699,9 +474,12 @@ def rollout(
     mine = sorted(itertools.chain.from_iterable(rows_of.values()))
     begin = time.perf_counter()
     with alive.Bar(total=len(mine), desc="sampling", unit="row", miniters=0) as progress:
-        num_rows = len(prompts) * group_size
-        record = Record(num_rows, params, key) if talk is None else TurnRecord(num_rows, params, key, talk, context)
+        record = Record(len(prompts) * group_size, params, key)
         record.progress = progress
+        if talk is not None:
+            from turns.seats import Turns  # here: rows without turns do without it
+
+            record.turns = Turns(record, talk, context)
         sample(model, rows_of, record, group_size, size, share_prefix)
     seconds = time.perf_counter() - begin
     speeds = record.bring_together(mine, seconds, prompts)
@@ -735,6 +513,7 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     from disk import run_files
     from flags import Parser, check_least, fail, visible
+    from problems import chat_template
     from problems.examples import check_text
 
     parser = Parser("sampler.py", "Sample completions of one prompt.")

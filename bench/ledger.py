@@ -234,7 +234,7 @@ def places_of(held: Any) -> list[tuple[Any, str]]:
 def prefill(work: StepWork, num_layers: int) -> Traced:
     """All prompts of a step, as `sampler.prefill` takes them."""
     model, num_prompts = make_model(work, num_layers), work.config.sampling.batch
-    columns = max(sampler.prefill_tokens() // num_prompts, 1)
+    columns = max(gpu.prefill_tokens() // num_prompts, 1)
 
     @gpu.without_gradients()
     def run(tokens: mx.array) -> list[mx.array]:

@@ -35,6 +35,11 @@ def on_gpu() -> bool:
     return mx.default_device().type == mx.gpu
 
 
+def prefill_tokens() -> int:
+    """Positions per forward pass of a prefill, padding included; measured in LOG.md."""
+    return 2048 if on_gpu() else 256
+
+
 def has_metal() -> bool:
     """Whether Metal kernels can run here. Tests with an emulator say so on a CPU too."""
     return on_gpu()

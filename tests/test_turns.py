@@ -11,6 +11,7 @@ import pytest
 
 import gwen
 import sampler
+from turns import seats
 
 EOS = tuple(range(0, 320, 16))
 CONTEXT = 60
@@ -166,8 +167,8 @@ def test_the_progress_bar_counts_no_row_that_waits_for_an_answer(model, monkeypa
     """While the first answer is late, none of the twenty rows is over."""
     shown, world = [], World(seed=1)
     world.plan = lambda row: ([[1, 2, 3]], [0.2])
-    show = sampler.TurnRecord.show
-    monkeypatch.setattr(sampler.TurnRecord, "show", lambda self: (show(self), shown.append(self.progress.n)))
+    show = sampler.Record.show
+    monkeypatch.setattr(sampler.Record, "show", lambda self: (show(self), shown.append(self.progress.n)))
     _, rollout = roll(model, world, context=200)
     turns = [len(rollout.spans(row)) for row in range(20)]
     assert turns.count(2) > 10
@@ -176,7 +177,7 @@ def test_the_progress_bar_counts_no_row_that_waits_for_an_answer(model, monkeypa
 
 def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkeypatch):
     world, attempts = World(seed=1), []
-    add = sampler.TurnRecord.go_on
+    add = seats.Turns.go_on
 
     def fail_once(record, row, told):
         attempts.append(row)
@@ -184,7 +185,7 @@ def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkey
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         add(record, row, told)
 
-    monkeypatch.setattr(sampler.TurnRecord, "go_on", fail_once)
+    monkeypatch.setattr(seats.Turns, "go_on", fail_once)
     params, rollout = roll(model, world, batch_size=8)
     assert len(world.begun) > len(set(world.begun)) == 20
     check(model, world, rollout, params)

@@ -1,7 +1,7 @@
 """
 What a model keeps of rows that are told something between their turns: a slot cache where each slot counts its columns.
 
-Left out: prompts and rows that are told nothing (kv_cache.py), and who sits in which slot (sampler.py).
+Left out: prompts and rows that are told nothing (kv_cache.py), and who sits in which slot (turns/seats.py).
 
 Axes: N slots, M of them aimed at, K kv heads, P prompt columns, S own columns, L new positions, D head dim.
 """

@@ -277,7 +277,7 @@ class Episode:
 
 
 class Episodes:
-    """What answers the turns of a rollout; see `sampler.Talk`."""
+    """What answers the turns of a rollout; see `seats.Talk`."""
 
     def __init__(self, box: Toolbox, examples: list[Example], group_size: int, seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""

@@ -1,17 +1,13 @@
 """
-A run: everything that outlives a step, its state for a checkpoint, and what happens when it is stopped.
+A run: everything that outlives a step, and its state for a checkpoint.
 
-What is left out: the algorithm (train.py), logs and console lines (reporting/), the run directory (run_files.py).
+What is left out: the algorithm (train.py), how a run begins and is stopped (launch/), logs and
+console lines (reporting/), the run directory (disk/run_files.py).
 """
 
 import contextlib
-import errno
 import functools
-import os
-import shlex
-import signal
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -64,6 +60,12 @@ class Run:
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
         self.model, self.tokenizer = gwen.load(config.model.name)
+        eos_ids, s = self.model.config.eos_ids, config.sampling
+        pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
+        stop = sampler.Stop.of(s.stop, self.tokenizer)
+        self.sampling = sampler.SamplingParams(
+            s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True, stop=stop
+        )
         with alive.doing("reading the weights for their digest"):
             digest = checkpoint.digest_of_model(self.model)
         self.sources = {  # what the run is made of: digests that a resume compares
@@ -247,8 +249,6 @@ class GrpoRun(Run):
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         eos_ids = self.model.config.eos_ids
-        pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        self.sampling = sampling_of(config, self.tokenizer, eos_ids, pad_id)
         end = chat_template.end_of_turn(self.tokenizer) if eos_ids else None
         if end not in (None, *eos_ids):
             ends = f"the chat template ends a reply with {self.tokenizer.decode([end])!r}, id {end}"
@@ -452,101 +452,8 @@ def _files(env: str) -> list[str]:
     return [part.rpartition("=")[2] for part in env.split(",")] if env else []
 
 
-def sampling_of(config: Config, tokenizer: Any, eos_ids: Sequence[int], pad_id: int) -> sampler.SamplingParams:
-    """How training samples."""
-    s, stop = config.sampling, sampler.Stop.of(config.sampling.stop, tokenizer)
-    return sampler.SamplingParams(s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, True, stop)
-
-
 def needs_base(config: Config, task: tasks.Task) -> bool:
     """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
     graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
     judged = graded and config.judges_itself
     return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
-
-
-# ---- a run that is stopped
-
-
-@contextlib.contextmanager
-def stoppable(run: Run) -> Iterator[None]:
-    """
-    On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
-
-    No copy of all weights exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
-    Ctrl-C does not wait, and only the newest checkpoint is left. Of several machines only the first does so; where
-    another one spoils a step of adapters, it returns to the one before.
-    """
-
-    def on_ctrl_c(number: int, *_: object) -> None:
-        if number == signal.SIGHUP:  # the terminal is gone, and a line to it would be an error
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        if run.is_whole or run.stopping:
-            world.interrupt(number)
-        run.stopping = True
-        if number == signal.SIGINT:
-            warn("\nfinishing this step; press Ctrl-C again to abandon it")
-
-    run.stopping = False
-    before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # MLX gives no number
-        raise OSError(f"{error}; {_newest(run, error, 'free some space and ' if is_full else '')}") from error
-    except (KeyboardInterrupt, Exception) as error:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
-        if not world.is_first():
-            if gpu.is_too_much(error):
-                raise ValueError(str(error)) from error
-            raise
-        gpu.drain()
-        run.go_back()
-        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
-        if gpu.is_watchdog(error):
-            what = (
-                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
-                "(pmset displaysleepnow), or let less be done at once; "
-            )
-        if run.is_whole:
-            try:
-                run.save()
-            except (OSError, RuntimeError) as failure:
-                said = f"step {run.step} could not be saved: {failure}"
-                raise OSError(f"{what}{said}; {_newest(run, error)}") from failure
-            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
-            said += _go_on(run, error)
-        else:
-            said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_too_much(error):
-            raise ValueError(said) from error
-        warn(f"\n{said}")
-        raise  # after a bug of ours or of MLX's with its traceback
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _go_on(run: Run, error: BaseException) -> str:
-    """
-    The command that continues the run, or starts over if nothing was saved.
-
-    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
-    """
-    less = ""
-    if gpu.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
-        budget = run.sizes.train_token_budget // 2
-        if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
-            return "start over with a smaller model or a lower --max-tokens"
-        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
-    if checkpoint.saved(run.dir):
-        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
-    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
-
-
-def _newest(run: Run, error: BaseException, first: str = "") -> str:
-    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
-    if saved := checkpoint.saved(run.dir):
-        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
-    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"

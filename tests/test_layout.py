@@ -37,6 +37,7 @@ PACKAGES = (
     "disk",
     "distill",
     "judging",
+    "launch",
     "layers",
     "machine",
     "problems",

@@ -21,7 +21,6 @@ from mlx.utils import tree_flatten
 import gwen
 import lora
 import preflight
-import run
 import sampler
 import train
 import update
@@ -29,6 +28,7 @@ from bench import launches, ledger
 from config import Config, Sizes
 from disk import checkpoint
 from judging import prompt_tree
+from launch import stop
 from machine import gpu, power
 from reporting import journal
 from settings import sources
@@ -419,7 +419,7 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
         save(*args, **kwargs)
 
     monkeypatch.setattr(mx, "save_safetensors", on_cpu_only)
-    with pytest.raises(ValueError) as caught, run.stoppable(stopped):
+    with pytest.raises(ValueError) as caught, stop.stoppable(stopped):
         broken.throw()
     said = str(caught.value)
     assert "\n" not in said and "saved after step 3, continue with: uv run train.py --resume" in said
@@ -430,13 +430,13 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
 def test_a_save_repeats_itself_through_errors_in_flight(stopped, monkeypatch, num_errors):
     Broken(monkeypatch, num_errors)
     if num_errors == float("inf"):
-        with pytest.raises(OSError) as caught, run.stoppable(stopped):
+        with pytest.raises(OSError) as caught, stop.stoppable(stopped):
             stopped.save()
         said = str(caught.value)
         assert "\n" not in said and "step 3 could not be saved" in said
         assert "step-000002 is intact, continue with: uv run train.py --resume" in said
         return
-    with run.stoppable(stopped):
+    with stop.stoppable(stopped):
         stopped.save()
     assert mx.load(str(stopped.dir / "state.safetensors"))["x"].tolist() == [2, 2, 2]
 

@@ -9,6 +9,7 @@ import pytest
 import grpo
 import train
 from config import Config
+from settings import sources
 from step import objectives
 from tests.small_run import SMALL
 
@@ -110,7 +111,7 @@ def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(mine, flag
 
 def test_an_own_loss_is_checked_like_a_word_of_ours():
     with pytest.raises(ValueError, match=r"'dapoo'; it must be one of grpo, .* or FILE\.py:function"):
-        train.resolve({"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, ""))
+        sources.resolve({"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, ""))
 
 
 def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
@@ -120,7 +121,7 @@ def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     assert objectives.advantages("spec", fn, rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
     flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
     with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
-        train.resolve(flags, None, None, lambda name: (name, ""))
+        sources.resolve(flags, None, None, lambda name: (name, ""))
 
 
 def test_the_plain_policy_gradient_is_what_a_pencil_says(mine):

@@ -15,6 +15,7 @@ import evaluate
 import tasks
 import train
 from flags import load_yaml
+from launch import begin
 from problems import audit, examples, rewards
 from run import SftRun
 from settings import sources
@@ -95,7 +96,7 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
     alone = task_of("--data", train_file)  # whose name has a comma
     assert (len(alone.train), len(alone.held_out)) == (27, 3)
     assert "goes with --data FILE" in message_of(settings, "--eval-data", test_file)
-    rows = train.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
+    rows = begin.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
     assert len(tasks.load("own", **rows).held_out) == 3
 
 

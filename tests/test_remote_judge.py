@@ -14,6 +14,7 @@ import pytest
 import flags
 from config import JudgeSettings
 from judging import remote_judge, rubrics
+from settings.checks import checked
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -395,7 +396,7 @@ def test_an_empty_message_is_an_empty_reply(serve):
 )
 def test_a_url_that_is_none_is_refused_without_showing_what_is_secret(url, said):
     with pytest.raises(ValueError, match=said) as error:
-        remote_judge.Endpoint(JudgeSettings(url=url, model="tiny"))
+        remote_judge.Endpoint(checked({"judge_url": url, "judge_model": "tiny"}).judge)
     assert "me:secret" not in str(error.value)
 
 

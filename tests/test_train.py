@@ -35,6 +35,7 @@ import update
 from config import Config, Sizes
 from disk import adapters, checkpoint, hub
 from judging import remote_judge, rubrics
+from launch import stop
 from machine import gpu
 from problems import chat_template
 from reporting import journal
@@ -884,7 +885,7 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
         save(self)
 
     monkeypatch.setattr(train.GrpoRun, "save", interrupted)
-    with pytest.raises(error), train.stoppable(run):
+    with pytest.raises(error), stop.stoppable(run):
         ends()
     assert checkpoint.load(tmp_path).step == 0
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import grpo
 import train
 from disk import run_files
 from problems import examples, rewards
@@ -27,7 +28,7 @@ def short_answers(completions, **_):
 
 def plain(tokens, objective):
     """A loss of this module."""
-    return train.update.grpo.Loss(-(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.num_items, {})
+    return grpo.Loss(-(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.num_items, {})
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
 
 
 def _judge(demand: Demand, prompts: list[int]) -> dict[str, int]:
-    """A judge's fields of `Need`. Its prompts are a tree (judging/prompt_tree.py): questions, answers, criteria."""
+    """A judge's fields of `Need`. Its prompts are a tree (judge.py): questions, answers, criteria."""
     model, dtype, config, _, rubric = demand
     judged = rubric is not None and not config.judge.url
     other = judged and not config.judges_itself

@@ -36,7 +36,7 @@ from bench.launches import Launch
 from config import Config, Sizes
 from disk import hub
 from flags import Parser, fail
-from judging import prompt_tree
+from judge import at_ends
 from kv_cache import DeltaState, KVCache, SlotCache, TreeCache
 from layers import softmax
 from machine import gpu
@@ -323,7 +323,7 @@ def judge(work: StepWork, num_layers: int) -> Traced:
         with lora.disabled(model):
             model.hidden(answers, cache)
             cache = cache.child([JUDGE_CRITERION] * num_criteria, [row // NUM_CRITERIA for row in range(num_criteria)])
-            ends = prompt_tree.at_ends(model.hidden(criteria, cache), [JUDGE_CRITERION] * num_criteria)
+            ends = at_ends(model.hidden(criteria, cache), [JUDGE_CRITERION] * num_criteria)
         return softmax.log_softmax(ends @ model.head_weight.T)
 
     tokens = [(num_answers, work.config.sampling.max_tokens), (num_criteria, JUDGE_CRITERION)]

@@ -23,7 +23,7 @@ import lora
 import sampler
 from bench import judging
 from demo import make
-from judging import prompt_tree, remote_judge, rubrics
+from judging import remote_judge, rubrics
 from machine import gpu
 from settings.checks import checked
 from tasks import demo as sums
@@ -376,7 +376,7 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
 
 def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError):
     """Lets a forward pass of more rows than `limit` fail, in the first `until` calls; the sizes that were tried."""
-    original, sizes = prompt_tree.PromptTree.forward, []
+    original, sizes = judge.PromptTree.forward, []
 
     def forward(self, cache, rows):
         sizes.append(len(rows))
@@ -384,7 +384,7 @@ def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError
             raise kind(message)
         return original(self, cache, rows)
 
-    monkeypatch.setattr(prompt_tree.PromptTree, "forward", forward)
+    monkeypatch.setattr(judge.PromptTree, "forward", forward)
     return sizes
 
 

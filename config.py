@@ -15,9 +15,9 @@ Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 TARGETS = get_args(Target)
-# In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it (default:
-# all): "rollouts" those that sample, "grpo" those with advantages, "distill", "sft". `later`: a resumed run may change
-# it. `first`: --help shows it. `file`: it may name files, see `located`.
+# In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it, else that
+# of its class (default: all): "rollouts" those that sample, "grpo" those with advantages, "distill". `later`: a resumed
+# run may change it. `first`: --help shows it. `file`: it may name files, see `settings.sources.located`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,9 @@ class ModelSettings:
     """Model and adapters"""
 
     name: str = flag(
-        "",
-        "hub id, directory, GGUF file, `smollm2`, `demo`, `demo:rg` or `demo:tools`; without a GPU demo",
-        key="model",
-        first=True,
-        file=True,
-    )
+        "", "hub id, directory, GGUF file, `smollm2`, `demo`, `demo:rg` or `demo:tools`; without a GPU demo",
+        key="model", first=True, file=True,
+    )  # fmt: skip
     lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True)
     lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4)
     lora_targets: list[Target] = flag(
@@ -44,129 +41,110 @@ class ModelSettings:
 class DataSettings:
     """Prompts and rewards"""
 
+    of = "rollouts"
     task: str = flag(
         "", "data, rewards and evaluation in one: demo, values, gsm8k, math, ifeval, rg:NAME=WEIGHT, own with --data",
-        first=True,
+        of=None, first=True,
     )  # fmt: skip
-    task_config: str = flag(
-        "", "YAML with sizes, levels and held-out number of rg:NAME's problems", of="rollouts", file=True
-    )
+    task_config: str = flag("", "YAML with sizes, levels and held-out number of rg:NAME's problems", file=True)
     path: str = flag(
         "", "your prompts: JSONL, CSV, parquet, Arrow, directory of `datasets` or hub dataset; TRAIN,HELD_OUT are two",
-        key="data", first=True, file=True,
+        key="data", of=None, first=True, file=True,
     )  # fmt: skip
-    columns: str = flag("", "names of the data's columns, as prompt=question,answer=solution")
-    rubric: str = flag("", "rubric YAML, in place of the task's", of="rollouts", first=True, file=True)
-    reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", of="rollouts", first=True, file=True)
+    columns: str = flag("", "names of the data's columns, as prompt=question,answer=solution", of=None)
+    rubric: str = flag("", "rubric YAML, in place of the task's", first=True, file=True)
+    reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", first=True, file=True)
     reward_weights: dict[str, float] = flag(
-        dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, of="rollouts", first=True
+        dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, first=True
     )
     reward_gate: Literal["off", "form"] = flag(
-        "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy", of="rollouts"
+        "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy"
     )
     reward_format: Literal["text", "messages"] = flag(
-        "text", "how reward functions get prompts and completions; messages: as in TRL", of="rollouts"
+        "text", "how reward functions get prompts and completions; messages: as in TRL"
     )
-    reward_workers: int = flag(
-        0, "processes that call rewards row by row; 0: one call for all rows", low=0, high=2**10, of="rollouts"
-    )
+    reward_workers: int = flag(0, "processes that call rewards row by row; 0: one call for all rows", low=0, high=2**10)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
     """Rollouts"""
 
-    batch: int = flag(4, "B, prompts per step", low=1, high=2**16, first=True)
-    groups: int = flag(
-        8, "G, completions per prompt; 1 where a teacher alone trains", low=1, high=2**16, of="rollouts", first=True
-    )
+    of = "rollouts"
+    batch: int = flag(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
+    groups: int = flag(8, "G, completions per prompt; 1 where a teacher alone trains", low=1, high=2**16, first=True)
     rollout_batch_size: int | None = flag(
-        None, "rows decoded at once; auto: measured on a GPU, else up to 64", low=1, parse=size, of="rollouts",
-        later=True, first=True,
-    )  # fmt: skip
-    share_prefix: Switch = flag(
-        "auto", "hold a prompt's cache once for its group; auto: measured on a GPU, else by length", of="rollouts"
+        None, "rows decoded at once; auto: measured on a GPU, else up to 64", low=1, parse=size, later=True, first=True
     )
-    max_tokens: int = flag(256, "most tokens per completion", low=1, of="rollouts", first=True)
+    share_prefix: Switch = flag(
+        "auto", "hold a prompt's cache once for its group; auto: measured on a GPU, else by length"
+    )
+    max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
     stop: list[str] = flag(
         list, "texts that end a completion, as its end token does; rewards and judge get what is before", nargs="+",
-        metavar="TEXT", parse=str, of="rollouts",
+        metavar="TEXT", parse=str,
     )  # fmt: skip
-    temp: float = flag(1.0, "sampling temperature", low=0, of="rollouts", first=True)
-    top_p: float = flag(1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0, of="rollouts")
-    top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0, of="rollouts")
-    min_p: float = flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0, of="rollouts")
-    thinking: bool = flag(False, "use the chat template's thinking mode")
+    temp: float = flag(1.0, "sampling temperature", low=0, first=True)
+    top_p: float = flag(1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0)
+    top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0)
+    min_p: float = flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
+    thinking: bool = flag(False, "use the chat template's thinking mode", of=None)
     dynamic_sampling: bool = flag(False, "draw more prompts until the rewards of --batch groups differ", of="grpo")
     curriculum: bool = flag(False, "draw prompts in proportion to the signal that their rewards promise", of="grpo")
-    seed: int = flag(0, "seed of prompts, sampling and adapters", low=0, first=True)
+    seed: int = flag(0, "seed of prompts, sampling and adapters", low=0, of=None, first=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
     """Objective"""
 
+    of = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = flag(
         "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data; or your own, FILE.py:fn",
-        own=True, also=("loss",), first=True, file=True,
+        of=None, own=True, also=("loss",), first=True, file=True,
     )  # fmt: skip
-    importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence", of="grpo")
+    importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence")
     advantage: Literal["group", "rloo", "reinforce"] = flag(
         "group", "what a reward is compared with: the mean of its group, of its others, of the step; or FILE.py:fn",
-        own=True, of="grpo", file=True,
+        own=True, file=True,
     )  # fmt: skip
     scale_rewards: Literal["group", "batch", "mean", "none"] = flag(
-        "group", "what divides advantages: the deviation in the group or the batch, or the group's mean", of="grpo"
+        "group", "what divides advantages: the deviation in the group or the batch, or the group's mean"
     )
-    combine_rewards: Literal["sum", "normalize"] = flag(
-        "sum", "sum several rewards, or normalize each first", of="grpo"
-    )
-    epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0, of="grpo")
+    combine_rewards: Literal["sum", "normalize"] = flag("sum", "sum several rewards, or normalize each first")
+    epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0)
     epsilon_high: float | None = flag(
-        None, "and at 1 + this; default: --epsilon; for cispo the cap on the ratio", low=0, of="grpo"
+        None, "and at 1 + this; default: --epsilon; for cispo the cap on the ratio", low=0
     )
-    beta: float = flag(0.0, "weight of the KL term against the model before training", low=0, of="grpo", first=True)
+    beta: float = flag(0.0, "weight of the KL term against the model before training", low=0, first=True)
     truncated: Literal["keep", "mask", "punish"] = flag(
         "keep", "train, leave out or punish what --max-tokens cut off", of="rollouts"
     )
     teacher: str = flag(
-        "",
-        "model that scores the student's completions: hub id, directory, or `self` before training",
-        of="rollouts",
-        file=True,
-    )
+        "", "model that scores the student's completions: hub id, directory, or `self` before training",
+        of="rollouts", file=True,
+    )  # fmt: skip
     teacher_prompt: str = flag(
-        "",
-        "text file, a system message for the teacher alone; {answer} is the column's value",
-        of="rollouts",
+        "", "text file, a system message for the teacher alone; {answer} is the column's value", of="rollouts",
         file=True,
-    )
+    )  # fmt: skip
     distill_beta: float = flag(
         0.5, "divergence: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0, of="distill"
     )
-    distill_coef: float = flag(
-        0.0, "with other losses, add this times log teacher - log student to advantages", low=0, of="grpo"
-    )
-    train_turns: Literal["all", "last"] = flag("all", "replies of a conversation that are trained", of="sft")
+    distill_coef: float = flag(0.0, "with other losses, add this times log teacher - log student to advantages", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolSettings:
     """Tools"""
 
-    tools: list[str] = flag(
-        list, "functions that the model may call, FILE.py:fn,fn", nargs="+", of="rollouts", file=True
-    )
-    env: str = flag(
-        "", "environment that it talks with, FILE.py:Class, or NAME=FILE.py:Class,...", of="rollouts", file=True
-    )
-    max_turns: int = flag(8, "most turns of a conversation with tools", low=1, of="rollouts")
+    of = "rollouts"
+    tools: list[str] = flag(list, "functions that the model may call, FILE.py:fn,fn", nargs="+", file=True)
+    env: str = flag("", "environment that it talks with, FILE.py:Class, or NAME=FILE.py:Class,...", file=True)
+    max_turns: int = flag(8, "most turns of a conversation with tools", low=1)
     max_context: int | None = flag(
-        None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16, parse=size,
-        of="rollouts",
-    )  # fmt: skip
-    max_observation: int = flag(1024, "most tokens of a tool's result; the rest is cut", low=1, of="rollouts")
-    tool_timeout: float = flag(60.0, "seconds after which a call is given up", low=0.01, high=1e6, of="rollouts")
+        None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16, parse=size
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,35 +170,25 @@ class OptimizerSettings:
 class JudgeSettings:
     """Judge"""
 
-    prefix = "judge_"
+    prefix, of, later = "judge_", "rollouts", True
     model: str = flag(
-        "", "another judge than the frozen base model; with --judge-url its name there", of="rollouts", later=True,
-        first=True, file=True,
-    )  # fmt: skip
-    mode: Literal["logits", "decode"] = flag(
-        "logits", "score by first-token probabilities or by a decoded reply", of="rollouts", later=True
+        "", "another judge than the frozen base model; with --judge-url its name there", first=True, file=True
     )
-    think: int = flag(0, "most thinking tokens before a decoded reply", low=0, of="rollouts", later=True)
-    chunk_size: int = flag(
-        24, "evaluations per batch; the environment's RUBRIC_JUDGE_BATCH_SIZE is its default", low=1, of="rollouts",
-        later=True,
-    )  # fmt: skip
-    url: str = flag(
-        "", "OpenAI-compatible server to ask, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY", of="rollouts",
-        later=True,
-    )  # fmt: skip
+    mode: Literal["logits", "decode"] = flag("logits", "score by first-token probabilities or by a decoded reply")
+    think: int = flag(0, "most thinking tokens before a decoded reply", low=0)
+    chunk_size: int = flag(24, "evaluations per batch; the environment's RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
+    url: str = flag("", "OpenAI-compatible server to ask, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
     """Evaluation"""
 
-    prefix = "eval_"
-    every: int = flag(20, "steps between evaluations; 0: none", low=0, later=True, first=True)
-    limit: int = flag(0, "most held-out problems, evenly spread; 0: all", low=0, later=True)
-    rubric: str = flag("", "rubric YAML for evaluations only, as the witness of a judge", of="rollouts", file=True)
-    early_stopping: int = flag(
-        0, "stop after N evaluations without a lower loss; 0: never", low=0, of="sft", later=True, key="early_stopping"
+    prefix, later = "eval_", True
+    every: int = flag(20, "steps between evaluations; 0: none", low=0, first=True)
+    limit: int = flag(0, "most held-out problems, evenly spread; 0: all", low=0)
+    rubric: str = flag(
+        "", "rubric YAML for evaluations only, as the witness of a judge", of="rollouts", later=False, file=True
     )
 
 
@@ -228,9 +196,10 @@ class EvaluationSettings:
 class RecordSettings:
     """Records"""
 
-    save_every: int = flag(20, "steps between checkpoints", low=1, later=True, first=True)
-    keep: int = flag(3, "checkpoints to keep", low=1, later=True)
-    report_to: list[Tracker] = flag(list, "trackers that get the figures, each an extra", nargs="*", later=True)
+    later = True
+    save_every: int = flag(20, "steps between checkpoints", low=1, first=True)
+    keep: int = flag(3, "checkpoints to keep", low=1)
+    report_to: list[Tracker] = flag(list, "trackers that get the figures, each an extra", nargs="*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,10 +219,11 @@ class Config:
     @classmethod
     def of(cls, **values: Any) -> "Config":
         """The defaults with these values, by the names of their flags; unchecked."""
-        parts: dict[str, dict[str, Any]] = {group.name: {} for group in dataclasses.fields(cls)}
+        groups: dict[str, Any] = {group.name: group.type for group in dataclasses.fields(cls)}
+        parts: dict[str, dict[str, Any]] = {name: {} for name in groups}
         for key, value in values.items():
             parts[SETTINGS[key].group][SETTINGS[key].field.name] = value
-        return cls(**{group.name: _class_of(group)(**parts[group.name]) for group in dataclasses.fields(cls)})
+        return cls(**{name: make(**parts[name]) for name, make in groups.items()})
 
     def but(self, **values: Any) -> "Config":
         """These settings with other values."""
@@ -277,16 +247,13 @@ class Config:
         return self.objective.loss_type != "distill" and self.sampling.groups > 1
 
 
-def _class_of(group: dataclasses.Field[Any]) -> Any:
-    return group.type
-
-
 def _settings() -> Iterator[tuple[str, Setting]]:
     for group in dataclasses.fields(Config):
-        kind = _class_of(group)
+        kind: Any = group.type
         for field in dataclasses.fields(kind):
             key = field.metadata.get("key", getattr(kind, "prefix", "") + field.name)
-            yield key, Setting(key, group.name, str(kind.__doc__), field)
+            of, later = (field.metadata.get(name, getattr(kind, name, None)) for name in ("of", "later"))
+            yield key, Setting(key, group.name, str(kind.__doc__), field, of, bool(later))
 
 
 SETTINGS: dict[str, Setting] = dict(_settings())

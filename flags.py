@@ -229,6 +229,8 @@ class Setting(NamedTuple):
     group: str  # the name of the group's field in `Config`
     title: str  # of the group in --help
     field: dataclasses.Field[Any]
+    of: str | None = None  # the kind of runs that use it; None: all
+    later: bool = False  # whether a resumed run may change it
 
     @property
     def is_automatic(self) -> bool:
@@ -237,7 +239,7 @@ class Setting(NamedTuple):
 
     def is_for(self, kind: str) -> bool:
         """Whether runs of this kind use it."""
-        return self.field.metadata.get("of") in (None, kind)
+        return self.of in (None, kind)
 
     @property
     def default(self) -> Any:

@@ -124,14 +124,7 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether no step is left."""
-        return self.step >= self.config.optimizer.steps or self.stops_early()
-
-    def stops_early(self) -> bool:
-        """Whether the last --early-stopping evaluations were not better than the best before them."""
-        best, patience = self.journal.best_step(), self.config.evaluation.early_stopping
-        if not patience or best is None:
-            return False
-        return sum(record["step"] > best for record in self.journal.evaluations) >= patience
+        return self.step >= self.config.optimizer.steps
 
     def evaluate(self) -> None:
         """Evaluates what is held out and logs the result."""
@@ -410,7 +403,7 @@ class SftRun(Run):
 
     def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:
         """The rows of each conversation. ValueError names one that cannot be rendered."""
-        how: dict[str, Any] = {"turns": self.config.objective.train_turns, "thinking": self.config.sampling.thinking}
+        how: dict[str, Any] = {"thinking": self.config.sampling.thinking}
         how |= {"end_ids": {*self.model.config.eos_ids, self.tokenizer.eos_token_id}}
         how |= {"context": self.model.config.max_position_embeddings}
         rendered = []

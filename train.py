@@ -34,7 +34,6 @@ from launch.command import command
 from machine import world
 from problems.examples import Example, prompt_text
 from problems.rewards import call_rewards
-from reporting.console import say
 from reporting.journal import Step
 from run import GrpoRun, SftRun
 from settings.sources import parse
@@ -101,7 +100,7 @@ def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
 
 
 def tune(config: Config, run: SftRun) -> Iterator[dict[str, Any]]:
-    """Supervised fine-tuning: the same steps, on given replies; they end where --early-stopping says so."""
+    """Supervised fine-tuning: the same steps, on given replies."""
     learner, clock = run.learner, run.clock
     if run.evaluate_if_due():
         run.save()
@@ -125,10 +124,6 @@ def tune(config: Config, run: SftRun) -> Iterator[dict[str, Any]]:
             run.save()
         run.show()
         yield figures
-    if run.step < config.optimizer.steps:
-        patience = config.evaluation.early_stopping
-        said = f"stopped after step {run.step}: {patience} evaluations in a row had no lower eval/loss"
-        say(f"{said}; to go on, resume with --early-stopping 0")
 
 
 def draw_groups(run: GrpoRun) -> list[Draw]:

@@ -1,1 +1,1 @@
-"""What a judge is made of besides its model: rubrics, the walk through a tree of prompts, judges elsewhere."""
+"""What a judge is made of besides its model: rubrics, labels, judges elsewhere."""

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import gwen
+from config import SETTINGS
 from disk import checkpoint, run_files
 from flags import flag_of
 from launch.begin import Begun, begin
 from launch.trainer import Trainer
 from machine import gpu, power, world
 from reporting import page, seeds
-from settings.sources import as_yaml, given, may_change, resolve
+from settings.sources import as_yaml, given, resolve
 
 
 def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
@@ -88,7 +89,7 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
         if world.is_first():
             print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
         if world.first(functools.partial(is_a_run_of, path, config.but(seed=seed).flat())):
-            begun = begin({name: value for name, value in flags.items() if may_change(name)}, resume=path)
+            begun = begin({name: value for name, value in flags.items() if SETTINGS[name].later}, resume=path)
         else:
             begun = begin(flags | {"seed": seed}, args.config, run_dir=path)
         try:
@@ -109,6 +110,6 @@ def is_a_run_of(path: str, settings: dict[str, Any]) -> bool:
         return False
     held = run_files.settings_of(path)
     for name, value in settings.items():
-        if value not in (None, "auto") and held.get(name) != value and not may_change(name):
+        if value not in (None, "auto") and held.get(name) != value and not SETTINGS[name].later:
             raise ValueError(f"{path} has {flag_of(name)} {held.get(name)}, not {value}; give another --run-dir")
     return True

@@ -103,7 +103,7 @@ def no_signal(steps: Records, _: Records) -> str:
     return f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing"
 
 
-@illness("tools fail", "Look at `tool_calls` in rollouts.jsonl for their errors, and at --tool-timeout")
+@illness("tools fail", "Look at `tool_calls` in rollouts.jsonl for their errors")
 def tools_fail(steps: Records, _: Records) -> str:
     calls, failures = (sum(measured(steps[-FEW:], f"tools/{name}")) for name in ("calls", "failures"))
     if len(steps) < FEW or failures <= calls / 2:

@@ -80,12 +80,10 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
     objective = config.objective
 
     def only(*kinds: str) -> set[str]:
-        return {key for key, one in SETTINGS.items() if one.field.metadata.get("of") in kinds}
+        return {key for key, one in SETTINGS.items() if one.of in kinds}
 
     if objective.loss_type == "sft":
         yield only("rollouts", "grpo", "distill"), "--loss-type sft samples and judges nothing; leave that out"
-    else:
-        yield only("sft"), "only for --loss-type sft; leave that out"
     if objective.loss_type == "distill":
         yield {"distill_coef"}, "only for losses on advantages; leave that out, or --loss-type distill"
         yield only("grpo"), "--loss-type distill has no advantages; leave that out"
@@ -99,8 +97,6 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"dynamic_sampling"}, "to --advantage reinforce equal rewards are a signal; leave that out"
     if config.sampling.groups == 1:
         yield {"dynamic_sampling", "curriculum"}, "in groups of one no rewards differ; set --groups 2 or more"
-    if not config.evaluation.every:
-        yield {"early_stopping"}, "there are no evaluations; set --eval-every"
     if not config.model.lora_rank:
         merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
         yield {"init_adapter"}, f"--lora-rank 0 trains no adapter; {merge}"

@@ -127,7 +127,7 @@ def resolve(
             raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: {no_run(resume)}")
-        if fixed := sorted(key for key in flags if not may_change(key)):
+        if fixed := sorted(key for key in flags if not SETTINGS[key].later):
             raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; {anew}")
         settings = load_recipe(Path(resume) / "config.yaml") | flags
         for key, path in moved(settings):
@@ -147,11 +147,6 @@ def resolve(
         values = config.flat()
         said += f", at {' '.join(f'{flag_of(key)} {values[key]:g}' for key in of_task(task, model))}"
     return config, said
-
-
-def may_change(key: str) -> bool:
-    """Whether a resumed run may change a setting."""
-    return bool(SETTINGS[key].field.metadata.get("later"))
 
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:

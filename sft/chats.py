@@ -101,11 +101,9 @@ def _is_reply(message: Any) -> bool:
 # ---- rendering
 
 
-def render(
-    tokenizer: Any, example: Example, *, turns: str, thinking: bool, end_ids: Collection[int], context: int
-) -> list[Row]:
+def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int) -> list[Row]:
     """
-    The rows of a conversation. turns: train "all" replies of the completion, or the "last".
+    The rows of a conversation, in which every reply of the completion is trained.
 
     Raises ValueError where the template leaves open which ids a reply has, and for a row longer than the context.
     """
@@ -114,7 +112,7 @@ def render(
     how = {"tools": example.get("tools"), "variables": example.get("chat_template_kwargs")}
     replies = [place for place in range(len(prompt), len(messages)) if _is_reply(messages[place])]
     rows = []
-    for place in replies if turns == "all" else replies[-1:]:
+    for place in replies:
         before, ids = _reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
         if len(ids) > context:
             raise ValueError(f"it has {len(ids)} tokens, the model's context {context}; shorten it")

@@ -310,7 +310,7 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
     assert [other.decode(ids) for ids in prompts] == wanted
     assert prompts[2].count(other.eos_token_id) == 1  # the template's own
     talk = chats.read_chat({"prompt": "Hi", "completion": "Ho", "chat_template_kwargs": {"tone": "kind"}})
-    (row,) = chats.render(other, talk, turns="all", thinking=True, end_ids=[other.eos_token_id], context=999)
+    (row,) = chats.render(other, talk, thinking=True, end_ids=[other.eos_token_id], context=999)
     assert other.decode(row.ids) == f"kind|{body}Ho<|im_end|>"
     said = message_of(chat_template.chat_ids, other, "Hi", variables={"tokenize": True})
     assert said == "chat_template_kwargs holds tokenize, which is no variable of the template; remove it"
@@ -327,7 +327,7 @@ def test_control_tokens_in_what_users_write_are_text(tokenizer, text, of):
     assert [ids.count(one) for one in special] == [frame.count(one) for one in special]
     assert tokenizer.decode(ids) == tokenizer.decode(frame).replace("Hi", text)
     example = {"prompt": [{"role": "user", "content": text}], "completion": [{"role": "assistant", "content": text}]}
-    (row,) = chats.render(tokenizer, example, turns="all", thinking=True, end_ids=[special[1]], context=999)
+    (row,) = chats.render(tokenizer, example, thinking=True, end_ids=[special[1]], context=999)
     assert tokenizer.decode([row.ids[place] for place in row.places]) == text + "<|im_end|>"
     assert row.ids[: row.places[0]] == chat_template.chat_ids(tokenizer, text, thinking=True)
 

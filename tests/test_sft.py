@@ -68,10 +68,10 @@ def count(rows):
     return sum(len(row.places) for row in rows)
 
 
-def render(tokenizer, record, turns="all", thinking=False, context=1000):
+def render(tokenizer, record, thinking=False, context=1000):
     end_ids = {tokenizer.eos_token_id}
     example = chats.read_chat(record)
-    return chats.render(tokenizer, example, turns=turns, thinking=thinking, end_ids=end_ids, context=context)
+    return chats.render(tokenizer, example, thinking=thinking, end_ids=end_ids, context=context)
 
 
 def trained(tokenizer, row):
@@ -97,14 +97,13 @@ def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
     assert render(tokenizer, {"messages": TALK[:3]}) == [of_strings]  # nobody answered the last question
 
 
-def test_all_replies_are_trained_or_the_last_and_none_of_a_prompt(tokenizer):
+def test_all_replies_of_a_completion_are_trained_and_none_of_a_prompt(tokenizer):
     (row,) = render(tokenizer, {"messages": TALK}, thinking=True)
     assert trained(tokenizer, row) == ["It is three.<|im_end|>", "Four.<|im_end|>"]
     text = chat_template.render(tokenizer, TALK, True, opened=False).removesuffix("\n")
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
-    (last,) = render(tokenizer, {"messages": TALK}, turns="last", thinking=True)
+    (last,) = render(tokenizer, {"prompt": TALK[:3], "completion": TALK[3:]}, thinking=True)
     assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
-    assert render(tokenizer, {"prompt": TALK[:3], "completion": TALK[3:]}, thinking=True) == [last]
 
 
 def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_would_be_sampled(tokenizer):
@@ -233,7 +232,6 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
     [
         ("--groups 8 --temp 1", "--groups 8, --temp 1.0: --loss-type sft samples and judges nothing; leave that out"),
         ("--target-kl 0.01", "--target-kl 0.01: --loss-type sft"),
-        ("--early-stopping 2 --eval-every 0", "--early-stopping 2: there are no evaluations; set --eval-every"),
         ("--init-adapter x --lora-rank 0", "--init-adapter x: --lora-rank 0 trains no adapter; merge it"),
     ],
 )
@@ -242,9 +240,10 @@ def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
     assert said in message_of(resolve, given(args))
 
 
-@pytest.mark.parametrize("flags", ["--loss-type sft", "--early-stopping 2", "--train-turns last"])
-def test_what_only_sft_has_needs_it_and_it_needs_data(flags):
-    assert flags.split()[0] in message_of(resolve, given(parse(["--model", "demo", *flags.split()])))
+def test_sft_needs_data():
+    assert "--loss-type sft needs --data" in message_of(
+        resolve, given(parse(["--model", "demo", "--loss-type", "sft"]))
+    )
 
 
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
@@ -313,18 +312,6 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(finished, tmp_p
     one, two = checkpoint.load(again), checkpoint.load(finished)
     for mine, its in ((one.trainable, two.trainable), (one.optimizer, two.optimizer)):
         assert all(mx.array_equal(mine[key], its[key]).item() for key in its)
-
-
-@pytest.mark.slow
-def test_early_stopping_ends_a_run_whose_held_out_loss_stays_up_and_keeps_the_best(data, tmp_path, capsys):
-    flags = ("--steps", 9, "--eval-every", 1, "--early-stopping", 2, "--learning-rate", 1, "--warmup-steps", 0)
-    directory = tune(data, tmp_path / "run", *flags)
-    evals = records(directory / "eval.jsonl")
-    best = min(evals, key=lambda record: record["eval/loss"])["step"]
-    assert evals[-1]["step"] == best + 2 == checkpoint.load(directory).step
-    assert f"stopped after step {best + 2}: 2 evaluations in a row had no lower eval/loss" in capsys.readouterr().out
-    train.main(["--resume", str(directory)])
-    assert len(records(directory / "eval.jsonl")) == len(evals)
 
 
 @pytest.mark.slow

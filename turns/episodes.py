@@ -36,6 +36,8 @@ from turns.calls import Call, Tool, as_error, environment_schemas, format_of, re
 from turns.frames import Frames
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
+RESULT_OF = 4  # a result has at most one of so many parts of the context; the rest is cut
+TIMEOUT = 60.0  # seconds after which a call is given up
 
 
 class Said(str):
@@ -125,7 +127,7 @@ class Worker:
             done = answers.get(timeout=limit)
         except queue.Empty:
             self.leave()
-            raise ValueError(f"{what} took longer than --tool-timeout {limit:g}; raise that or mend it") from None
+            raise ValueError(f"{what} took longer than {limit:g} s; mend it") from None
         if done.error is not None:
             raise ValueError(f"{what} {raised(done.error, getattr(job, 'func', job))}") from done.error
         return done.value
@@ -198,7 +200,7 @@ class Toolbox:
                 def make() -> None:
                     worker.instance = kind()
 
-                worker.do(f"environment {kind.__name__}", make, self.settings.tool_timeout)
+                worker.do(f"environment {kind.__name__}", make, TIMEOUT)
         return self.workers[name, row]
 
     def environment_of(self, example: Example) -> str:
@@ -314,7 +316,7 @@ class Episodes:
         with seeded(f"{self.seed} {row // self.group_size}"):
             told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
             job = functools.partial(instance.reset, **told)
-            text = episode.worker.do(what, job, self.box.settings.tool_timeout)
+            text = episode.worker.do(what, job, TIMEOUT)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{what} gave {short(text)}; return a text or None")
         return text
@@ -355,7 +357,7 @@ class Episodes:
             call = episode.pending[0]
             tool = self.box.functions.get(str(call.name)) or getattr(episode.worker.instance, str(call.name))
             self.num_jobs += 1
-            self.jobs[self.num_jobs] = row, time.monotonic() + self.box.settings.tool_timeout
+            self.jobs[self.num_jobs] = row, time.monotonic() + TIMEOUT
             episode.worker.jobs.put((self.num_jobs, functools.partial(tool, **call.arguments), self.done))
             return
         episode.messages += episode.told
@@ -372,7 +374,7 @@ class Episodes:
         told = {
             "role": "tool",
             "name": str(call.name),
-            "content": self.box.frames.cut(text, self.box.settings.max_observation),
+            "content": self.box.frames.cut(text, self.box.context // RESULT_OF),
         }
         episode.told.append(told)
         called = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments}
@@ -389,7 +391,7 @@ class Episodes:
         for job, (row, deadline) in list(self.jobs.items()):
             if time.monotonic() >= deadline:
                 del self.jobs[job]
-                episode, limit = self.rows[row], self.box.settings.tool_timeout
+                episode, limit = self.rows[row], TIMEOUT
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 self._reset(row)
                 self._note(row, None, f"the call took longer than {limit:g} s", limit)
@@ -423,7 +425,7 @@ class Episodes:
             instance = episode.worker.instance
             if episode.reward is None and hasattr(instance, "get_reward"):
                 what = f"environment {type(instance).__name__}: get_reward"
-                episode.reward = episode.worker.do(what, instance.get_reward, self.box.settings.tool_timeout)
+                episode.reward = episode.worker.do(what, instance.get_reward, TIMEOUT)
         instances = [episode.worker.instance for episode in self.rows]
         return {
             "environments": instances,

@@ -38,6 +38,7 @@ from problems import audit, chat_template
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
+from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, resolve
 from step import dispatch
@@ -343,7 +344,7 @@ def answer_both(
         "share_prefix": share_prefix,
         "toolbox": params.toolbox,
     }
-    ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": sampler.Stop.of(params.stop, tokenizer)}
+    ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (

@@ -26,8 +26,9 @@ from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from flags import Parser, fail
-from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache, TreeLayer
+from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache, TreeLayer
 from layers import attention, delta, ops, softmax
+from layers.delta_state import DeltaState
 from machine import alive, gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}

@@ -1,7 +1,7 @@
 """
 What a model keeps of past tokens: of a batch of rows, of the slots of a decode batch, and of a tree of token runs.
 
-A layer with attention keeps keys and values; a gated delta net keeps a state of fixed size, `DeltaState`.
+A layer with attention keeps keys and values; what another kind keeps is beside it, as `layers/delta_state.py`.
 
 `KVCache`: rows of different lengths are right-aligned. A shorter row starts with `pad` columns that no query sees, all
 rows write to the same column, and a row's position is the column minus its padding. Buffers grow by 128 columns, so
@@ -11,7 +11,7 @@ row can take the slot of an ended one. `sampler.py` decides which.
 `TreeCache`: rows share the token runs of their ancestors.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
-R rows of a part that G query rows each share; H value heads of a gated delta net.
+R rows of a part that G query rows each share.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,68 +91,8 @@ class Cache(Protocol):
 
 
 Kinds = int | Sequence[str]  # of a model's layers, as `ModelConfig.layer_kinds`; a number: so many with attention
-Held = tuple[mx.array, mx.array]
-
-
-class DeltaState:
-    """
-    What a gated delta net keeps: of a batch of rows, of slots, or of the rows of a tree's newest level.
-
-    inputs: the last ones of its convolution, (N, W - 1, channels); memory: (N, H, value dim, key dim) float32. None
-    before the first tokens. Arrays are replaced, never written, so gradients go through them.
-    """
-
-    def __init__(self, inputs: mx.array | None = None, memory: mx.array | None = None):
-        self.inputs, self.memory = inputs, memory
-
-    @property
-    def held(self) -> Held | None:
-        """Both."""
-        return None if self.inputs is None or self.memory is None else (self.inputs, self.memory)
-
-    def update(self, inputs: mx.array, memory: mx.array) -> None:
-        """Replaces both."""
-        self.inputs, self.memory = inputs, memory
-
-    def arrays(self) -> list[mx.array]:
-        return list(self.held or ())
-
-    def newest(self) -> list[Held]:
-        """What a forward pass has left, for `checkpointed`."""
-        return [] if self.held is None else [self.held]
-
-    def add(self, newest: list[Held]) -> None:
-        self.update(*newest[0])
-
-    def taken(self, rows: Sequence[int]) -> "DeltaState":
-        """The state of each of these rows."""
-        index = mx.array(list(rows))
-        return DeltaState(*(array[index] for array in self.held or ()))
-
-    def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
-        """What the rows of a tree's next level begin with: the states of their parents."""
-        return self.taken(parents)
-
-    def slots(self, num_slots: int, width: int, share: bool) -> "DeltaSlots":
-        return DeltaSlots(self, num_slots)
-
-
-class DeltaSlots(DeltaState):
-    """A gated delta net's state of each slot, which begins with a copy of its prompt's."""
-
-    def __init__(self, prompts: DeltaState, num_slots: int):
-        self.prompts = prompts
-        super().__init__(*prompts.taken([0] * num_slots).arrays())
-
-    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
-        """Gives the slots in `begun` their prompt's state, also where the prompt was the slot's before."""
-        if begun:
-            of_prompts = self.prompts.taken([prompt_of[slot] for slot in begun])
-            for buffer, held in zip(self.arrays(), of_prompts.arrays(), strict=True):
-                buffer[mx.array(begun)] = held
-
-    def keep(self, slots: mx.array) -> None:
-        self.update(*(array[slots] for array in self.arrays()))
+ATTENTION = ("full_attention", "unrotated_attention")
+STATES: dict[str, Callable[[], LayerState]] = {}  # the empty state of layers of other kinds; each is beside its layer
 
 
 class LayerCache:
@@ -207,8 +147,8 @@ class LayerCache:
 
 def make_layers(kinds: Kinds, attention: Callable[[], Any]) -> list[Any]:
     """An empty state for each layer."""
-    kinds = ["full_attention"] * kinds if isinstance(kinds, int) else kinds
-    return [DeltaState() if kind == "linear_attention" else attention() for kind in kinds]
+    kinds = ATTENTION[:1] * kinds if isinstance(kinds, int) else kinds
+    return [attention() if kind in ATTENTION else STATES[kind]() for kind in kinds]
 
 
 class KVCache(Cache):
@@ -411,6 +351,14 @@ class TreeLayer:
     def add(self, newest: Parts) -> None:
         self.parts.extend(newest)
 
+    def flatten(self, target: "LayerCache", index: mx.array) -> None:
+        """Writes into the `target` of N rows the columns that `index` (N, W) names, counted through all levels."""
+        keys, values = (
+            mx.concatenate([part.swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3]) for part in parts])
+            for parts in zip(*self.parts, strict=True)
+        )
+        target.update(keys[index].swapaxes(1, 2), values[index].swapaxes(1, 2))
+
     def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "TreeLayer":
         """The rows of each level that a next level sees."""
         return TreeLayer([(k[rows], v[rows]) for (k, v), rows in zip(self.parts, rows_of, strict=True)])
@@ -512,13 +460,6 @@ class TreeCache(Cache):
         cache = KVCache(self.kinds, length, mx.array(padding) if any(padding) else None)
         cache.advance(length)
 
-        def gather(arrays: list[mx.array]) -> mx.array:  # of (R, K, S, D) -> (N, K, W, D)
-            joined = mx.concatenate([a.swapaxes(1, 2).reshape(-1, a.shape[1], a.shape[3]) for a in arrays])
-            return joined[index].swapaxes(1, 2)
-
         for layer, target in zip(self.layers, cache.layers, strict=True):
-            if isinstance(layer, DeltaState):
-                target.update(*layer.arrays())
-            else:
-                target.update(gather([keys for keys, _ in layer.parts]), gather([values for _, values in layer.parts]))
+            layer.flatten(target, index)
         return cache

@@ -28,6 +28,7 @@ from distill.teacher import Teacher
 from machine import alive, gpu, world
 from problems import audit, chat_template, rewards
 from problems.examples import Example, epoch_indices, load_sides, short, spread
+from problems.stop import Stop
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
@@ -62,7 +63,7 @@ class Run:
         self.model, self.tokenizer = gwen.load(config.model.name)
         eos_ids, s = self.model.config.eos_ids, config.sampling
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        stop = sampler.Stop.of(s.stop, self.tokenizer)
+        stop = Stop.of(s.stop, self.tokenizer)
         self.sampling = sampler.SamplingParams(
             s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True, stop=stop
         )

@@ -28,41 +28,13 @@ import gwen
 from kv_cache import REFILL, SHRINK, KVCache, SlotCache, TreeCache
 from layers import attention, softmax
 from machine import alive, gpu, world
+from problems.stop import Stop
 
 if TYPE_CHECKING:
     from turns.seats import Talk, Turns
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
-
-
-class Stop(NamedTuple):
-    """Texts that end a completion, at the token that completes one."""
-
-    texts: Sequence[str]
-    tokenizer: Any
-
-    @classmethod
-    def of(cls, texts: Sequence[str], tokenizer: Any) -> "Stop | None":
-        """None without texts."""
-        return cls(texts, tokenizer) if texts else None
-
-    def find(self, ids: list[int], start: int) -> int | None:
-        """How many of the ids, more than `start`, it takes to complete a text; None if they hold none."""
-        # A token has at least one byte. Four more hold a character in parts, or a space that decoders strip.
-        width = max(len(text.encode()) for text in self.texts) + 4
-        if not self._in(ids[max(start + 1 - width, 0) :]):
-            return None
-        ends = range(start + 1, len(ids) + 1)
-        return next((end for end in ends if self._in(ids[max(end - width, 0) : end])), None)
-
-    def _in(self, ids: list[int]) -> bool:
-        decoded = self.tokenizer.decode(ids)
-        return any(text in decoded for text in self.texts)
-
-    def cut(self, text: str) -> str:
-        """A text up to where the first of these begins."""
-        return text[: min((place for one in self.texts if (place := text.find(one)) >= 0), default=None)]
 
 
 class SamplingParams(NamedTuple):
@@ -121,16 +93,6 @@ class Rollout(NamedTuple):
     def ids(self) -> list[list[int]]:
         """The tokens of each row, the end token included."""
         return [ids[:length] for ids, length in zip(np.array(self.completion_ids).tolist(), self.lengths, strict=True)]
-
-    def spans(self, row: int) -> list[list[int]]:
-        """[begin, end) of each turn of a row in turns, in its sequence."""
-        spans: list[list[int]] = []
-        for place in self.places[row] if self.places else []:
-            if spans and spans[-1][1] == place:
-                spans[-1][1] += 1
-            else:
-                spans.append([place, place + 1])
-        return spans
 
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:

@@ -37,8 +37,9 @@ from config import Config, Sizes
 from disk import hub
 from flags import Parser, fail
 from judge import at_ends
-from kv_cache import DeltaState, KVCache, SlotCache, TreeCache
+from kv_cache import KVCache, SlotCache, TreeCache
 from layers import softmax
+from layers.delta_state import DeltaState
 from machine import gpu
 from step import micro_batch, policy
 

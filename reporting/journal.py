@@ -31,6 +31,7 @@ from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, say, warn
 from step.groups import Choice, Draw
 from step.result import UpdateResult
+from turns.seats import spans
 
 RECORDED_TOKENS = 3500  # tokens of a step whose entropy and change are recorded for the page
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
@@ -187,7 +188,7 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
                 "category": example.get("category"),
                 "completion": completion,
                 "ids": rollout.sequences[row] if rollout.sequences else ids[row],
-                **({"own": rollout.spans(row)} | draw.talk.record(row) if draw.talk else {}),
+                **({"own": spans((rollout.places or [])[row])} | draw.talk.record(row) if draw.talk else {}),
                 "logprobs": packed(logprobs[row, :num]),
                 "reward": _known(total[row]),
                 "rewards": {name: _known(values[row]) for name, values in rewards.components.items()},

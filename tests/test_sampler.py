@@ -13,8 +13,8 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 import gwen
 import preflight
 import sampler
-from kv_cache import DeltaState
 from layers import attention, lm_head, softmax
+from layers.delta_state import DeltaState
 from machine import gpu
 from step import dispatch
 

@@ -170,7 +170,7 @@ def test_the_progress_bar_counts_no_row_that_waits_for_an_answer(model, monkeypa
     show = sampler.Record.show
     monkeypatch.setattr(sampler.Record, "show", lambda self: (show(self), shown.append(self.progress.n)))
     _, rollout = roll(model, world, context=200)
-    turns = [len(rollout.spans(row)) for row in range(20)]
+    turns = [len(seats.spans(places)) for places in rollout.places]
     assert turns.count(2) > 10
     assert {0, 20} <= set(shown) and shown == sorted(shown)
 

@@ -256,3 +256,14 @@ class Seats:
             self.logits[mx.array(list(parts))] = last @ self.model.head_weight.T  # the last part's stay
             self.cache.lengths[list(parts)] += [len(ids) for ids in parts.values()]
             mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use the memory of these
+
+
+def spans(places: list[int]) -> list[list[int]]:
+    """[begin, end) of each turn of a row, from the places of its tokens in its sequence."""
+    found: list[list[int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1][1] += 1
+        else:
+            found.append([place, place + 1])
+    return found

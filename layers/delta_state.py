@@ -1,0 +1,81 @@
+"""
+What a gated delta net keeps of past tokens, where a layer with attention has keys and values; see kv_cache.py.
+
+Axes: N rows or slots, W columns of the convolution, H value heads.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+import kv_cache
+
+Held = tuple[mx.array, mx.array]
+
+
+class DeltaState:
+    """
+    What a gated delta net keeps: of a batch of rows, of slots, or of the rows of a tree's newest level.
+
+    inputs: the last ones of its convolution, (N, W - 1, channels); memory: (N, H, value dim, key dim) float32. None
+    before the first tokens. Arrays are replaced, never written, so gradients go through them.
+    """
+
+    def __init__(self, inputs: mx.array | None = None, memory: mx.array | None = None):
+        self.inputs, self.memory = inputs, memory
+
+    @property
+    def held(self) -> Held | None:
+        """Both."""
+        return None if self.inputs is None or self.memory is None else (self.inputs, self.memory)
+
+    def update(self, inputs: mx.array, memory: mx.array) -> None:
+        """Replaces both."""
+        self.inputs, self.memory = inputs, memory
+
+    def arrays(self) -> list[mx.array]:
+        return list(self.held or ())
+
+    def newest(self) -> list[Held]:
+        """What a forward pass has left, for `checkpointed`."""
+        return [] if self.held is None else [self.held]
+
+    def add(self, newest: list[Held]) -> None:
+        self.update(*newest[0])
+
+    def taken(self, rows: Sequence[int]) -> "DeltaState":
+        """The state of each of these rows."""
+        index = mx.array(list(rows))
+        return DeltaState(*(array[index] for array in self.held or ()))
+
+    def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
+        """What the rows of a tree's next level begin with: the states of their parents."""
+        return self.taken(parents)
+
+    def flatten(self, target: "DeltaState", index: mx.array) -> None:
+        """The state of a tree's newest level is that of its rows."""
+        target.update(*self.arrays())
+
+    def slots(self, num_slots: int, width: int, share: bool) -> "DeltaSlots":
+        return DeltaSlots(self, num_slots)
+
+
+class DeltaSlots(DeltaState):
+    """A gated delta net's state of each slot, which begins with a copy of its prompt's."""
+
+    def __init__(self, prompts: DeltaState, num_slots: int):
+        self.prompts = prompts
+        super().__init__(*prompts.taken([0] * num_slots).arrays())
+
+    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
+        """Gives the slots in `begun` their prompt's state, also where the prompt was the slot's before."""
+        if begun:
+            of_prompts = self.prompts.taken([prompt_of[slot] for slot in begun])
+            for buffer, held in zip(self.arrays(), of_prompts.arrays(), strict=True):
+                buffer[mx.array(begun)] = held
+
+    def keep(self, slots: mx.array) -> None:
+        self.update(*(array[slots] for array in self.arrays()))
+
+
+kv_cache.STATES["linear_attention"] = DeltaState

@@ -18,8 +18,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import gc
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,40 @@ def message_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     text = str(caught.value)
     assert "\n" not in text and len(text) < 700, text
     return text
+
+
+def checked_line(line: str, pattern: str) -> str:
+    """A line with which a command refuses what it was given, which must match a pattern."""
+    assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
+    assert "Traceback" not in line and len(line) < 1000, line
+    assert re.search(pattern, line), line
+    return line
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that calls a command with flags that it must refuse in one line, and returns that line."""
+
+    def refused(main: Callable[[list[str]], None], flags: list[Any], pattern: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(flag) for flag in flags])
+        line = capsys.readouterr().err
+        assert ended.value.code == 2, line
+        return checked_line(line, pattern)
+
+    return refused
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """What a log of JSON lines holds."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_log(path: Path, rows: Iterable[Any]) -> str:
+    """Writes rows as JSON lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def normal(*shape: int, scale: float = 1.0) -> mx.array:

@@ -183,9 +183,6 @@ def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("reward score (") and "made up of 3 rows" in head and "memory:" not in head
     assert any(re.match(r"  cheat  denied +1  3 of 3 paid .*not \d+\.'  <- surprise", line) for line in lines)
-    with pytest.raises(SystemExit):
-        preflight.main(["--audit", "--model", "demo", "--task", "values"])
-    assert "only a judge, which is not asked" in capsys.readouterr().err
 
 
 def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):

@@ -77,18 +77,3 @@ def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
     Done.returncode = 3
     with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):
         step.in_processes(args, "DIR")
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--groups", "1"], "--groups is 1; it must be at least 2"),
-        (["--engines", "verl"], "--engines: invalid choice"),
-        (["--engines", "ours", "--model", "random:7b"], "--model random:7b: the random models are"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(flags, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        step.main(flags)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

@@ -40,11 +40,9 @@ def test_quick_takes_shapes_of_its_own(monkeypatch):
     assert seen == [(2, 1)]
 
 
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(gwen, "load", lambda *_: pytest.fail("measured"))
-    with pytest.raises(SystemExit) as stopped:
-        survey.main([*TINY, "--out", str(tmp_path / "absent" / "report.json")])
-    assert stopped.value.code == 2 and "absent" in capsys.readouterr().err
+    refused(survey.main, [*TINY, "--out", tmp_path / "absent" / "report.json"], "absent")
 
 
 def test_every_row_of_a_rollout_has_all_its_tokens():

@@ -93,6 +93,9 @@ DAMAGE = {
     "flipped": (TENSORS, lambda content: content[:-1] + b"\x77"),
     "adapter": ("adapter/adapters.safetensors", lambda content: content[:-1] + b"\x77"),
     "bad json": ("state.json", lambda _: b"{"),
+    "nothing": ("state.json", lambda _: b"{}"),
+    "a list": ("state.json", lambda _: b"[]"),
+    "another checksum": ("state.json", lambda content: content.replace(b'"sha256": "', b'"sha256": 5, "was": "')),
     "no json": ("state.json", None),
     "no tensors": (TENSORS, None),
 }

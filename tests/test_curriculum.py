@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import message_of, read_log, write_log
 from extras import needs
 from small_run import SMALL, make_config
 
@@ -114,10 +114,6 @@ def test_a_resumed_run_draws_what_it_would_have_drawn_and_a_lost_step_leaves_no_
 # ---- whole runs
 
 
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def resumed_equals_whole(tmp_path, flags):
     """Whether four steps leave the same completions and weights as two, an end, and two more."""
     flags = [*SMALL, *flags, "--eval-every", "0", "--save-every", "1"]
@@ -125,16 +121,16 @@ def resumed_equals_whole(tmp_path, flags):
     train.main([*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--warmup-steps", "99"])
     train.main(["--resume", str(tmp_path / "broken"), "--steps", "4"])
     whole, broken = (tmp_path / name for name in ("whole", "broken"))
-    assert records(whole / "rollouts.jsonl") == records(broken / "rollouts.jsonl")
-    assert records(whole / "metrics.jsonl")[-1].keys() == records(broken / "metrics.jsonl")[-1].keys()
-    return records(whole / "metrics.jsonl"), records(whole / "rollouts.jsonl")
+    assert read_log(whole / "rollouts.jsonl") == read_log(broken / "rollouts.jsonl")
+    assert read_log(whole / "metrics.jsonl")[-1].keys() == read_log(broken / "metrics.jsonl")[-1].keys()
+    return read_log(whole / "metrics.jsonl"), read_log(whole / "rollouts.jsonl")
 
 
 @pytest.mark.slow
 def test_a_run_with_a_memory_is_repeated_exactly_by_one_that_stopped(tmp_path):
     rows = [{"prompt": f"Add {a} and seven.", "answer": b} for a, b in (("one", "eight"), ("two", "nine"))] * 8
     rows = [row | {"prompt": f"{row['prompt']}{'!' * n}"} for n, row in enumerate(rows)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_log(tmp_path / "sums.jsonl", rows)
     data = ["--task", "demo", "--data", str(tmp_path / "sums.jsonl"), "--reward-weights", "rubric=0"]
     metrics, rollouts = resumed_equals_whole(tmp_path, [*data, "--curriculum", "--dynamic-sampling"])
     assert 0 < metrics[-1]["curriculum/seen_frac"] <= 1 and metrics[-1]["curriculum/expected"] > 0

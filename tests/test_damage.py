@@ -332,7 +332,7 @@ def test_changes_that_are_allowed_are_recorded_and_not_asked_for_again(made_of_f
         (made_of_files / "mine.jsonl").write_text(text)
 
 
-def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(made_of_files, tmp_path, capsys):
+def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(made_of_files, tmp_path, refused):
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
     settings = {"model": "demo", "data": "mine.jsonl", "loss_type": "sft"}
     (run / "config.yaml").write_text(json.dumps(settings))
@@ -342,9 +342,7 @@ def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("lora_rank: 2", "lora_rank: 4"))
     status, said = resume(run, "--allow-changes")
     assert status == 2 and "the checkpoint's tensors do not match this configuration" in said.splitlines()[-1]
-    with pytest.raises(SystemExit):
-        train.main([*RUN, "--allow-changes"])
-    assert "--allow-changes is for a run that goes on; name it with --resume" in capsys.readouterr().err
+    refused(train.main, [*RUN, "--allow-changes"], "--allow-changes is for a run that goes on; name it with --resume")
 
 
 def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tmp_path):

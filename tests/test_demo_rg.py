@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from conftest import message_of
+from conftest import message_of, read_log
 from extras import needs
 from small_run import resolve
 
@@ -147,7 +147,7 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     run = GrpoRun(resolve({"model": "demo:rg", "steps": 16, "eval_every": 16, "eval_limit": 128})[0], tmp_path)
     run.open()
     list(train.train(run.config, run))
-    first, last = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    first, last = read_log(tmp_path / "eval.jsonl")
     assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4
     assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1
     texts = [json.loads(line)["completion"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import read_log
 from mlx.utils import tree_flatten
 from small_run import SMALL, Recorder, make_config, make_run, sample, take_step
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
@@ -246,23 +247,19 @@ def test_a_token_s_advantage_grows_by_what_the_teacher_finds_it_likelier(tmp_pat
 # ---- a run
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"What is {n} plus one?"}) + "\n" for n in range(20)))
     flags = ["--data", str(data), "--eval-every", "1", "--steps", "2", "--run-dir", str(tmp_path / "run")]
     train.main([*SMALL, *DISTILL, teacher, *flags])
-    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    metrics = read_log(tmp_path / "run" / "metrics.jsonl")
     assert all(
         step["loss"] == pytest.approx(step["distill/kl"], rel=1e-5) and step["teacher/s"] > 0 for step in metrics
     )
     empty = {"reward/mean", "reward/std", "reward/zero_std_frac", "sampling/signal_groups", "kl", "clip_frac"}
     empty |= {f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")}
     assert {name for name, value in metrics[0].items() if value is None} == empty
-    assert all(record["eval/score"] is None for record in lines(tmp_path / "run" / "eval.jsonl"))
+    assert all(record["eval/score"] is None for record in read_log(tmp_path / "run" / "eval.jsonl"))
     assert "step 2/2 | loss" in capsys.readouterr().out
     assert (tmp_path / "run" / "report.html").is_file()
 
@@ -290,10 +287,10 @@ def test_a_teacher_needs_no_groups(tmp_path, teacher, flags):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as of a deviation of one number
         train.main([*flags, "--run-dir", str(tmp_path / "run")])
-    metrics = lines(tmp_path / "run" / "metrics.jsonl")[0]
+    metrics = read_log(tmp_path / "run" / "metrics.jsonl")[0]
     empty = ("reward/std", "reward/zero_std_frac", "sampling/signal_groups")
     assert [metrics[name] for name in empty] == [None] * 3 and metrics["distill/kl"]
-    assert [record["advantage"] for record in lines(tmp_path / "run" / "rollouts.jsonl")] == [0.0] * 3
+    assert [record["advantage"] for record in read_log(tmp_path / "run" / "rollouts.jsonl")] == [0.0] * 3
 
 
 def test_a_reward_that_counts_needs_another_completion(tmp_path, teacher):
@@ -325,7 +322,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
     assert ends[0].step == ends[1].step == 3
     for name, array in ends[0].trainable.items():
         assert mx.array_equal(array, ends[1].trainable[name]).item(), name
-    kls = [[step["distill/kl"] for step in lines(tmp_path / name / "metrics.jsonl")] for name in ("whole", "cut")]
+    kls = [[step["distill/kl"] for step in read_log(tmp_path / name / "metrics.jsonl")] for name in ("whole", "cut")]
     assert kls[0] == kls[1] and len(kls[0]) == 3
 
 

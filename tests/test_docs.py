@@ -2,11 +2,11 @@
 
 import ast
 import functools
-import json
 import re
 from pathlib import Path
 
 import pytest
+from conftest import read_log
 from small_run import make_run
 from test_layout import FILES, parse
 
@@ -31,10 +31,6 @@ FOREIGN_FILES = {
     "last_number.py",
     "convert_hf_to_gguf.py",
 }  # a user's, and llama.cpp's
-
-
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def without_meaning(record, known):
@@ -77,7 +73,7 @@ def test_a_key_that_nobody_explained_is_found():
 def test_every_metric_of_a_run_has_a_meaning(tmp_path):
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "1", "--eval-rubric", "data/demo_rubric.yaml")
     list(train.train(run.config, run))
-    metrics, evaluations = records(tmp_path / "metrics.jsonl"), records(tmp_path / "eval.jsonl")
+    metrics, evaluations = read_log(tmp_path / "metrics.jsonl"), read_log(tmp_path / "eval.jsonl")
     assert len(metrics) == 1 and len(evaluations) == 2
     assert without_meaning(metrics[0], reference.METRICS) == []
     assert always_there() <= metrics[0].keys()

@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
-from pathlib import Path
+import re
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import read_log, write_log
 from small_run import make_config
 
 import evaluate
@@ -249,7 +250,7 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     (root / "mine.py").write_text("def short(completions, **_): return [-len(text) / 10 for text in completions]")
     lines = [{"question": f"What is {n} plus one?", "kind": "odd" if n % 2 else None} for n in range(30)]
-    (root / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(root / "mine.jsonl", lines)
     (root / "witness.yaml").write_text(
         'criteria: [{name: brief, weight: 1.0, text: "Is it brief?"}, '
         '{name: rambling, weight: 1.0, reverse: true, text: "Does it ramble?"}]'
@@ -266,10 +267,6 @@ def runs(tmp_path_factory):
     return root
 
 
-def lines_of(path: Path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def told(capsys, *flags):
     """The record that the command prints."""
     capsys.readouterr()
@@ -281,18 +278,18 @@ def told(capsys, *flags):
 @pytest.mark.parametrize("name", ["demo", "values", "own"])
 def test_the_command_repeats_a_run_s_last_evaluation_to_the_digit(runs, capsys, name, tmp_path):
     record = told(capsys, "--run", runs / name, "--out", tmp_path / "out.jsonl")
-    *_, last = lines_of(runs / name / "eval.jsonl")
+    *_, last = read_log(runs / name / "eval.jsonl")
     assert last.pop("step") == 2
     for one in (record, last):
         assert one.pop("eval/s") > 0
     assert record == last and record["eval/kl"] > 1e-9  # before training it is 1e-13
-    answers = [line for line in lines_of(runs / name / "eval_answers.jsonl") if line.pop("step") == 2]
-    assert answers == lines_of(tmp_path / "out.jsonl")
+    answers = [line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == 2]
+    assert answers == read_log(tmp_path / "out.jsonl")
 
 
 @pytest.mark.slow
 def test_each_step_of_a_run_can_be_repeated(runs, capsys):
-    for step, record in enumerate(lines_of(runs / "demo" / "eval.jsonl")):
+    for step, record in enumerate(read_log(runs / "demo" / "eval.jsonl")):
         repeated = told(capsys, "--run", runs / "demo", "--step", step)
         assert record["step"] == step
         assert repeated | {"eval/s": 0, "step": step} == record | {"eval/s": 0}
@@ -310,7 +307,7 @@ def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, 
 def test_another_seed_or_temperature_draws_other_answers(runs, capsys, tmp_path):
     def drawn(*flags):
         told(capsys, "--run", runs / "demo", "--out", tmp_path / "out", "--samples", 4, *flags)
-        return [line["completions"] for line in lines_of(tmp_path / "out")]
+        return [line["completions"] for line in read_log(tmp_path / "out")]
 
     usual = drawn()
     assert usual == drawn("--seed", 0, "--temp", 1) and usual != drawn("--seed", 1)
@@ -320,7 +317,7 @@ def test_another_seed_or_temperature_draws_other_answers(runs, capsys, tmp_path)
 
 @pytest.mark.slow
 def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
-    record = lines_of(runs / "own" / "eval.jsonl")[-1]
+    record = read_log(runs / "own" / "eval.jsonl")[-1]
     assert "eval/accuracy" not in record and record["eval/score"] == record["eval/reward/short"]
     assert {"eval/witness/brief", "eval/witness/rambling"} <= record.keys()
     assert not any("None" in key for key in record)
@@ -347,17 +344,14 @@ def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_pat
         ("--run {at}/demo --adapter {at}/demo", "--adapter {at}/demo and --run {at}/demo, which has its own"),
     ],
 )
-def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(runs, capsys, tmp_path, flags, said):
+def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(runs, refused, tmp_path, flags, said):
     its = flags.format(at=runs).split()
     for main, more in (
         (evaluate.main, []),
         (sampler.main, ["--prompt", "Hi"]),
         (lora.main, ["--fuse", "--out", f"{tmp_path}/out"]),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main([*its, *more])
-        assert ended.value.code == 2
-        assert capsys.readouterr().err.splitlines()[-1].startswith("error: " + said.format(at=runs))
+        refused(main, [*its, *more], "^error: " + re.escape(said.format(at=runs)))
 
 
 @pytest.mark.slow

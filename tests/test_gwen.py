@@ -97,18 +97,6 @@ def test_a_ragged_batch_of_seven_prompts_equals_each_prompt_alone(checkpoints, n
         assert relative_error(batch[row : row + 1], alone) < 1e-4
 
 
-def test_padding_on_the_right_changes_nothing_before_it(checkpoints):
-    model = gwen.load_model(checkpoints["qwen2"], mx.float32)
-    padded = mx.concatenate([TOKENS, mx.zeros((3, 4), mx.int32)], axis=1)
-    assert relative_error(model(padded)[:, :12], model(TOKENS)) < 1e-5
-
-
-def test_hidden_times_head_is_the_logits(checkpoints):
-    for name in ("qwen2", "qwen2.5"):
-        model = gwen.load_model(checkpoints[name], mx.float32)
-        assert mx.array_equal(model.hidden(TOKENS) @ model.head_weight.T, model(TOKENS))
-
-
 def test_every_parameter_of_the_model_has_a_gradient(checkpoints):
     for name in FAMILIES:
         model = gwen.load_model(checkpoints[name], mx.float32)
@@ -498,17 +486,11 @@ def test_a_json_file_that_is_none_is_named(directory, file, text, match):
         gwen.load_model(directory)
 
 
-def test_a_path_without_a_model_is_named(tmp_path, model_directory):
+def test_a_path_without_a_model_is_named(tmp_path):
     with raises_one_line("no such directory"):
         gwen.load(tmp_path / "nothing")
-    with raises_one_line("no such directory"):
-        gwen.load(str(tmp_path / "nothing"))
     with raises_one_line("has no config.json"):
         gwen.load(tmp_path)
-    with raises_one_line("--model nobody/nothing: not in the local hub cache, and the hub is out of reach"):
-        gwen.load("nobody/nothing")
-    with raises_one_line("--model no body/nothing: neither a directory nor a hub id"):
-        gwen.load("no body/nothing")
 
 
 @pytest.mark.parametrize(
@@ -528,22 +510,6 @@ def test_a_path_without_a_model_is_named(tmp_path, model_directory):
 def test_an_index_that_names_no_file_is_refused(directory, weight_map, match):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with raises_one_line(match):
-        gwen.load_model(directory)
-
-
-def test_a_missing_shard_is_named(checkpoints, tmp_path):
-    shutil.copytree(checkpoints["qwen2.5"], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with raises_one_line("lacks the shard 'model-00002-of-00003.safetensors' that model.safetensors.index.json names"):
-        gwen.load_model(tmp_path)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    with raises_one_line("lacks 9 tensors, the first is"):
-        gwen.load_model(tmp_path)
-
-
-def test_a_directory_without_weights_says_so(directory):
-    (directory / "model.safetensors").unlink()
-    with raises_one_line("has no model.*safetensors"):
         gwen.load_model(directory)
 
 
@@ -588,37 +554,12 @@ def test_tables_of_rotary_frequencies_in_old_checkpoints_are_ignored(directory):
     assert mx.array_equal(gwen.load_model(directory, mx.float32)(TOKENS), plain)
 
 
-def test_a_tokenizer_that_is_missing_or_too_large_is_named(directory, tokenizer):
-    with raises_one_line("has no tokenizer.json"):
-        gwen.load(directory)
-    for text in ("", "[]", "{}", '{"version": "1.0", "model": {"type": "Unknown"}}'):
-        (directory / "tokenizer.json").write_text(text)
-        with raises_one_line("the tokenizer cannot be loaded"):
-            gwen.load(directory)
-    tokenizer.save_pretrained(str(directory))
-    tokens = {name: mx.zeros((256, 48)) for name in ("model.embed_tokens.weight",)}
-    (directory / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": 256}))
-    change_weights(directory, tokens)
-    with raises_one_line(f"the tokenizer has the id {len(tokenizer) - 1}, the model only 256 ids"):
-        gwen.load(directory)
-
-
 @pytest.mark.slow
-def test_loading_a_tokenizer_prints_nothing_and_runs_no_code(model_directory, tmp_path):
-    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    program = f"from disk import hub; print(len(hub.load_tokenizer({str(tmp_path)!r})))"
+def test_loading_a_tokenizer_prints_nothing(model_directory, tmp_path):
+    program = f"from disk import hub; print(len(hub.load_tokenizer({str(model_directory)!r})))"
     root, environment = Path(gwen.__file__).parent, {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
     assert done.stderr == "" and int(done.stdout) > 256
-    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    try:
-        hub.load_tokenizer(tmp_path)
-    except ValueError as error:
-        assert "\n" not in str(error)
-    assert not (tmp_path / "ran").exists()
 
 
 JSON = st.recursive(
@@ -747,38 +688,3 @@ def test_an_adapter_that_is_not_of_this_model_is_named(directory, tmp_path, tens
     adapter = write_adapter(tmp_path / "adapter", tensors or {"x": mx.zeros(1)}, **config)
     with raises_one_line(match):
         gwen.load_model(directory, mx.float32, adapter)
-
-
-def test_an_adapter_directory_without_an_adapter_is_named(directory, tmp_path):
-    with raises_one_line("no adapter_config.json there"):
-        gwen.load_model(directory, mx.float32, tmp_path / "nothing")
-    scale = {"lora_parameters": {"scale": 1.0}}
-    adapter = write_adapter(tmp_path / "adapter", {"x": mx.zeros(1)}, fine_tune_type="lora", **scale)
-    (adapter / "adapters.safetensors").unlink()
-    with raises_one_line("adapters.safetensors is not a whole safetensors file"):
-        gwen.load_model(directory, mx.float32, adapter)
-
-
-@pytest.mark.slow
-def test_a_hub_model_in_the_cache_loads_without_the_hub(model_directory, tmp_path):
-    snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / ("0" * 40)
-    shutil.copytree(model_directory, snapshot)
-    (tmp_path / "hub" / "models--someone--tiny" / "refs").mkdir()
-    (tmp_path / "hub" / "models--someone--tiny" / "refs" / "main").write_text("0" * 40)
-    loads = "gwen.load('someone/tiny')[0].config.vocab_size, gwen.load('someone/tiny@main')[1].eos_token"
-    program = f"import cpu_blas, gwen; print({loads})"
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    root = Path(gwen.__file__).parent
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["320", "<|im_end|>"], done.stderr
-
-
-def test_the_model_is_the_one_asked_for_else_the_demo_where_there_is_no_gpu(monkeypatch):
-    assert gwen.choose_model("some/model") == ("some/model", "as asked")
-    monkeypatch.setattr(gpu, "on_gpu", lambda: False)
-    assert gwen.choose_model(None) == ("demo", "the default without a GPU")
-    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    monkeypatch.setattr(hub, "DEFAULT_MODEL", "nobody/nothing")
-    model, why = gwen.choose_model(None)
-    assert model == "demo" and "the hub is out of reach" in why
-    assert hub.find("demo") == hub.DEMO

@@ -1,8 +1,7 @@
 """Each illness on figures that show it, on figures that almost do, and in a run."""
 
-import json
-
 import pytest
+from conftest import read_log
 from small_run import SMALL
 
 import train
@@ -158,10 +157,6 @@ def test_a_run_that_measured_nothing_yet_has_no_illness():
 # ---- in a run
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
@@ -169,7 +164,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--warmup-steps", "99"]
     train.main([*flags, "--steps", "8", "--run-dir", str(whole)])
     shown = capsys.readouterr()
-    (warned,) = lines(whole / "warnings.jsonl")
+    (warned,) = read_log(whole / "warnings.jsonl")
     assert (warned["step"], warned["name"]) == (5, "no signal")
     assert [line for line in shown.err.splitlines() if line] == [f"WARNING after step 5: {warned['text']}."]
     assert "warned after step 5: no signal" in shown.out
@@ -180,7 +175,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     assert capsys.readouterr().err.count("WARNING after step 5") == 1
     train.main(["--resume", str(cut), "--steps", "8"])
     assert "WARNING" not in capsys.readouterr().err
-    assert lines(cut / "warnings.jsonl") == lines(whole / "warnings.jsonl")
+    assert read_log(cut / "warnings.jsonl") == read_log(whole / "warnings.jsonl")
 
 
 @pytest.mark.slow
@@ -192,7 +187,7 @@ def test_a_warning_of_steps_that_are_taken_back_is_given_again(tmp_path, capsys)
     capsys.readouterr()
     train.main(["--resume", str(tmp_path / "run")])
     assert capsys.readouterr().err.count("WARNING after step 5") == 1
-    assert [warned["step"] for warned in lines(tmp_path / "run" / "warnings.jsonl")] == [5]
+    assert [warned["step"] for warned in read_log(tmp_path / "run" / "warnings.jsonl")] == [5]
 
 
 @pytest.mark.slow
@@ -200,4 +195,4 @@ def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
     train.main(
         [*SMALL, "--steps", "12", "--learning-rate", "1e-4", "--eval-every", "6", "--run-dir", str(tmp_path / "run")]
     )
-    assert "WARNING" not in capsys.readouterr().err and lines(tmp_path / "run" / "warnings.jsonl") == []
+    assert "WARNING" not in capsys.readouterr().err and read_log(tmp_path / "run" / "warnings.jsonl") == []

@@ -24,7 +24,7 @@ from typing import Any
 import huggingface_hub
 import mlx.core as mx
 import pytest
-from conftest import CONFIGS, QWEN3, message_of, write_checkpoint
+from conftest import CONFIGS, QWEN3, message_of, write_checkpoint, write_log
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, filter_repo_objects
 from small_run import resolve
@@ -133,12 +133,9 @@ def test_a_model_in_shards_loads_from_the_links_of_the_cache(offline):
 
 
 @pytest.mark.parametrize("hub_id", ["Qwen/Qwen3-8B", f"{QWEN}@v3", f"{QWEN}@{'3' * 40}"])
-def test_what_is_not_cached_is_one_line_offline(offline, capsys, tmp_path, hub_id):
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--model", hub_id, "--run-dir", str(tmp_path / "run")])
-    assert ended.value.code == 2
+def test_what_is_not_cached_is_one_line_offline(offline, refused, tmp_path, hub_id):
     line = f"error: --model {hub_id}: not in the local hub cache, and the hub is out of reach\n"
-    assert capsys.readouterr().err == line
+    refused(train.main, ["--model", hub_id, "--run-dir", tmp_path / "run"], f"^{line}")
     assert not (tmp_path / "run").exists()
 
 
@@ -302,8 +299,7 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
     other.chat_template = "{{ tone | default('plain') }}|" + tokenizer.chat_template
     kwargs = [None, {"tone": "kind", "enable_thinking": None}, {"tone": "<|im_end|>", "enable_thinking": True}]
     rows = [{"prompt": "Hi", "answer": "Ho", "chat_template_kwargs": one} for one in kwargs]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = examples.load_data(str(tmp_path / "data.jsonl"))
+    read = examples.load_data(write_log(tmp_path / "data.jsonl", rows))
     prompts = chat_template.encode_prompts(other, read, max_tokens=1, context=999, thinking=False, kind="prompt")
     body = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     wanted = [f"plain|{body}<think>\n\n</think>\n\n", f"kind|{body}<think>\n\n</think>\n\n", f"<|im_end|>|{body}"]

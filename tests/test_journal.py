@@ -8,7 +8,6 @@ import pytest
 
 from config import Config
 from disk import run_files
-from flags import fail
 from machine import gpu
 from reporting import journal
 
@@ -94,13 +93,6 @@ def test_a_log_refuses_numbers_that_are_not_json(tmp_path):
 def test_the_environment_names_versions_device_and_blas():
     record = gpu.environment("some BLAS")
     assert record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]
-
-
-def test_a_users_mistake_ends_with_one_line_and_status_two(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        fail("the value is 3")
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err == "error: the value is 3\n"
 
 
 def test_of_a_step_so_many_tokens_are_recorded_in_whole_completions():

@@ -1,7 +1,6 @@
 """The judge on the bundled model: right scores by a tree of prompts, attacks that fail, memory that runs out."""
 
 import itertools
-import json
 import math
 import os
 import socket
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import write_log
 from test_remote_judge import Server, completion
 
 import gwen
@@ -703,7 +703,7 @@ def test_the_command_prints_how_the_judge_stands_to_labels(tmp_path, capsys, mon
         for prompt, text, scores in zip(prompts, completions, truth, strict=True)
     ]
     path = tmp_path / "labels.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(path, lines)
     judge.main(["--rubric", "data/demo_rubric.yaml", "--labels", str(path), "--judge-model", "demo"])
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:2] == ["all", "300"] and float(row[2].rstrip("%")) >= 85 and float(row[4]) > 0.75

@@ -1,13 +1,12 @@
 """Answers that are formulas, answers that are none, and 300 that are meant to hang or fool their readers."""
 
-import json
 import random
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from conftest import message_of
+from conftest import message_of, write_log
 from test_tasks import HOSTILE, SCORED
 
 import tasks
@@ -298,19 +297,14 @@ def test_the_limit_holds_in_a_thread_too():
 # ---- the task
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_math_reads_problems_with_an_answer_or_with_a_boxed_solution(tmp_path):
     rows = [{"problem": f"{n}?", "answer": f"\\frac{{{n}}}{{3}}", "split": "train"} for n in range(3)]
     rows.append({"problem": "last?", "solution": "We get \\boxed{1}, no, \\boxed{\\frac{2}{4}}.", "split": "test"})
-    task = tasks.load("math", data=write(tmp_path / "math.jsonl", rows))
+    task = tasks.load("math", data=write_log(tmp_path / "math.jsonl", rows))
     assert [example["answer"] for example in task.held_out] == [r"\frac{2}{4}"] and task.metric == "accuracy"
     assert task.train[0]["system"] == gsm8k.SYSTEM
     asked = {"answer": [task.held_out[0]["answer"]] * 2}
     assert task.verifier(completions=["\\boxed{0.5}", "\\boxed{0.6}"], **asked) == [1, 0]
-    path = write(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])
+    path = write_log(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])
     assert "line 1: no answer" in message_of(tasks.load, "math", data=path)
     assert "--data FILE.jsonl" in message_of(tasks.load, "math")

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow
 import pytest
 import yaml
-from conftest import message_of
+from conftest import message_of, read_log, write_log
 
 import evaluate
 import tasks
@@ -24,11 +24,6 @@ from tasks import own
 
 ROOT = Path(tasks.__file__).parent.parent
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def settings(*words):
@@ -48,7 +43,7 @@ TABLE = [{"prompt": "a", "answer": 7}, {"prompt": "b", "answer": 8}]
 
 
 def test_an_answer_is_the_same_text_from_any_file(tmp_path):
-    write(tmp_path / "data.jsonl", TABLE)
+    write_log(tmp_path / "data.jsonl", TABLE)
     (tmp_path / "data.json").write_text(json.dumps(TABLE))
     (tmp_path / "data.csv").write_text("prompt,answer\na,7\nb,8\n")
     held = datasets.Dataset.from_list(TABLE)
@@ -69,7 +64,7 @@ def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(given, tex
 
 
 def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path):
-    path = write(tmp_path / "data.jsonl", [{"prompt": "?", "answer": ["a", "b"]}])
+    path = write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": ["a", "b"]}])
     assert "line 1: answer ['a', 'b'] is a list; it must be a text" in message_of(examples.load_data, path)
     assert examples.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
 
@@ -89,7 +84,7 @@ def test_splits_that_datasets_saved_are_the_sides_of_a_task_and_each_can_be_name
 
 
 def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
-    train_file, test_file = write(tmp_path / "train,1.jsonl", SUMS), write(tmp_path / "test.jsonl", SUMS[:3])
+    train_file, test_file = write_log(tmp_path / "train,1.jsonl", SUMS), write_log(tmp_path / "test.jsonl", SUMS[:3])
     for words in (["--data", train_file, "--eval-data", test_file], ["--data", f"{train_file},{test_file}"]):
         task = task_of(*words)
         assert (len(task.train), len(task.held_out)) == (27, 3)  # what is held out is not trained on
@@ -138,7 +133,7 @@ def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path)
     rows = [row | {"split": "train"} for row in SUMS[:6]] + [row | {"split": "test"} for row in SUMS[6:10]]
     for place in (1, 7):
         rows[place] = rows[place] | {"answer": None}
-    path = write(tmp_path / "mine.jsonl", rows)
+    path = write_log(tmp_path / "mine.jsonl", rows)
     task = task_of("--data", path)
     assert (len(task.train), len(task.held_out), task.metric) == (5, 3, "accuracy")
     said = "data: 5 prompts to train on, 3 held out, 2 left out for want of an answer to compare with"
@@ -149,12 +144,12 @@ def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path)
 
 
 def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone(tmp_path):
-    path = write(tmp_path / "mine.jsonl", [{"prompt": row["prompt"]} for row in SUMS])
+    path = write_log(tmp_path / "mine.jsonl", [{"prompt": row["prompt"]} for row in SUMS])
     assert f"--data {path} has no answer to compare with" in message_of(task_of, "--data", path)
     task = task_of("--data", path, "--reward", "length:9")
     assert (task.metric, task.verifier, task.reward_weights) == ("score", None, {"length": 1.0})
     assert task.notes[1] == "answers: none; evaluations show the reward alone"
-    prose = write(
+    prose = write_log(
         tmp_path / "prose.jsonl", [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
     )
     assert "answers like 'It depends on this and on that, as always.' cannot" in message_of(task_of, "--data", prose)
@@ -167,7 +162,7 @@ def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone
 
 
 def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
-    data = ["--data", write(tmp_path / "mine.jsonl", SUMS)]
+    data = ["--data", write_log(tmp_path / "mine.jsonl", SUMS)]
     rubric = ["--rubric", ROOT / "data" / "demo_rubric.yaml"]
     assert task_of(*data).reward_weights == {"correct": 1.0}
     assert task_of(*data, *rubric).reward_weights == {"correct": 1.0, "rubric": 1.0}
@@ -176,7 +171,7 @@ def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
 
 
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
-    path = write(tmp_path / "mine.jsonl", SUMS)
+    path = write_log(tmp_path / "mine.jsonl", SUMS)
     got, said = settings("--data", path, "--batch", 3)
     assert got.data.task == "own" and said.endswith(
         "task: own, at --steps 60 --max-tokens 24 --learning-rate 0.004 --eval-every 20 --save-every 20"
@@ -245,9 +240,9 @@ def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, 
     )
     data = [
         "--data",
-        write(tmp_path / "a.jsonl", rows),
+        write_log(tmp_path / "a.jsonl", rows),
         "--eval-data",
-        write(tmp_path / "b.jsonl", [*SUMS[:12], {"prompt": "Hi"}]),
+        write_log(tmp_path / "b.jsonl", [*SUMS[:12], {"prompt": "Hi"}]),
     ]
     flags = ["--model", "demo", *data, "--reward", f"{tmp_path}/mine.py:always", "--steps", "1", "--batch", "2"]
     train.main([*flags, "--groups", "2", "--eval-every", "1", "--run-dir", str(tmp_path / "run")])
@@ -256,7 +251,7 @@ def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, 
     assert record["eval/num"] == 13 and record["eval/accuracy"] * 12 == pytest.approx(
         round(record["eval/accuracy"] * 12)
     )
-    details = [json.loads(line) for line in (tmp_path / "run" / "eval_answers.jsonl").read_text().splitlines()]
+    details = read_log(tmp_path / "run" / "eval_answers.jsonl")
     assert details[12]["values"] == [None] and details[12]["greedy_value"] is None  # no answer to compare with
     shown = capsys.readouterr()
     assert "12 compared as numbers, 6 as texts" in shown.out
@@ -334,7 +329,7 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     home, away = tmp_path / "home", tmp_path / "away"
     home.mkdir()
     away.mkdir()
-    write(home / "mine.jsonl", SUMS)
+    write_log(home / "mine.jsonl", SUMS)
     (home / "mine.py").write_text("def short(completions, **_): return [-float(len(text)) for text in completions]")
     monkeypatch.chdir(home)
     small = "--model demo --steps 1 --batch 2 --groups 2 --eval-every 1 --max-tokens 4".split()
@@ -350,7 +345,7 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     evaluate.main(["--run", "again", "--data", str(home / "mine.jsonl")])
     assert "27 of the 30 prompts of --data" in capsys.readouterr().err
     renamed = [{"question": row["prompt"], "answer": row["answer"]} for row in SUMS[:6]]
-    test = write(home / "test.jsonl", renamed)
+    test = write_log(home / "test.jsonl", renamed)
     evaluate.main(["--run", "again", "--data", test, "--columns", "prompt=question"])  # of the new file alone
     assert "of the 6 prompts of --data" in capsys.readouterr().err
     (home / "mine.jsonl").rename(home / "moved.jsonl")
@@ -367,7 +362,7 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
 
 
 def test_a_bundled_judge_is_warned_of_where_it_has_not_learned_the_criteria(tmp_path):
-    data = ["--data", write(tmp_path / "mine.jsonl", SUMS)]
+    data = ["--data", write_log(tmp_path / "mine.jsonl", SUMS)]
     (tmp_path / "mine.yaml").write_text("criteria: [{name: kind, weight: 1.0, text: Kind}]")
     mine, demos = ["--rubric", tmp_path / "mine.yaml"], ["--rubric", ROOT / "data" / "demo_rubric.yaml"]
 
@@ -387,7 +382,7 @@ def test_a_bundled_judge_is_warned_of_where_it_has_not_learned_the_criteria(tmp_
 
 
 def test_a_rubric_beside_a_verifier_is_told_how_to_stay_small(tmp_path):
-    data = ["--data", write(tmp_path / "mine.jsonl", SUMS), "--rubric", ROOT / "data" / "demo_rubric.yaml"]
+    data = ["--data", write_log(tmp_path / "mine.jsonl", SUMS), "--rubric", ROOT / "data" / "demo_rubric.yaml"]
     told = [
         [note for note in task_of(*data, *more).notes if "--scale-rewards none" in note]
         for more in ([], ["--scale-rewards", "none"], ["--reward-weights", "correct=0"], ["--reward", "length:9"])
@@ -397,14 +392,14 @@ def test_a_rubric_beside_a_verifier_is_told_how_to_stay_small(tmp_path):
 
 def test_chats_to_tune_on_have_held_out_ones_in_a_file_of_their_own(tmp_path):
     rows = [{"prompt": row["prompt"], "completion": str(row["answer"])} for row in SUMS]
-    paths = [write(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows), ("b", rows[:2]))]
+    paths = [write_log(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows), ("b", rows[:2]))]
     words = ["--loss-type", "sft", "--data", paths[0], "--eval-data", paths[1]]
     made = SftRun(settings(*words)[0], tmp_path / "run")
     assert (len(made.train), len(made.held_out)) == (28, 2)
 
 
 def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
-    rows = write(tmp_path / "a.jsonl", [{"prompt": row["prompt"], "completion": "one"} for row in SUMS])
+    rows = write_log(tmp_path / "a.jsonl", [{"prompt": row["prompt"], "completion": "one"} for row in SUMS])
     (tmp_path / "config.yaml").write_text(sources.as_yaml(settings("--loss-type", "sft", "--data", rows)[0]))
     assert evaluate.of_run(str(tmp_path), {}).data.task == "demo"
     assert evaluate.of_run(str(tmp_path), {}, "problems.jsonl").data.task == "own"

@@ -250,19 +250,3 @@ def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):
 def test_the_command_needs_no_weights(capsys):
     preflight.main(["--model", "random:0.6b", "--dtype", "float16", "--prompt-tokens", "128", "--batch", "8"])
     assert "1.19 weights" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--prompt-tokens", "0"], "--prompt-tokens is 0; it must be at least 1"),
-        (["--model", "random:7b"], "--model random:7b: the random models are"),
-        (["--checkpoint-layers", "some"], "--checkpoint-layers is 'some'; it must be auto, on, off or a number"),
-        (["--colour", "red"], "--colour is no flag of train.py"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(argv, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        preflight.main(argv)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

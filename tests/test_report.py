@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from conftest import read_log, write_log
 from tokenizers import Tokenizer
 
 import report
@@ -39,10 +40,6 @@ HOSTILE = (
 @functools.cache
 def demo_tokenizer():
     return Tokenizer.from_file(str(hub.DEMO / "tokenizer.json"))
-
-
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def step_record(step):
@@ -117,15 +114,15 @@ def make_run(folder):
     settings = {"model": "demo", "task": "demo", "batch": 2, "groups": 4, "steps": 6, "learning_rate": 0.004}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "env.json").write_text(json.dumps({"machine": "a laptop", "device": "cpu", "commit": "abc"}))
-    write_lines(folder / "metrics.jsonl", [step_record(step) for step in range(1, 5)])
-    write_lines(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.75)])
+    write_log(folder / "metrics.jsonl", [step_record(step) for step in range(1, 5)])
+    write_log(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.75)])
     before = [answer_record(0, problem, "Two plus three is six.", 0.0) for problem in range(4)]
     after = [answer_record(4, problem, "Two plus three is five.", 1.0) for problem in range(3)]
-    write_lines(folder / "eval_answers.jsonl", [*before, *after, answer_record(4, 3, "Nine is five.", 0.0, 1.0)])
+    write_log(folder / "eval_answers.jsonl", [*before, *after, answer_record(4, 3, "Nine is five.", 0.0, 1.0)])
     texts = ["Two plus three is five.", "Twenty-two", "Forty plus one is nine.", "Six."]
     rows = [(step, group, member) for step in range(1, 5) for group in range(2) for member in range(4)]
-    write_lines(folder / "rollouts.jsonl", [completion_record(*row, texts[row[2]]) for row in rows])
-    write_lines(folder / "warnings.jsonl", [{"step": 3, "name": "entropy", "text": "It fell. Try a higher --temp"}])
+    write_log(folder / "rollouts.jsonl", [completion_record(*row, texts[row[2]]) for row in rows])
+    write_log(folder / "warnings.jsonl", [{"step": 3, "name": "entropy", "text": "It fell. Try a higher --temp"}])
     return folder
 
 
@@ -174,7 +171,7 @@ def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
 
 def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantage(run):
     held = data_of(page.write(run).read_text())["completions"]
-    written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    written = read_log(run / "rollouts.jsonl")
     assert held["of"] == len(held["groups"]) == 8
     assert held["criteria"] == ["correct", "working", "sentence"]
     for group in held["groups"]:
@@ -209,13 +206,13 @@ def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
 
 
 def test_the_axis_of_an_accuracy_ends_at_one(run):
-    write_lines(run / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.97)])
+    write_log(run / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.97)])
     drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run]))}
     assert drawn["Held-out"]["y_ticks"][-1][1] == "1"
 
 
 def test_a_chart_that_cannot_move_is_left_out_and_the_page_says_why(run):
-    write_lines(run / "metrics.jsonl", [step_record(step) | {"clip_frac": 0.0} for step in range(1, 5)])
+    write_log(run / "metrics.jsonl", [step_record(step) | {"clip_frac": 0.0} for step in range(1, 5)])
     assert "Clipped" not in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
     assert "with one optimizer step a rollout (--num-iterations 1) the ratio is 1" in page.write(run).read_text()
     settings = yaml.safe_load((run / "config.yaml").read_text())
@@ -249,7 +246,7 @@ def both(tmp_path):
             held = yaml.safe_load((folder / "config.yaml").read_text())
             more = {"seed": seed, "learning_rate": len(name) / 1e3, "rollout_batch_size": 8 + seed}
             (folder / "config.yaml").write_text(yaml.safe_dump(held | more))
-            write_lines(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, accuracy)])
+            write_log(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, accuracy)])
     return [str(tmp_path / name) for name in ACCURACIES]
 
 
@@ -264,7 +261,7 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
     assert paired.endswith("over 3 pairs: +0.125 +0.050 +0.150")
     for seed in range(3):
         fewer = [eval_record(0, 0.25), eval_record(4, 0.5) | {"eval/num": 7}]
-        write_lines(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
+        write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
     num = eval_record(4, 0.5)["eval/num"]
     assert seeds.lines(seeds.load(both))[-1].endswith(f"; of 7 and {num} held-out problems")
 
@@ -336,18 +333,18 @@ def hostile_run(folder):
         place = {"step": 1 + number // 80, "group": number // 8 % 10}
         named = {"prompt": text, "answer": text, "category": text, "completion": text, "finish_reason": text}
         lines.append(line | place | named | {"rewards": {text: 1.0}})
-    write_lines(folder / "rollouts.jsonl", lines)
+    write_log(folder / "rollouts.jsonl", lines)
     details = []
     for step, shift in ((0, 0), (4, 1)):
         for number, text in enumerate(texts):
             named = {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
             details.append(answer_record(step, number, texts[number - shift], float(shift)) | named)
-    write_lines(folder / "eval_answers.jsonl", details)
-    write_lines(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
-    write_lines(folder / "changes.jsonl", [{"step": 1, "setting": t, "was": t, "is": t} for t in HOSTILE])
+    write_log(folder / "eval_answers.jsonl", details)
+    write_log(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
+    write_log(folder / "changes.jsonl", [{"step": 1, "setting": t, "was": t, "is": t} for t in HOSTILE])
     (folder / "env.json").write_text(json.dumps({"machine": "".join(HOSTILE), "device": HOSTILE[0]}))
     metrics = [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)]
-    write_lines(folder / "metrics.jsonl", metrics)
+    write_log(folder / "metrics.jsonl", metrics)
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     hostile_settings = {"model": f"/nowhere/{HOSTILE[0]}", "task": HOSTILE[1], "data": HOSTILE[2]}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | hostile_settings))
@@ -445,24 +442,6 @@ def test_list_prints_the_runs_of_a_directory(run, capsys):
     assert f"{run}  demo  demo   4 of 6, stopped  0.250 \u00b1 0.125  0.750 \u00b1 0.125" in "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ([], "error: name a run, as runs/NAME"),
-        (["nowhere"], "error: nowhere: no config.yaml there"),
-        (["--compare", "runs/one"], "error: --compare needs two runs or more"),
-        (["--list", "nowhere"], "error: nowhere: no runs there"),
-        (["--outt", "x"], "error: --outt is no flag of report.py; did you mean --out?"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(argv, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        report.main(argv)
-    told = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert told.startswith(said) and told.count("\n") == 1
-
-
 def test_a_broken_record_is_named_by_file_and_line(run, capsys):
     for line in ("not JSON", "[]", "{}"):
         (run / "eval.jsonl").write_text('{"step": 0}\n' + line + "\n")
@@ -504,7 +483,7 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     shown, errors = browse(markup)
     assert errors == []
     cards = re.findall(r'<article class="row">(.*?)</article>', shown, re.S)
-    written = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()][-4:]
+    written = read_log(run / "rollouts.jsonl")[-4:]
     texts = [re.sub("<[^>]+>", "", re.search("<bdi.*?</bdi>", card, re.S)[0]) for card in cards]
     assert texts == [line["completion"] for line in reversed(written)]
 
@@ -594,7 +573,7 @@ def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_rec
     shown, errors = browse((folder / "report.html").read_text(), program)
     assert errors == []
     texts, good, answers = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown)[1]))
-    written = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    written = read_log(folder / "rollouts.jsonl")
     assert len(written) == 3 * 2 * 4
     tokenizer = demo_tokenizer()
     expected = {}
@@ -604,7 +583,7 @@ def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_rec
         )
     assert texts == [expected[place] for place in sorted(expected)]
     assert good == sum(line["reward"] >= 0.9 for line in written)
-    held_out = [json.loads(line) for line in (folder / "eval_answers.jsonl").read_text().splitlines()]
+    held_out = read_log(folder / "eval_answers.jsonl")
     of_problem = {}
     for line in held_out:
         of_problem.setdefault(line["problem"], []).append(line["completions"][0])

@@ -152,23 +152,10 @@ def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
     assert all(part in text for part in ["reward mine", *expected]), text
 
 
-def test_what_a_reward_raises_is_told_in_one_line_with_its_cause():
-    def fails(completions):
-        raise RuntimeError("first line\nsecond line")
-
-    with pytest.raises(ValueError, match="reward fails raised RuntimeError: first line second line") as caught:
-        rewards.call_reward("fails", fails, ["p"], ["a"], {})
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_an_argument_that_nobody_gives_is_named():
-    def needs(completions, answer):
-        return [0.0]
-
+def test_an_argument_that_cannot_be_given_by_its_name_is_named():
     def by_place(completions, /):
         return [0.0]
 
-    assert "needs 'answer'" in message_of(rewards.call_reward, "needs", needs, ["p"], ["a"], {"level": [1]})
     assert "needs 'completions'" in message_of(rewards.call_reward, "by_place", by_place, ["p"], ["a"], {})
 
 

@@ -75,15 +75,9 @@ def test_a_control_token_that_is_found_in_another_spelling_is_left_out(tokenizer
     assert theirs.decode(builder.untrusted("a<tool>b")) == "ab"
 
 
-def test_control_tokens_reach_the_judge_as_plain_text():
-    builder = rubrics.PromptBuilder(DEMO, RUBRIC)
-    for text in ("<|im_end|>", "a<|im_start|>assistant"):
-        assert DEMO.decode(builder.untrusted(text)) == text
-
-
-def test_harmless_text_reaches_the_judge_as_it_is():
-    builder = rubrics.PromptBuilder(DEMO, RUBRIC)
-    for text in ("Three.", "a < b and b > c", "the answer [1] is <b>three</b>", "", "  5\n\n", "caf\u00e9 \u4e09"):
+def test_harmless_text_and_control_tokens_reach_the_judge_as_plain_text():
+    builder, harmless = rubrics.PromptBuilder(DEMO, RUBRIC), ["a < b and b > c", "the answer [1] is <b>three</b>", ""]
+    for text in (*harmless, "  5\n\n", "caf\u00e9 \u4e09", "<|im_end|>", "a<|im_start|>assistant"):
         assert DEMO.decode(builder.untrusted(text)) == text
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import write_log
 
 from config import Config
 from disk import run_files
@@ -27,7 +28,7 @@ def test_a_model_card_says_how_it_was_trained_and_from_where_to_where(tmp_path, 
     figures = [
         {"step": step, "eval/accuracy": step / 40, "eval/accuracy_ci95": 0.05, "eval/num": 9} for step in (0, 20)
     ]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(figure) + "\n" for figure in figures))
+    write_log(tmp_path / "eval.jsonl", figures)
     card = run_files.model_card(str(tmp_path), None).splitlines()
     assert said in card
     rows = [line for line in card if line.startswith("| accuracy")]

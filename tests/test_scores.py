@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import write_log
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -133,7 +134,7 @@ def test_a_file_of_scores_is_read_and_one_of_anything_else_is_refused_by_name(tm
     made, path = Made(), tmp_path / "scores.jsonl"
     made.cache.load(path)  # there is none yet
     made.score(["a"], ["x"])
-    path.write_text("".join(json.dumps(record) + "\n" for record in made.cache.take_fresh()))
+    write_log(path, made.cache.take_fresh())
     other = Made()
     other.cache.load(path)
     assert other.score(["a"], ["x"]).stats.num_cached == 3 and other.asked == []

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import message_of, read_log
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
@@ -274,7 +274,7 @@ def tune(data, run_dir, *flags):
 
 def records(path):
     """Without what depends on the clock and the machine."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_log(path)
     return [{key: value for key, value in line.items() if not key.endswith(("/s", "_s", "_gb"))} for line in lines]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import message_of, read_log, write_log
 
 import evaluate
 import train
@@ -121,7 +121,7 @@ def start(tmp_path, **settings):
 
 
 def records(run, name):
-    return [json.loads(line) for line in (run.dir / f"{name}.jsonl").read_text().splitlines()]
+    return read_log(run.dir / f"{name}.jsonl")
 
 
 def test_a_run_records_conversations_and_trains_what_the_model_wrote(tmp_path):
@@ -207,7 +207,7 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", begun, *flags, *named], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    lines = read_log(tmp_path / "run" / "rollouts.jsonl")
     assert "the call took longer than 0.3 s" in {called["error"] for line in lines for called in line["tool_calls"]}
 
 
@@ -240,7 +240,7 @@ def test_a_model_whose_template_has_no_tools_is_refused(tmp_path):
 def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"Open door {n}.", "environment": "door" if n % 2 else "window"} for n in range(20)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_log(data, rows)
     config = checked(SMALL | {"task": "values", "data": str(data), "env": f"door={world}:Door"})
     assert "column environment holds 'window'; the environments of --env are door" in message_of(
         GrpoRun, config, tmp_path
@@ -275,7 +275,7 @@ def test_rows_without_a_prompt_and_an_environment_are_refused(tmp_path):
 def test_chat_template_kwargs_beside_tools_are_refused(tmp_path, world):
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"Open door {n}.", "chat_template_kwargs": {"tone": "kind"}} for n in range(20)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_log(data, rows)
     config = checked(SMALL | {"task": "values", "data": str(data), "env": f"{world}:Door"})
     assert "column chat_template_kwargs is for prompts without tools" in message_of(make, config)
 

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+from conftest import read_log, write_log
 from test_report import make_run
 
 import train
@@ -71,19 +72,15 @@ def fake(tmp_path, monkeypatch):
         (folder / "wandb.py").write_text(text)
         monkeypatch.setenv("FAKE_LOG", str(told))
         monkeypatch.syspath_prepend(str(folder))
-        return lambda: [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+        return lambda: read_log(told) if told.exists() else []
 
     sys.modules.pop("wandb", None)
     yield put
     sys.modules.pop("wandb", None)
 
 
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def everything(run):
-    return records(run / "metrics.jsonl") + records(run / "eval.jsonl")
+    return read_log(run / "metrics.jsonl") + read_log(run / "eval.jsonl")
 
 
 def report(run, name="wandb", step=0, earlier=(), news=(), **tables):
@@ -117,9 +114,9 @@ def test_a_tracker_knows_a_run_by_its_name_settings_and_every_figure(run, fake):
 
 
 def test_a_table_has_what_a_reader_compares_and_no_text_that_a_tracker_cannot_store(run, fake):
-    told, line = fake(), records(run / "rollouts.jsonl")[0]
+    told, line = fake(), read_log(run / "rollouts.jsonl")[0]
     row = trackers.completion_row(line | {"completion": "half \ud83d"})
-    answer = trackers.answer_row(records(run / "eval_answers.jsonl")[-1])
+    answer = trackers.answer_row(read_log(run / "eval_answers.jsonl")[-1])
     assert report(run, news=everything(run)[:1], completions=[row, row], answers=[answer]) == []
     logged = told()[1]["log"]
     assert logged["completions"][1]["reward/correct"] == line["rewards"]["correct"]
@@ -128,7 +125,7 @@ def test_a_table_has_what_a_reader_compares_and_no_text_that_a_tracker_cannot_st
 
 
 def test_a_run_that_goes_on_goes_on_in_the_same_tracked_run(run, fake):
-    told, lines = fake(), records(run / "metrics.jsonl")
+    told, lines = fake(), read_log(run / "metrics.jsonl")
     assert report(run, earlier=lines[:1], news=lines[1:2]) == []
     assert [one["log"]["step"] for one in told()[1:-1]] == [1, 2]  # it knew nothing of the first step
     num_told = len(told())
@@ -158,13 +155,10 @@ def test_a_tracker_that_hangs_is_waited_for_as_agreed_and_keeps_nothing_from_ano
     assert said == ["WARNING: wandb gets no more of this run: it was not done 0 s after the end"]
 
 
-def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_that_installs_it(monkeypatch, capsys):
+def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_that_installs_it(monkeypatch, refused):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--model", "demo", "--report-to", "tensorboard"])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.count("\n") == 1
-    assert "`uv run --extra tensorboard train.py --report-to tensorboard ...`" in told
+    said = "`uv run --extra tensorboard train.py --report-to tensorboard ...`"
+    refused(train.main, ["--model", "demo", "--report-to", "tensorboard"], said)
 
 
 SMALL = ["--model", "demo", "--steps", "2", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--eval-limit", "4"]
@@ -190,7 +184,7 @@ def test_a_run_ends_as_without_a_tracker_that_works_fails_or_hangs(tmp_path, fak
             tables = [one.pop(name) for one in logged for name in ("completions", "eval/answers") if name in one]
             assert sorted(map(str, logged)) == sorted(map(str, written))
             assert [len(table) for table in tables] == [4, 2, 4]  # before training, of the first step, at the end
-            lines = [one for one in records(run / "rollouts.jsonl") if (one["step"], one["group"]) == (1, 0)]
+            lines = [one for one in read_log(run / "rollouts.jsonl") if (one["step"], one["group"]) == (1, 0)]
             assert [row["completion"] for row in tables[1]] == [line["completion"] for line in lines]
 
 
@@ -199,11 +193,11 @@ def test_a_run_ends_as_without_a_tracker_that_works_fails_or_hangs(tmp_path, fak
 
 def twice(run, name):
     """Reports a run, and the rest of it after it went on from step 2, with another figure than before."""
-    lines, evaluations = records(run / "metrics.jsonl"), records(run / "eval.jsonl")
-    rows = [trackers.completion_row(line) for line in records(run / "rollouts.jsonl")[:4]]
+    lines, evaluations = read_log(run / "metrics.jsonl"), read_log(run / "eval.jsonl")
+    rows = [trackers.completion_row(line) for line in read_log(run / "rollouts.jsonl")[:4]]
     assert report(run, name, news=[*lines, *evaluations], completions=rows) == []
     lines[2]["loss"] = 0.75
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(run / "metrics.jsonl", lines)
     assert report(run, name, 2, news=[*lines[2:], *evaluations[1:]]) == []
 
 
@@ -232,7 +226,7 @@ def test_tensorboard_holds_every_figure_once(run):
     events.Reload()
     for file in ("metrics.jsonl", "eval.jsonl"):
         expected = {}
-        for record in records(run / file):
+        for record in read_log(run / file):
             for key, value in figures(record).items():
                 expected.setdefault(key, {})[record["step"]] = value
         for key, values in expected.items():

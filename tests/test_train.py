@@ -20,6 +20,7 @@ import numpy as np
 import oracle
 import pytest
 import yaml
+from conftest import read_log, write_log
 from mlx.utils import tree_flatten
 from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
@@ -59,7 +60,7 @@ def command(*flags, **settings):
 
 def records(path):
     """A log without what depends on the clock and the machine."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_log(path)
     timed = [key for line in lines for key in line if key.endswith(("/s", "_s")) or key.startswith("mem/")]
     return [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
@@ -157,7 +158,7 @@ def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_pat
     monkeypatch.setattr(update, "update", spied)
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--scale-rewards", scale)
     list(train.train(run.config, run))
-    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    lines = read_log(tmp_path / "rollouts.jsonl")
     rewards = np.array([line["reward"] for line in lines]).reshape(3, 4)
     assert np.ptp(rewards, axis=1).any()
     expected = grpo.group_advantages(rewards, scale).reshape(-1)
@@ -793,7 +794,7 @@ def test_the_held_out_prompts_that_will_be_evaluated_are_looked_at_before_the_ru
     rows = [{"prompt": f"{n} plus one?", "answer": "5", "split": "train"} for n in ("one", "two", "three")]
     held_out = [{"prompt": f"{n} and one?", "answer": "2", "split": "test"} for n in ("one", "two", "four", "five")]
     held_out.insert(place, {"prompt": "word " * 1500, "answer": "2", "split": "test"})
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + held_out))
+    write_log(tmp_path / "mine.jsonl", rows + held_out)
     flags = ["--data", str(tmp_path / "mine.jsonl"), "--reward", "length:9", "--steps", "1", "--eval-limit", "2"]
     command = [*SMALL, *flags, "--eval-every", "1", "--run-dir", str(tmp_path / "run")]
     if place == 1:  # of five the first and the third
@@ -958,7 +959,7 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     run = tmp_path / "run"
     assert yaml.safe_load((run / "config.yaml").read_text())["max_tokens"] == 12
     assert json.loads((run / "env.json").read_text())["versions"]["mlx"]
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_log(run / "metrics.jsonl")
     expected = """step loss reward/mean reward/std reward/zero_std_frac reward/correct reward/rubric rollout/s
         rollout/tok_s prefill/s decode/s reward/s judge/s judge/crit_eval_s judge/unparsed
         judge/unparsed_frac ref/s update/s update/tok_s train/s train/tok_s
@@ -973,15 +974,15 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     rows = metrics[1]["update/rows"]  # each goes through the model twice: the second time to see how far it moved
     assert 2 * rows <= 12 * metrics[1]["forwards_per_completion"] <= 24
     assert metrics[1]["update/kl"] > 0
-    evals = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    evals = read_log(run / "eval.jsonl")
     assert [record["step"] for record in evals] == [0, 1, 2]
     names = "accuracy pass_at_1 mean_at_k num samples greedy kl entropy tokens truncated_frac reward/correct refusals"
     assert {f"eval/{name}" for name in (*names.split(), "repeated", "s")} <= set(evals[0])
-    answers = [json.loads(line) for line in (run / "eval_answers.jsonl").read_text().splitlines()]
+    answers = read_log(run / "eval_answers.jsonl")
     assert [answer["step"] for answer in answers] == [0] * 16 + [1] * 16 + [2] * 16
     right = [answer["values"][0] for answer in answers[:16]]
     assert sum(right) / 16 == evals[0]["eval/accuracy"]
-    rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = read_log(run / "rollouts.jsonl")
     assert len(rollouts) == 2 * 12
     assert {"prompt", "completion", "ids", "reward", "rewards", "judge_scores", "finish_reason"} <= set(rollouts[0])
     assert [line["group"] for line in rollouts] == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4

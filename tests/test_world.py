@@ -6,6 +6,7 @@ import signal
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import read_log
 from machines import LIMIT, Machines
 from small_run import SMALL, gradient_of_update, make_run, sample, take_step
 
@@ -130,10 +131,6 @@ def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weigh
     assert states[0] == states[1]
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 EVERYTHING = [
     *("--dynamic-sampling", "--beta", "0.02", "--loss-type", "grpo"),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
@@ -151,7 +148,7 @@ def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_print
     assert [(told, status) for told, status in others] == [(("", ""), 0)] * 2
     names = [{path.relative_to(run) for path in run.rglob("*")} for run in (tmp_path / "one", tmp_path / "three")]
     assert names[0] == names[1]
-    one, three = (lines(tmp_path / name / "rollouts.jsonl") for name in ("one", "three"))
+    one, three = (read_log(tmp_path / name / "rollouts.jsonl") for name in ("one", "three"))
     assert len(one) == len(three) and any(record["judge_scores"] for record in one)
     for ours, theirs in zip(one, three, strict=True):
         assert ours["ids"] == theirs["ids"]
@@ -159,11 +156,11 @@ def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_print
     weights = [mx.load(str(tmp_path / name / "adapter" / "adapters.safetensors")) for name in ("one", "three")]
     for name, array in weights[0].items():  # a step of AdamW is as long for a gradient that is nothing but rounding
         assert mx.linalg.norm(weights[1][name] - array) < 0.01 * mx.linalg.norm(array), name
-    ours, theirs = (lines(tmp_path / name / "eval_answers.jsonl") for name in ("one", "three"))
+    ours, theirs = (read_log(tmp_path / name / "eval_answers.jsonl") for name in ("one", "three"))
     assert [answer["completions"] for answer in ours] == [answer["completions"] for answer in theirs]
-    figures = lines(tmp_path / "three" / "metrics.jsonl")[-1]
+    figures = read_log(tmp_path / "three" / "metrics.jsonl")[-1]
     assert figures["wait/s"] >= 0 and all(f"rollout/tok_s/{rank}" in figures for rank in range(3))
-    assert "wait/s" not in lines(tmp_path / "one" / "metrics.jsonl")[-1]
+    assert "wait/s" not in read_log(tmp_path / "one" / "metrics.jsonl")[-1]
 
 
 # ---- how they end

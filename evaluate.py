@@ -399,14 +399,10 @@ def by_criterion(
     kind: str, scores: np.ndarray, grader: Grader, problems: list[Example], samples: int
 ) -> dict[str, np.ndarray]:
     """Each problem's mean score by criterion, for the judge also by category; 5 is bad if the criterion is reversed."""
-    measured = {}
-    categories = np.array([problem.get("category") for problem in problems[::samples]], object)
-    known = sorted({category for category in categories if category is not None}) if kind == "judge" else []
+    measured: dict[str, np.ndarray] = {}
     for criterion, column in zip(grader.rubric.criteria, scores.T, strict=True):
-        values = by_problem(column, samples)
-        measured[f"{kind}/{criterion.name}"] = values
-        for category in known:
-            measured[f"{kind}/{criterion.name}/{category}"] = values[categories == category]
+        name, values = f"{kind}/{criterion.name}", by_problem(column, samples)
+        measured |= {name: values} | (by_category(name, values, problems[::samples]) if kind == "judge" else {})
     return measured
 
 

@@ -11,7 +11,6 @@ K kv heads, D head dim, F mlp width.
 """
 
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import lora
 import sampler
 from config import Config, Sizes, Switch
 from disk import checkpoint, hub
+from disk.run_files import read_log
 from flags import Parser, check_least, fail, flag_of, visible
 from judging import rubrics
 from kv_cache import round_up
@@ -488,22 +488,15 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS
-            while trial.poll() is None and not (time.monotonic() > deadline and records(run, "metrics")):
+            while trial.poll() is None and not (time.monotonic() > deadline and any(read_log(run / "metrics.jsonl"))):
                 time.sleep(0.2)
         finally:
             trial.terminate()
             status = trial.wait()
-        steps, answers = records(run, "metrics"), records(run, "rollouts")
+        steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
     yield from verdict(config, steps, answers)
-
-
-def records(run: Path, name: str) -> list[dict[str, Any]]:
-    """The whole records of a run's log; a last one that is still being written is left out."""
-    path = run / f"{name}.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return list(map(json.loads, lines))
 
 
 def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:

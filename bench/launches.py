@@ -577,11 +577,6 @@ def copied_slices(step: Sequence[Launch], most_operations: int = 40, most_elemen
 MOST_BUFFERS = 499_000  # that Metal lets a process hold; MLX gives an error beyond
 
 
-def peak_bytes(launches: Sequence[Launch]) -> int:
-    """The most bytes of results that exist at once."""
-    return peaks(launches)[0]
-
-
 def peaks(launches: Sequence[Launch]) -> tuple[int, int]:
     """
     The most bytes of results, and the most buffers, that exist at once, when each goes after the last launch that binds

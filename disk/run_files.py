@@ -15,7 +15,7 @@ import os
 import re
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from disk.hub import load_object
-from flags import Parser, load_yaml, no_run
+from flags import Parser, load_yaml, no_run, read_json
 from machine import gpu
 
 LOCK = "lock"
@@ -310,6 +310,30 @@ def _unwritable(run_dir: Path, error: OSError) -> str:
 # ---- files of a run
 
 
+def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """
+    The lines of a log and what they hold, none where it does not exist; a last one that is still being written is left
+    out.
+
+    Raises ValueError for what is no file, and naming a line that holds no record with a step and what is `needed`.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():  # a pipe would be read for ever
+        raise ValueError(f"{path} is no file; remove what stands there")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = read_json(line)
+                if type(record["step"]) is not int or any(key not in record for key in needed):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is damaged; remove it to go on without it") from error
+            yield line, record
+
+
 class JsonLines:
     """An append-only file with one JSON object per line, flushed after each."""
 
@@ -322,25 +346,13 @@ class JsonLines:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every record, but for a last one that a crash left unfinished. Raises ValueError naming a damaged line."""
-        return [record for _, record in self._lines()]
+        """Every record; see `read_log`."""
+        return [record for _, record in read_log(self.path)]
 
     def cut_after(self, step: int) -> None:
         """Drops the records of later steps, and a last line that a crash left unfinished."""
-        kept = [line + b"\n" for line, record in self._lines() if record["step"] <= step]
+        kept = [line for line, record in read_log(self.path) if record["step"] <= step]
         replace_text(self.path, b"".join(kept).decode())
-
-    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        if not self.path.is_file():  # a pipe would be read for ever
-            raise ValueError(f"{self.path} is no file; remove what stands there")
-        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                record = json.loads(line)
-                if type(record["step"]) is not int:
-                    raise TypeError
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(f"{self.path}, line {number} is damaged; remove it to go on without it") from error
-            yield line, record
 
 
 class Unwritten(JsonLines):

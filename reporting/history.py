@@ -19,10 +19,10 @@ from machine.alive import duration
 from reporting import health
 from reporting.health import Records
 
-KEYS = {  # that the records of a log have at least
-    "changes": {"step", "setting", "was", "is"},
-    "warnings": {"step", "name", "text"},
-    "eval_answers": {"step", "problem", "prompt", "completions", "values"},
+KEYS = {  # that the records of a log have beside their step
+    "changes": ("setting", "was", "is"),
+    "warnings": ("name", "text"),
+    "eval_answers": ("problem", "prompt", "completions", "values"),
 }
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 
@@ -63,20 +63,8 @@ def load(run: str | Path) -> History:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, none where there is no file; a last line that is still being written is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = read_json(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            if not isinstance(record, dict) or not KEYS.get(path.stem, {"step"}) <= record.keys():
-                raise ValueError(f"{path}, line {number} is no record of this log")
-            yield record
+    """The records of a log; see `run_files.read_log`."""
+    return (record for _, record in run_files.read_log(path, KEYS.get(path.stem, ())))
 
 
 # ---- text that nobody vouches for

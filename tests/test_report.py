@@ -442,12 +442,12 @@ def test_list_prints_the_runs_of_a_directory(run, capsys):
     assert f"{run}  demo  demo   4 of 6, stopped  0.250 \u00b1 0.125  0.750 \u00b1 0.125" in "\n".join(lines)
 
 
-def test_a_broken_record_is_named_by_file_and_line(run, capsys):
-    for line in ("not JSON", "[]", "{}"):
-        (run / "eval.jsonl").write_text('{"step": 0}\n' + line + "\n")
-        with pytest.raises(SystemExit):
-            report.main([str(run)])
-        assert f"error: {run / 'eval.jsonl'}, line 2" in capsys.readouterr().err
+def test_a_broken_record_is_named_by_file_and_line(run, refused):
+    for log, line in (("eval", "not JSON"), ("eval", "[]"), ("eval", "{}"), ("warnings", '{"step": 3}')):
+        good = (run / f"{log}.jsonl").read_text()
+        (run / f"{log}.jsonl").write_text(good + line + "\n")
+        refused(report.main, [run], f"error: {run / log}.jsonl, line {good.count(chr(10)) + 1} is damaged")
+        (run / f"{log}.jsonl").write_text(good)
 
 
 # ---- in a browser

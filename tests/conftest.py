@@ -19,6 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import gc
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -107,6 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FAMILIES = ["qwen2", "qwen2.5", "qwen3", "qwen3-gqa8", "llama3", "smollm3", "qwen3.5"]
 
 RNG = np.random.default_rng(1)
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +151,32 @@ def message_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     text = str(caught.value)
     assert "\n" not in text and len(text) < 700, text
     return text
+
+
+def command(program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any) -> Any:
+    """A command as a user starts it, in a process of its own. environment: what is added to that of the tests."""
+    return subprocess.run(
+        [sys.executable, program, *map(str, flags)],
+        cwd=ROOT,
+        **{"env": os.environ | (environment or {})} | options,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    """Everything below a directory: bytes by path, None for a directory."""
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))}
+
+
+def peak_of(compute: Callable[[], Any]) -> int:
+    """The bytes that a function and its arrays hold at most beside what is held before."""
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(compute())
+    return mx.get_peak_memory() - held
 
 
 def checked_line(line: str, pattern: str) -> str:
@@ -291,6 +319,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         name: write_checkpoint(root / name, config, 3 if name == "qwen2.5" else 1) for name, config in CONFIGS.items()
     }
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
+def tiny_model(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    """A model with attention alone, and one with gated delta nets."""
+    return checkpoints[request.param]
 
 
 @pytest.fixture(scope="session")

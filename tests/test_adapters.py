@@ -26,11 +26,6 @@ def change(directory, layout, parameters=(), tensors=None):
     mx.save_safetensors(str(directory / WEIGHTS[layout]), tensors)
 
 
-@pytest.fixture(params=["qwen3", "qwen3.5"])
-def tiny_model(checkpoints, request):
-    return checkpoints[request.param]
-
-
 @pytest.fixture
 def exported(tiny_model, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""

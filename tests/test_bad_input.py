@@ -11,8 +11,6 @@ import re
 import resource
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import yaml
-from conftest import CONFIGS, QWEN3, checked_line, read_log, write_checkpoint
+from conftest import CONFIGS, QWEN3, checked_line, command, contents, read_log, write_checkpoint
 from small_run import resolve
 
 import bench_rollout
@@ -44,26 +42,7 @@ from settings import sources
 from settings.sources import parse
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
 SMALL = "--model demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0".split()
-
-
-def contents(directory: Path) -> dict[str, bytes | None]:
-    """Everything below a directory: bytes by path, None for a directory."""
-    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))}
-
-
-def command(program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any) -> Any:
-    """A command as a user starts it, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, program, *map(str, flags)],
-        cwd=ROOT,
-        env=os.environ | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        **options,
-    )
 
 
 # ---- the files that are wrong

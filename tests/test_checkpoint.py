@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import message_of
+from conftest import contents, message_of
 from mlx.utils import tree_flatten
 
 import gwen
@@ -252,8 +252,8 @@ def published(run, model, step, keep):
     checkpoint.publish(run, save(run, model, step, keep))
 
 
-def contents(run):
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+def files(run):
+    return {path.removeprefix(str(run)): content for path, content in contents(run).items()}
 
 
 @pytest.mark.parametrize(("step", "keep"), [(2, 3), (2, 1), (1, 1)], ids=["next", "next of one", "again"])
@@ -279,6 +279,6 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
             for file in checkpoint.path_of(run, loaded.step).joinpath("adapter").iterdir():
                 assert (run / name / file.name).read_bytes() == file.read_bytes()
         published(run, model, step, keep)
-        assert contents(run) == contents(whole)
+        assert files(run) == files(whole)
     assert len(survived) > 8 and survived == sorted(survived) and set(survived) == {1, step}
     assert capsys.readouterr().err == ""

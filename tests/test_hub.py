@@ -13,7 +13,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import huggingface_hub
 import mlx.core as mx
 import pytest
-from conftest import CONFIGS, QWEN3, message_of, write_checkpoint, write_log
+from conftest import CONFIGS, QWEN3, command, message_of, write_checkpoint, write_log
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, filter_repo_objects
 from small_run import resolve
@@ -37,7 +36,6 @@ from machine import gpu
 from problems import chat_template, examples
 from sft import chats
 
-ROOT = Path(__file__).parent.parent
 QWEN = "Qwen/Qwen3-0.6B"
 MAIN, OTHER = "1" * 40, "2" * 40  # two commits
 
@@ -92,18 +90,10 @@ def unreachable(offline: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return offline
 
 
-def command(program: str, *flags: Any, **environment: str) -> Any:
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
-    }
-    return subprocess.run(
-        [sys.executable, program, *map(str, flags)],
-        cwd=ROOT,
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def with_hub(program: str, *flags: Any, **environment: str) -> Any:
+    """A command that knows no other hub than that of these variables."""
+    names = [name for name in os.environ if not name.startswith("HF_") and "PROXY" not in name.upper()]
+    return command(program, *flags, env={name: os.environ[name] for name in names} | environment)
 
 
 # ---- what is in the cache
@@ -113,7 +103,7 @@ def command(program: str, *flags: Any, **environment: str) -> Any:
 def test_a_hub_id_in_the_cache_trains_without_the_hub(hub_cache, tmp_path):
     flags = "--task demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0 --reward-weights rubric=0".split()
     cache = {"HF_HUB_CACHE": str(hub_cache), "HF_HUB_OFFLINE": "1"}
-    done = command("train.py", "--model", QWEN, *flags, "--run-dir", tmp_path / "run", **cache)
+    done = with_hub("train.py", "--model", QWEN, *flags, "--run-dir", tmp_path / "run", **cache)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"model: {QWEN}, as asked; task: demo\n") and "step 1/1" in done.stdout
     assert f"model: {QWEN}\n" in (tmp_path / "run" / "config.yaml").read_text()
@@ -463,15 +453,15 @@ def test_a_download_fetches_what_is_needed_and_is_there_when_the_hub_has_gone(se
         "NO_PROXY": "127.0.0.1",
     }
     flags = ["--model", QWEN, "--prompt", "hi", "--max-tokens", "3", "--temp", "0"]
-    first = command("sampler.py", *flags, **elsewhere)
+    first = with_hub("sampler.py", *flags, **elsewhere)
     assert first.returncode == 0, first.stderr
     fetched = {request.rpartition("/")[2] for request in Hub.requests if request.startswith(f"GET /{QWEN}/resolve/")}
     assert fetched == Hub.files.keys() - {"pytorch_model.bin", "modeling_evil.py", "README.md"}
     assert "Fetching" in first.stderr and f"model: {QWEN}, as asked" in first.stderr
-    unknown = command("sampler.py", *flags, "--model", f"{QWEN}@v9", **elsewhere)
+    unknown = with_hub("sampler.py", *flags, "--model", f"{QWEN}@v9", **elsewhere)
     assert unknown.returncode == 2
     assert unknown.stderr == f"error: --model {QWEN}@v9: the hub shows you no such model or revision\n"
     server.shutdown()
     server.server_close()
-    second = command("sampler.py", *flags, **elsewhere)
+    second = with_hub("sampler.py", *flags, **elsewhere)
     assert second.returncode == 0 and second.stdout == first.stdout

@@ -17,11 +17,6 @@ from disk import adapters, hub
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
 
 
-@pytest.fixture(params=["qwen3", "qwen3.5"])
-def tiny_model(checkpoints, request):
-    return checkpoints[request.param]
-
-
 @pytest.fixture
 def tiny_qwen2(checkpoints):
     return checkpoints["qwen2"]

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import peak_of
 from mlx.utils import tree_flatten
 
 import gwen
@@ -175,15 +176,6 @@ def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
 
 def test_a_step_without_a_counted_token_has_no_micro_batch():
     assert micro_batch.micro_batches(ROWS, rollout_of(np.zeros(12, int)), 100, "auto") == []
-
-
-def peak_of(compute):
-    """Bytes above what is held before."""
-    mx.clear_cache()
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(compute())
-    return mx.get_peak_memory() - held
 
 
 def test_computing_layers_again_and_sharing_prompts_both_save_memory():

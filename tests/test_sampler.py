@@ -23,11 +23,6 @@ EOS = (3, 17)
 FIELDS = sampler.SamplingParams._fields
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
-def tiny_model(checkpoints, request):
-    return checkpoints[request.param]
-
-
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return gwen.load_model(tiny_model)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -20,7 +19,7 @@ import numpy as np
 import oracle
 import pytest
 import yaml
-from conftest import read_log, write_log
+from conftest import ROOT, command, read_log, write_log
 from mlx.utils import tree_flatten
 from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
@@ -44,18 +43,6 @@ from reporting.journal import completion_records
 from step import dispatch, groups, micro_batch, policy, trust_region
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
-
-
-def command(*flags, **settings):
-    return subprocess.run(
-        [sys.executable, "train.py", *map(str, flags)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        **settings,
-    )
 
 
 def records(path):
@@ -570,7 +557,7 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
     process.kill()
     process.wait()
     killed.set()
-    done = command("--resume", run)
+    done = command("train.py", "--resume", run)
     assert done.returncode == 0, done.stderr
     texts = [body["messages"][1]["content"] for _, _, body in server.requests]
     assert {text for text in texts if texts.count(text) > 1} == set(unanswered)
@@ -911,7 +898,7 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsy
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
     flags = [*SMALL, *"--steps 10 --save-every 5 --eval-every 5 --beta 0.05 --learning-rate 0.02".split()]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert command(*flags, "--run-dir", whole).returncode == 0
+    assert command("train.py", *flags, "--run-dir", whole).returncode == 0
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags, "--run-dir", str(killed)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -921,7 +908,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     process.wait()
     assert process.returncode == -signal.SIGKILL
     assert records(killed / "metrics.jsonl")[-1]["step"] >= 7
-    done = command("--resume", killed)
+    done = command("train.py", "--resume", killed)
     assert done.returncode == 0, done.stderr
     assert "step 6/10" in done.stdout and "step 5/10" not in done.stdout
     first, after = (records(killed / "metrics.jsonl")[step] for step in (0, 5))
@@ -934,7 +921,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
     for one, two in ((states[0].trainable, states[1].trainable), (states[0].optimizer, states[1].optimizer)):
         assert one.keys() == two.keys()
         assert all(mx.array_equal(one[name], two[name]).item() for name in one)
-    again = command("--resume", killed)
+    again = command("train.py", "--resume", killed)
     assert again.returncode == 0 and "is finished" in again.stdout
     assert records(whole / "metrics.jsonl") == records(killed / "metrics.jsonl")
 
@@ -950,7 +937,7 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
 
 
 def test_a_run_directory_holds_what_it_should(tmp_path):
-    done = command(*SMALL, "--steps", "2", "--eval-every", "1", "--run-dir", tmp_path / "run")
+    done = command("train.py", *SMALL, "--steps", "2", "--eval-every", "1", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "model: demo, as asked; task: demo"
@@ -1031,7 +1018,7 @@ def test_a_recipe_that_is_given_takes_the_place_of_the_task_s_and_its_gaps_have_
 def test_the_main_job_learns(tmp_path):
     """45 of its 60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
     flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 45, "--eval-limit", 256]
-    done = command(*flags, "--eval-every", "45", "--run-dir", tmp_path / "run")
+    done = command("train.py", *flags, "--eval-every", "45", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     first, last = records(tmp_path / "run" / "eval.jsonl")
     assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.7

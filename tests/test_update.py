@@ -8,6 +8,7 @@ import mlx.optimizers as optim
 import numpy as np
 import oracle
 import pytest
+from conftest import peak_of
 from mlx.utils import tree_flatten
 from small_run import descend_plainly, gradient_of_update, make_config, make_run, sample, take_step, update_once
 from test_grpo import LOSSES
@@ -137,15 +138,6 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, 
         np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
     if config.objective.loss_type != "sapo":
         assert result.means["clip_frac"] > 0
-
-
-def peak_of(work):
-    """The bytes that a function holds at most beside what is held before."""
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    work()
-    return mx.get_peak_memory() - before
 
 
 def whole_model(name, num_rows, num_tokens):

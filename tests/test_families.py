@@ -20,6 +20,7 @@ import pytest
 from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, relative_error
 from mlx.utils import tree_flatten
 from small_run import make_run
+from test_ops import attention_by_hand, rotate_by_hand, yarn_by_hand
 
 import gwen
 import lora
@@ -56,12 +57,7 @@ def frequencies(config: dict[str, Any], size: int) -> tuple[np.ndarray, float]:
         return np.array(made), 1.0
     if scaling.get("rope_type") == "yarn":
         trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-        ends = [
-            size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config["rope_theta"])) for turns in (32, 1)
-        ]
-        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), size - 1)
-        ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
-        return plain * (1 - ramp) + plain / factor * ramp, 0.1 * math.log(factor) + 1
+        return yarn_by_hand(size, config["rope_theta"], factor, trained)
     return plain, 1.0
 
 
@@ -72,11 +68,7 @@ def turned(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
         size = int(share * x.shape[-1])
         whole = config | {"rope_parameters": {}, "rope_theta": config["rope_parameters"]["rope_theta"]}
         return np.concatenate([turned(x[..., :size], whole), x[..., size:]], axis=-1)
-    radians, magnitude = frequencies(config, x.shape[-1])
-    angles = np.arange(len(x))[:, None, None] * radians
-    low, high = np.split(x, 2, axis=-1)
-    parts = low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)
-    return np.concatenate(parts, axis=-1) * magnitude
+    return rotate_by_hand(x.swapaxes(0, 1), np.arange(len(x)), *frequencies(config, x.shape[-1])).swapaxes(0, 1)
 
 
 def gated_delta_net(config: dict[str, Any], x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
@@ -117,7 +109,7 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
     weights = {name.replace("language_model.", ""): array for name, array in weights.items()}
     config = config.get("text_config", config)
     is_hybrid = config["model_type"] == "qwen3_5_text"
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
     size = config.get("head_dim", config["hidden_size"] // heads)
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -139,13 +131,8 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
             queries, keys = norm(queries, f"{name}.q_norm"), norm(keys, f"{name}.k_norm")
         if config.get("no_rope_layers", [1] * (layer + 1))[layer]:
             queries, keys = turned(queries, config), turned(keys, config)
-        found = np.zeros((len(x), heads, size))
-        for head in range(heads):
-            kv_head = head * kv_heads // heads
-            for at in range(len(x)):
-                scores = keys[: at + 1, kv_head] @ queries[at, head] / math.sqrt(size)
-                shares = np.exp(scores - scores.max())
-                found[at, head] = shares @ values[: at + 1, kv_head] / shares.sum()
+        seen = [np.arange(at + 1) for at in range(len(x))]
+        found = attention_by_hand(*(one.swapaxes(0, 1) for one in (queries, keys, values)), seen).swapaxes(0, 1)
         if gates is not None:
             found = found / (1 + np.exp(-gates))
         return linear(found.reshape(len(x), -1), f"{name}.o_proj")

@@ -145,6 +145,8 @@ class ToolSettings:
     max_context: int | None = flag(
         None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16, parse=size
     )
+    max_observation: int = flag(1024, "most tokens of a tool's result; the rest is cut", low=1)
+    tool_timeout: float = flag(60.0, "seconds after which a call is given up", low=0.01, high=1e6)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -306,7 +306,7 @@ def rehearse(head: mx.array) -> list[gpu.Call]:
     surrogate = grpo.Surrogate(mx.ones(ids.shape), None)
     with gpu.recording() as calls:
         for loss in (
-            lambda x: token_logprobs(x, head, ids)[0],
+            lambda x: token_logprobs(x, head, ids, head="trained")[0],
             lambda x: token_losses(x, head, ids, surrogate).losses,
         ):
             mx.vjp(loss, [hidden], [mx.ones(ids.shape)])

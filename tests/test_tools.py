@@ -218,7 +218,7 @@ def test_a_template_without_tools_is_refused():
 
 
 def box_of(talker, tools=(), environments=None, **settings):
-    settings = ToolSettings(**settings)
+    settings = ToolSettings(**{"tool_timeout": 5.0} | settings)
     how = {"context": 1000, "thinking": False}
     return episodes.Toolbox(tuple(tools), environments or {}, settings, talker, (talker.eos_token_id,), **how)
 
@@ -276,8 +276,7 @@ def test_rows_wait_side_by_side(talker):
     assert time.monotonic() - begin < 2.0  # one after another they would take 4
 
 
-def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker, monkeypatch):
-    monkeypatch.setattr(episodes, "TIMEOUT", 0.2)
+def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
     made = []
 
     class Slow(guess.Guess):
@@ -289,7 +288,7 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker, mon
             time.sleep(2)
             return "late"
 
-    talk = box_of(talker, environments={"": Slow}).play([{"prompt": ""}], 1, "0")
+    talk = box_of(talker, environments={"": Slow}, tool_timeout=0.2).play([{"prompt": ""}], 1, "0")
     before = talk.rows[0].worker.instance
     number = before.number
     _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
@@ -496,7 +495,7 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
         {"role": "assistant", "content": "three"},
     ]
     example = chats.read_chat({"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))})
-    how = {"turns": "all", "thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
+    how = {"thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
     rows = chats.render(talker, example, **how)
     end = [talker.eos_token_id]
     prompt = box.prompt({"prompt": messages[0]["content"]})

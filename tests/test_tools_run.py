@@ -200,12 +200,11 @@ def calculator(expression: str) -> str:
 def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     """Python's own end would abort, exit status 134."""
     (tmp_path / "hangs.py").write_text(HANGS)
-    flags = "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40".split()
-    named = ["--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", f"{tmp_path}/run"]
-    begun = (
-        "import runpy; from turns import episodes; episodes.TIMEOUT = 0.3; runpy.run_path('train.py', None, '__main__')"
+    flags = (
+        "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
     )
-    done = subprocess.run([sys.executable, "-c", begun, *flags, *named], cwd=ROOT, capture_output=True, text=True)
+    named = ["--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", f"{tmp_path}/run"]
+    done = subprocess.run([sys.executable, "train.py", *flags, *named], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = read_log(tmp_path / "run" / "rollouts.jsonl")
     assert "the call took longer than 0.3 s" in {called["error"] for line in lines for called in line["tool_calls"]}

@@ -36,8 +36,6 @@ from turns.calls import Call, Tool, as_error, environment_schemas, format_of, re
 from turns.frames import Frames
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
-RESULT_OF = 4  # a result has at most one of so many parts of the context; the rest is cut
-TIMEOUT = 60.0  # seconds after which a call is given up
 
 
 class Said(str):
@@ -127,7 +125,7 @@ class Worker:
             done = answers.get(timeout=limit)
         except queue.Empty:
             self.leave()
-            raise ValueError(f"{what} took longer than {limit:g} s; mend it") from None
+            raise ValueError(f"{what} took longer than --tool-timeout {limit:g}; raise that or mend it") from None
         if done.error is not None:
             raise ValueError(f"{what} {raised(done.error, getattr(job, 'func', job))}") from done.error
         return done.value
@@ -200,7 +198,7 @@ class Toolbox:
                 def make() -> None:
                     worker.instance = kind()
 
-                worker.do(f"environment {kind.__name__}", make, TIMEOUT)
+                worker.do(f"environment {kind.__name__}", make, self.settings.tool_timeout)
         return self.workers[name, row]
 
     def environment_of(self, example: Example) -> str:
@@ -316,7 +314,7 @@ class Episodes:
         with seeded(f"{self.seed} {row // self.group_size}"):
             told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
             job = functools.partial(instance.reset, **told)
-            text = episode.worker.do(what, job, TIMEOUT)
+            text = episode.worker.do(what, job, self.box.settings.tool_timeout)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{what} gave {short(text)}; return a text or None")
         return text
@@ -357,7 +355,7 @@ class Episodes:
             call = episode.pending[0]
             tool = self.box.functions.get(str(call.name)) or getattr(episode.worker.instance, str(call.name))
             self.num_jobs += 1
-            self.jobs[self.num_jobs] = row, time.monotonic() + TIMEOUT
+            self.jobs[self.num_jobs] = row, time.monotonic() + self.box.settings.tool_timeout
             episode.worker.jobs.put((self.num_jobs, functools.partial(tool, **call.arguments), self.done))
             return
         episode.messages += episode.told
@@ -374,7 +372,7 @@ class Episodes:
         told = {
             "role": "tool",
             "name": str(call.name),
-            "content": self.box.frames.cut(text, self.box.context // RESULT_OF),
+            "content": self.box.frames.cut(text, self.box.settings.max_observation),
         }
         episode.told.append(told)
         called = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments}
@@ -391,7 +389,7 @@ class Episodes:
         for job, (row, deadline) in list(self.jobs.items()):
             if time.monotonic() >= deadline:
                 del self.jobs[job]
-                episode, limit = self.rows[row], TIMEOUT
+                episode, limit = self.rows[row], self.box.settings.tool_timeout
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 self._reset(row)
                 self._note(row, None, f"the call took longer than {limit:g} s", limit)
@@ -425,7 +423,7 @@ class Episodes:
             instance = episode.worker.instance
             if episode.reward is None and hasattr(instance, "get_reward"):
                 what = f"environment {type(instance).__name__}: get_reward"
-                episode.reward = episode.worker.do(what, instance.get_reward, TIMEOUT)
+                episode.reward = episode.worker.do(what, instance.get_reward, self.box.settings.tool_timeout)
         instances = [episode.worker.instance for episode in self.rows]
         return {
             "environments": instances,

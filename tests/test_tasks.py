@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,9 @@ from conftest import message_of, read_log, write_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import evaluate
 import tasks
+import train
 from problems import chat_template, rewards
 from problems.rewards import extract_answer, math_correct, numbers_in, read_number
 from tasks import demo as sums
@@ -381,6 +384,27 @@ def test_a_hub_out_of_reach_is_one_line_that_names_data_as_the_fix(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert "--data FILE.jsonl" in message_of(tasks.load, "gsm8k")
+
+
+@pytest.mark.slow
+def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questions(checkpoints, tokenizer, tmp_path):
+    model, (some, others) = tmp_path / "Qwen2.5", (tmp_path / "train.jsonl", tmp_path / "test.jsonl")
+    shutil.copytree(checkpoints["qwen2.5"], model)
+    tokenizer.save_pretrained(str(model))
+    for path, low, high in ((some, 0, 40), (others, 40, 340)):
+        rows = [
+            {"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(low, high)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--config", str(ROOT / "recipes" / "gsm8k.yaml"), "--model", str(model), "--data", f"{some},{others}"]
+    flags += "--steps 1 --batch 2 --groups 2 --max-tokens 2 --eval-every 0 --seeds 3".split()
+    train.main([*flags, "--run-dir", str(tmp_path / "runs")])
+    used = [yaml.safe_load((tmp_path / "runs" / f"seed-{seed}" / "config.yaml").read_text()) for seed in range(3)]
+    assert [one["seed"] for one in used] == [0, 1, 2] and {one["eval_limit"] for one in used} == {256}
+    out = tmp_path / "out.jsonl"
+    evaluate.main(["--run", str(tmp_path / "runs" / "seed-2"), "--limit", "1319", "--out", str(out)])
+    asked = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len({line["prompt"] for line in asked}) == 300 and {line["answer"] for line in asked} >= {"80", "678"}
 
 
 # ---- prompts

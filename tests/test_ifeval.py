@@ -3,6 +3,8 @@
 import importlib.util
 import itertools
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 from conftest import message_of
@@ -14,6 +16,7 @@ import train
 from problems.workers import Pool
 from tasks import ifeval, rg
 
+ROOT = Path(ifeval.__file__).parent.parent
 verified = needs("if_verifiable", "ifeval")
 
 
@@ -90,6 +93,11 @@ def test_kinds_that_stand_apart_never_meet(problems):
 )
 def test_a_bad_list_of_kinds_is_one_line_that_names_the_part(task, why):
     assert why in message_of(ifeval.parse_kinds, task)
+
+
+def test_the_extra_of_smollm2_brings_the_verifiers_too():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras["ifeval"]) < set(extras["smollm"])
 
 
 def test_the_task_takes_no_data_and_names_the_extra_where_it_is_missing(monkeypatch):

@@ -15,8 +15,8 @@ import numpy as np
 import grpo
 import gwen
 from config import Config, Sizes
-from kv_cache import TreeCache
 from layers import divergence, lm_head, softmax
+from step import shared_prompts
 from step.micro_batch import Completions, MicroBatch, micro_batches
 from step.objectives import objective_of
 from step.result import MISMATCH
@@ -162,16 +162,8 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
     """
     if batch.prefix is None:
         hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
-        return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
-    prefix = batch.prefix
-    cache = TreeCache(model.config.layer_kinds).child(prefix.lengths)
-    hidden = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
-    last = mx.array([length - 1 for length in prefix.lengths])
-    first = hidden[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
-    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
-        return first[:, None]
-    children = cache.child(batch.lengths, prefix.parents)
-    hidden = mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+    else:
+        hidden = shared_prompts.hidden(model, batch.prefix, batch.tokens, batch.lengths, checkpoint_layers)
     return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
 
 

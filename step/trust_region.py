@@ -19,7 +19,7 @@ import numpy as np
 
 import grpo
 from machine import world
-from step.micro_batch import MicroBatch, take_rows
+from step.micro_batch import MicroBatch
 
 PROBE_TOKENS, MOST_STRIDE = 128, 8  # every 8th micro-batch or row is probed; more, if that had fewer tokens
 SLACK = 1.5  # a step may move this many times the target
@@ -43,6 +43,13 @@ def make_probe(batches: list[MicroBatch], turn: int) -> list[MicroBatch]:
     stride = min(stride, max(len(batch.rows) for batch in batches))
     places = [_part(batch, turn % stride, stride) for batch in batches]
     return [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some]
+
+
+def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
+    """Some rows of a micro-batch with unchanged padding, and the prompts that they continue."""
+    index, prefix = mx.array(places), batch.prefix and batch.prefix.of_rows(places)
+    arrays = {name: value[index] for name, value in batch._asdict().items() if isinstance(value, mx.array)}
+    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **arrays)
 
 
 def _part(batch: MicroBatch, number: int, stride: int) -> list[int]:

@@ -11,7 +11,7 @@ import gwen
 import lora
 import sampler
 from layers import lm_head
-from step import micro_batch, policy
+from step import micro_batch, policy, shared_prompts
 
 RNG = np.random.default_rng(0)
 GROUPS, WIDTH = 4, 7
@@ -129,7 +129,7 @@ def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(shari
     batches = micro_batch.micro_batches(ROWS, rollout, budget, sharing)
     assert sorted(row for batch in batches for row in batch.rows.tolist()) == [n for n in range(12) if n != 5]
     for batch in batches:
-        most = micro_batch.ROOM * budget if batch.prefix else budget
+        most = shared_prompts.ROOM * budget if batch.prefix else budget
         assert batch.num_positions <= most or len(batch.rows) == 1
         assert batch.num_tokens <= batch.num_positions
         for index, row in enumerate(batch.rows.tolist()):

@@ -26,8 +26,8 @@ from disk import checkpoint, run_files
 from disk.run_files import START
 from distill.teacher import Teacher
 from machine import alive, gpu, world
-from problems import audit, chat_template, rewards
-from problems.examples import Example, epoch_indices, load_sides, short, spread
+from problems import chat_template, rewards
+from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
@@ -35,7 +35,7 @@ from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from sft import chats, tuning
 from step import dispatch, objectives, policy
 from step.result import UpdateResult
-from tasks import curriculum
+from tasks import curriculum, first_look
 from turns import episodes
 
 
@@ -74,7 +74,9 @@ class Run:
             "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
             "chat template": checkpoint.digest(self.tokenizer.chat_template),
         }
-        self.compare()
+        if world.size() > 1:
+            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
+            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
         if config.model.lora_rank:
             self._add_adapters()
 
@@ -89,12 +91,6 @@ class Run:
         lora.apply(self.model, *shape, self.config.sampling.seed)
         if begun is not None:
             lora.begin_with(self.model, begun)
-
-    def compare(self) -> None:
-        """Raises ValueError, on every machine, if one of several runs another program or has another model."""
-        if world.size() > 1:
-            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
-            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
 
     def demand(self, lengths: list[int], rubric: Path | None = None) -> preflight.Demand:
         """lengths: of the rows that it trains, without completions."""
@@ -224,29 +220,21 @@ class GrpoRun(Run):
     """A GRPO run: the task, its prompts, the judges and the teacher besides."""
 
     def __init__(self, config: Config, run_dir: Path):
-        with alive.doing("reading the data"):  # first: it takes no model to find what is wrong
-            self.task = tasks.make(config)
-        tasks.refuse_useless_rewards(config, self.task)
+        self.task, said = first_look.take(config)  # first: it takes no model to find what is wrong
         self.own = objectives.load(config)
-        with alive.doing("trying the rewards"):
-            audited, paid = world.first(self._audit)
-        self.task = self.task._replace(paid=paid)
-        for line in [*self.task.notes, *audited]:
+        for line in said:
             say(line)
         super().__init__(config, run_dir)
         self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
+        self.sources |= first_look.digests(config, self.task)
+        self.legend = console_columns(config)
+        self.num_draws = 0  # batches of prompts drawn for the steps done
         if self.toolbox and self.toolbox.frames.rewrites():
             say(
                 "tools: the chat template shows earlier turns otherwise, as without thoughts; here they stay as written"
             )
-        self.sources |= self._own_sources()
-        self.legend = console_columns(config)
-        self.num_draws = 0  # batches of prompts drawn for the steps done
-        eos_ids = self.model.config.eos_ids
-        end = chat_template.end_of_turn(self.tokenizer) if eos_ids else None
-        if end not in (None, *eos_ids):
-            ends = f"the chat template ends a reply with {self.tokenizer.decode([end])!r}, id {end}"
-            warn(f"{ends}, and the end ids are {list(eos_ids)}: add it to eos_token_id in generation_config.json")
+        if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
+            warn(unknown)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
@@ -269,13 +257,6 @@ class GrpoRun(Run):
             self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
 
-    def _audit(self) -> tuple[list[str], float | None]:
-        """A line on what each reward of the user pays for, and the least that a right answer should earn."""
-        task = self.task
-        examples, judged = task.train or task.held_out, task.rubric is not None
-        lines = list(audit.first_surprises(task.rewards, examples, judged=judged))
-        return lines, audit.middle_of(task.rewards, task.reward_weights, task.held_out)
-
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
         """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
         if self.toolbox:
@@ -289,27 +270,6 @@ class GrpoRun(Run):
             thinking=self.config.sampling.thinking,
             kind=kind,
         )
-
-    def _own_sources(self) -> dict[str, str]:
-        """Digests of the examples, and of the files that judge and teach."""
-        config, task = self.config, self.task
-        specs = [
-            *config.data.reward,
-            *config.tools.tools,
-            *_files(config.tools.env),
-            config.objective.loss_type,
-            config.objective.advantage,
-        ]
-        names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
-        rubrics = {
-            config.data.rubric or "task's rubric": task.rubric,
-            config.evaluation.rubric or "witness's rubric": task.witness,
-        }
-        files = {name: Path(name) for name in names} | rubrics
-        found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
-        mix = task.problems and task.problems.mix
-        examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
-        return found | {config.data.path or "task's examples": examples}
 
     def _make_teacher(self) -> Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
@@ -395,25 +355,17 @@ class SftRun(Run):
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)
         self.sources[config.data.path] = checkpoint.digest(*train, "held out", *held_out)
-        self.train = self._render(train, "training")
+        how: dict[str, Any] = {
+            "thinking": config.sampling.thinking,
+            "context": self.model.config.max_position_embeddings,
+        }
+        how |= {"tokenizer": self.tokenizer, "end_ids": {*self.model.config.eos_ids, self.tokenizer.eos_token_id}}
+        self.train = chats.render_all(train, "training", **how)
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
-        self.held_out = self._render(held_out, "held-out")
+        self.held_out = chats.render_all(held_out, "held-out", **how)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
         self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]))
         self.end_step()
-
-    def _render(self, examples: list[Example], kind: str) -> list[list[chats.Row]]:
-        """The rows of each conversation. ValueError names one that cannot be rendered."""
-        how: dict[str, Any] = {"thinking": self.config.sampling.thinking}
-        how |= {"end_ids": {*self.model.config.eos_ids, self.tokenizer.eos_token_id}}
-        how |= {"context": self.model.config.max_position_embeddings}
-        rendered = []
-        for number, example in enumerate(examples, 1):
-            try:
-                rendered.append(chats.render(self.tokenizer, example, **how))
-            except ValueError as error:
-                raise ValueError(f"{kind} conversation {number}, {short(example['prompt'])}: {error}") from error
-        return rendered
 
     def draw(self) -> list[chats.Row]:
         """The rows of the next step's conversations."""
@@ -439,11 +391,6 @@ class SftRun(Run):
     def evaluate(self) -> None:
         record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
-
-
-def _files(env: str) -> list[str]:
-    """The FILE.py:Class of each environment of --env."""
-    return [part.rpartition("=")[2] for part in env.split(",")] if env else []
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,15 @@ def end_of_turn(tokenizer: Any) -> int | None:
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     ids = encode(tokenizer, render(tokenizer, messages, False, opened=False).rpartition("two")[2])
     return next((one for one in ids if one in tokenizer.added_tokens_decoder), None)
+
+
+def unknown_end(tokenizer: Any, eos_ids: Sequence[int]) -> str:
+    """A warning where the template ends a reply with an id that is no end id; empty where all is well."""
+    end = end_of_turn(tokenizer) if eos_ids else None
+    if end in (None, *eos_ids):
+        return ""
+    ends = f"the chat template ends a reply with {tokenizer.decode([end])!r}, id {end}"
+    return f"{ends}, and the end ids are {list(eos_ids)}: add it to eos_token_id in generation_config.json"
 
 
 def encode_prompts(

@@ -123,6 +123,17 @@ def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collect
     return rows
 
 
+def render_all(examples: list[Example], kind: str, **how: Any) -> list[list[Row]]:
+    """The rows of each conversation, see `render`. ValueError names one that cannot be rendered."""
+    rendered = []
+    for number, example in enumerate(examples, 1):
+        try:
+            rendered.append(render(example=example, **how))
+        except ValueError as error:
+            raise ValueError(f"{kind} conversation {number}, {short(example['prompt'])}: {error}") from error
+    return rendered
+
+
 def _reply(
     tokenizer: Any, messages: list[dict[str, Any]], how: dict[str, Any], thinking: bool, end_ids: Collection[int]
 ) -> tuple[int, list[int]]:

@@ -1,0 +1,47 @@
+"""
+What a run looks at before it loads a model: its data and rewards are read and tried, and what it is made of is noted.
+
+Left out: the tasks (tasks/__init__.py), what a reward pays for that it should not (problems/audit.py).
+"""
+
+from pathlib import Path
+
+import tasks
+from config import Config
+from disk import checkpoint
+from machine import alive, world
+from problems import audit, rewards
+from tasks.task import Task
+
+
+def take(config: Config) -> tuple[Task, list[str]]:
+    """The task of a run, with the least that a right answer should earn, and lines on it and on the user's rewards."""
+    with alive.doing("reading the data"):
+        task = tasks.make(config)
+    tasks.refuse_useless_rewards(config, task)
+
+    def look() -> tuple[list[str], float | None]:
+        examples, judged = task.train or task.held_out, task.rubric is not None
+        lines = list(audit.first_surprises(task.rewards, examples, judged=judged))
+        return lines, audit.middle_of(task.rewards, task.reward_weights, task.held_out)
+
+    with alive.doing("trying the rewards"):
+        lines, paid = world.first(look)
+    return task._replace(paid=paid), [*task.notes, *lines]
+
+
+def digests(config: Config, task: Task) -> dict[str, str]:
+    """Of the examples, and of the files that reward, judge and teach: what a resumed run compares."""
+    environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
+    specs = [*config.data.reward, *config.tools.tools, *environments]
+    specs += [config.objective.loss_type, config.objective.advantage]
+    names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
+    rubrics = {
+        config.data.rubric or "task's rubric": task.rubric,
+        config.evaluation.rubric or "witness's rubric": task.witness,
+    }
+    files = {name: Path(name) for name in names} | rubrics
+    found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
+    mix = task.problems and task.problems.mix
+    examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+    return found | {config.data.path or "task's examples": examples}

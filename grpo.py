@@ -6,7 +6,7 @@ be checked by hand.
 they are cut does not matter, because the divisors count the whole step.
 
 Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of a micro-batch, T completion positions,
-K rewards.
+K rewards or turns.
 """
 
 from collections.abc import Callable
@@ -95,6 +95,33 @@ def group_advantages(
         centered = centered / np.maximum(rewards.mean(axis=1, keepdims=True), least)
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
     return (centered * (size / (size - 1)) if baseline == "rloo" else centered).astype(np.float32)
+
+
+def turn_advantages(rewards: np.ndarray, scale: str = "group", signal_floor: float = 0.0) -> np.ndarray:
+    """
+    How much better what a row earns from a turn on is than what the rows of its group earn from that turn on.
+
+    rewards: of each turn, (B, G, K) float64, nan beyond a row's last turn -> (B, G, K) float32, 0 there.
+    The return of turn k, the sum of the rewards of turns >= k, minus its mean over the rows that have a turn k: whether
+    a row has one is known before it writes it. "group" divides by the deviation of these differences in the group, with
+    a degree of freedom less for each turn's mean, "none" by nothing. Rows of one turn, and rows with equally many turns
+    that pay at the end only, get what `group_advantages` gives. signal_floor: see there.
+    Source: returns of turns compared in the group, GTPO, arXiv:2511.14846; the deviation that keeps GRPO is ours.
+    """
+    assert scale in ("group", "none"), scale
+    has = ~np.isnan(rewards)
+    returns = np.nan_to_num(rewards)[..., ::-1].cumsum(axis=-1)[..., ::-1]
+    step_deviation = (returns[..., 0] - returns[0, 0, 0]).std(ddof=1)
+    first = np.take_along_axis(returns, has.argmax(axis=1)[:, None], axis=1)  # of a row that has the turn
+    centered, num = np.where(has, returns - first, 0.0), has.sum(axis=1, keepdims=True)
+    centered = np.where(has, centered - centered.sum(axis=1, keepdims=True) / np.maximum(num, 1), 0.0)
+    noise = np.ptp(centered, axis=(1, 2), keepdims=True) <= signal_floor * (step_deviation + 1e-4)
+    centered = np.where(noise, 0.0, centered)
+    if scale == "group":
+        free = np.maximum(num - 1, 0).sum(axis=(1, 2), keepdims=True)
+        squares = (centered**2).sum(axis=(1, 2), keepdims=True)
+        centered = centered / (np.sqrt(squares / np.maximum(free, 1)) + 1e-4)
+    return centered.astype(np.float32)
 
 
 def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0) -> np.ndarray:

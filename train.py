@@ -38,7 +38,7 @@ from reporting.journal import Step
 from run import GrpoRun, SftRun
 from settings.sources import parse
 from sft import tuning
-from step.groups import Draw, Rewards, choose_groups, gated, gather, weigh
+from step.groups import Draw, Rewards, by_turn, choose_groups, gated, gather, of_tokens, weigh
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
 from turns.episodes import Episodes, ended
@@ -79,7 +79,7 @@ def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
 
         with clock.phase("update") as done:
             lr = update.learning_rate(config, run.step)
-            advantages = mx.array(choice.advantages.reshape(-1))
+            advantages = mx.array(of_tokens(choice.advantages, rollout))
             targets = update.targets_of(learner, batches, rollout, advantages, ref_logprobs, taught)
             result = update.update(learner, batches, targets, lr)
             done(learner.trainable, learner.optimizer.state)
@@ -187,7 +187,9 @@ def reward_completions(
     if config.data.reward_gate == "form":
         components = gated(components, repeated, completions, rollout.finish_reasons)
     weights = [task.reward_weights[name] for name in components]
-    return weigh(config, weights, components, judgement, completions)
+    rewards = weigh(config, weights, components, judgement, completions)
+    earned = talk and talk.earned(task.reward_weights)
+    return by_turn(rewards, rollout, earned) if earned else rewards
 
 
 class Trainer(trainer.Trainer):

@@ -88,14 +88,13 @@ def targets_of(
     ref_logprobs: mx.array | None = None,
     taught: dict[str, Any] | None = None,
 ) -> Targets:
-    """The targets of a step's completions. advantages (N,), ref_logprobs (N, T); taught: what a teacher adds."""
-    has_gradient = (rollout.mask.sum(axis=1) > 0) & ((advantages != 0) | learner.reader.all_teach)
+    """The targets of a step's completions. advantages (N,) or (N, T), ref_logprobs (N, T); taught: a teacher's part."""
+    of_rows = advantages if advantages.ndim == 2 else advantages[:, None]
+    has_gradient = (rollout.mask.sum(axis=1) > 0) & ((of_rows != 0).any(axis=1) | learner.reader.all_teach)
     num_items, num_taught = (round(float(counted.sum())) for counted in (rollout.mask, has_gradient))
     targets = Targets(len(advantages), num_items, advantages, ref_logprobs, num_taught=num_taught, **(taught or {}))
     if targets.gains is not None:
-        targets = targets._replace(
-            advantages=advantages[:, None] + learner.config.objective.distill_coef * targets.gains
-        )
+        targets = targets._replace(advantages=of_rows + learner.config.objective.distill_coef * targets.gains)
     return targets
 
 

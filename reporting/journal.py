@@ -92,9 +92,10 @@ class Step(NamedTuple):
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    seconds, draws, advantages, result = step.seconds, step.draws, step.choice.advantages, step.result
+    seconds, draws, result = step.seconds, step.draws, step.result
+    num_trained = config.sampling.batch * config.sampling.groups
     stats = [draw.rollout.stats for draw in draws]
-    num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * advantages.size
+    num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * num_trained
     rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
     judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
     judge_s = sum(one.stats.seconds for one in judged)
@@ -119,7 +120,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "reward/none": num_none,
         "sampling/draws": len(draws),
         "sampling/signal_groups": num_signal,
-        "sampling/unused_frac": 1 - advantages.size / num_rows,
+        "sampling/unused_frac": 1 - num_trained / num_rows,
         "rollout/s": seconds["rollout"],
         "rollout/tok_s": num_tokens / seconds["rollout"],
         "prefill/s": sum(one.prefill_s for one in stats),
@@ -133,7 +134,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
-        **result.metrics(seconds, advantages.size, recent),
+        **result.metrics(seconds, num_trained, recent),
         **tool_metrics(draws),
         **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
         "completion/mean_tokens": num_tokens / num_rows,
@@ -196,7 +197,8 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
                 if judged is None
                 else [s and round(s, 4) for s in map(_known, judged.scores[row])],
                 "finish_reason": rollout.finish_reasons[row],
-                "advantage": None if place is None else step.choice.advantages[place, member].item(),
+                # where turns have their own, the first one's: it is of the whole conversation
+                "advantage": None if place is None else step.choice.advantages[place, member].flat[0].item(),
                 "entropies": entropies.pack(None if entropy is None else entropy[row, :num]),
                 "pushes": pushes.pack(pushed),
             }

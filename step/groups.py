@@ -3,7 +3,7 @@ The groups of a step: the rewards of their completions, and which groups are tra
 
 What is left out: sampling and judging (train.py), and the arithmetic of advantages (grpo.py).
 
-Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, K rewards.
+Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, K rewards or turns.
 """
 
 from typing import NamedTuple
@@ -32,6 +32,7 @@ class Rewards(NamedTuple):
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where unreadable
     judgement: rubrics.Judgement | None
     completions: list[str]
+    turns: np.ndarray | None = None  # (B, G, K), those of each turn, which sum to `filled`; nan beyond a row's last
 
 
 class Draw(NamedTuple):
@@ -90,6 +91,16 @@ def weigh(
     return Rewards(total, filled, parts, weights, components, judgement, completions)
 
 
+def by_turn(rewards: Rewards, rollout: sampler.Rollout, earned: list[list[float]]) -> Rewards:
+    """The rewards with those of each turn; what no turn earned belongs to the last one. earned: see `Episodes`."""
+    num_turns = [len(rollout.spans(row)) for row in range(len(earned))]
+    turns = np.full((len(earned), max(num_turns)), np.nan)
+    for row, (num, its, total) in enumerate(zip(num_turns, earned, rewards.filled.reshape(-1), strict=True)):
+        turns[row, :num] = [*its, *[0.0] * (num - len(its))]  # a turn that was cut off earned nothing
+        turns[row, num - 1] += total - sum(its)
+    return rewards._replace(turns=turns.reshape(*rewards.filled.shape, -1))
+
+
 def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
     """(B, G) with each nan replaced by the mean of the readable values along `axis` (None: of all), 0 without any."""
     readable = ~np.isnan(values)
@@ -101,13 +112,17 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int], own: Adv
     """
     Advantages of the chosen groups, (B, G) float32, by `own` if a user has one. Groups are numbered through all draws.
 
-    They are 0 in groups of one, which only a teacher trains.
+    Where turns are paid they are (B, G, K), of each turn. They are 0 in groups of one, which only a teacher trains.
     """
     if config.sampling.groups == 1:
         return np.zeros((len(chosen), 1), np.float32)
     if config.objective.combine_rewards == "normalize":
         parts = np.concatenate([draw.rewards.parts for draw in draws], axis=1)[:, chosen]
         return grpo.decoupled_advantages(parts, draws[0].rewards.weights, grpo.SIGNAL_FLOOR)
+    if turns := [draw.rewards.turns for draw in draws if draw.rewards.turns is not None]:
+        most = max(one.shape[2] for one in turns)
+        padded = [np.pad(one, [(0, 0), (0, 0), (0, most - one.shape[2])], constant_values=np.nan) for one in turns]
+        return grpo.turn_advantages(np.concatenate(padded)[chosen], config.objective.scale_rewards, grpo.SIGNAL_FLOOR)
     rewards = np.concatenate([draw.rewards.filled for draw in draws])[chosen]
     if own is not None:
         return objectives.advantages(config.objective.advantage, own, rewards)
@@ -115,15 +130,26 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int], own: Adv
 
 
 def has_signal(advantages: np.ndarray) -> np.ndarray:
-    """Which groups change the policy, (B, G) -> (B,) bool: those with rewards that differ by more than noise."""
-    return (advantages != 0).any(axis=1)
+    """Which groups change the policy, (B, ...) -> (B,) bool: those with rewards that differ by more than noise."""
+    return (advantages != 0).reshape(len(advantages), -1).any(axis=1)
+
+
+def of_tokens(advantages: np.ndarray, rollout: sampler.Rollout) -> np.ndarray:
+    """The advantages of a step's rows, (B, G) -> (N,), or those of turns given to their tokens, (B, G, K) -> (N, T)."""
+    if advantages.ndim == 2:
+        return advantages.reshape(-1)
+    found = np.zeros(rollout.mask.shape, np.float32)
+    for row, its in enumerate(advantages.reshape(len(found), -1)):
+        lengths = [end - begin for begin, end in rollout.spans(row)]
+        found[row, : sum(lengths)] = np.repeat(its[: len(lengths)], lengths)
+    return found
 
 
 class Choice(NamedTuple):
     """The B groups of a step that are trained, numbered through all draws."""
 
     groups: list[int]  # ascending
-    advantages: np.ndarray  # (B, G)
+    advantages: np.ndarray  # (B, G), or (B, G, K) where turns have their own
     num_signal: int  # groups of all draws that have a signal
 
     @property

@@ -69,10 +69,11 @@ class Reader:
         The micro-batches of a step. A row whose advantage is 0 has no gradient and is left out, unless `all_teach`.
 
         One in MEASURED_OF of these rows, others every turn, is measured for all of them, by their share of the tokens.
-        prompts: N, one per row; advantages: (B, G).
+        prompts: N, one per row; advantages: (B, G), or (B, G, K) of turns.
         """
-        lengths, weights = np.array(list(map(len, rollout.ids))), np.ones(advantages.size)
-        idle = np.flatnonzero((advantages.reshape(-1) == 0) & (lengths > 0) & (not self.all_teach))
+        lengths, weights = np.array(list(map(len, rollout.ids))), np.ones(len(prompts))
+        has_none = (advantages.reshape(len(prompts), -1) == 0).all(axis=1)
+        idle = np.flatnonzero(has_none & (lengths > 0) & (not self.all_teach))
         if len(idle):
             num = math.ceil(len(idle) / MEASURED_OF)  # neighbours, which mostly share a prompt
             measured = idle.take(range(turn * num, (turn + 1) * num), mode="wrap")

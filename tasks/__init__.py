@@ -22,6 +22,13 @@ from tasks import calculator, demo, gsm8k, guess, ifeval, math, own, rg, values
 from tasks.task import DATA, Sides, Task
 from turns import calls
 
+# settings of advantages that turns may have
+OF_TURNS = {
+    "advantage": ["group"],
+    "scale_rewards": ["group", "none"],
+    "combine_rewards": ["sum"],
+    "reward_gate": ["off"],
+}
 REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
 
 
@@ -148,6 +155,13 @@ def _with_tools(task: Task, config: Config) -> Task:
         raise ValueError(f"--data {config.data.path} has rows without a prompt; name who gives it: --env FILE.py:Class")
     if task.environments and not task.rewards and not task.rubric:
         raise ValueError(f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one")
+    for kind in filter(calls.pays_turns, task.environments.values()):
+        if not callable(getattr(kind, "get_reward", None)):
+            raise ValueError(f"--env: {kind.__name__} has reward_per_turn and no method get_reward; add it")
+        for name, fitting in OF_TURNS.items():
+            if (held := config.flat()[name]) not in fitting:
+                said = f"{flag_of(name)} {held} is of whole conversations, and {kind.__name__} has reward_per_turn"
+                raise ValueError(f"{said}; take {flag_of(name)} {fitting[0]}, or leave that out")
     if task.environments and config.sampling.curriculum:
         raise ValueError("--curriculum remembers prompts, and environments draw their own; leave it out")
     if task.environments and config.data.reward_workers:

@@ -37,6 +37,19 @@ def make_case(lengths, num_columns, seed=0, spread=0.3):
     )
 
 
+def turn_advantages(group, scale):
+    """Of each turn of each row of a group, from the rewards of its turns, in the words of docs/tools.md."""
+    returns = [[sum(row[k:]) for k in range(len(row))] for row in group]
+    means = [
+        sum(row[k] for row in returns if k < len(row)) / sum(k < len(row) for row in returns)
+        for k in range(max(map(len, group)))
+    ]
+    apart = [[value - means[k] for k, value in enumerate(row)] for row in returns]
+    free = sum(map(len, group)) - len(means)
+    deviation = math.sqrt(sum(value**2 for row in apart for value in row) / max(free, 1))
+    return [[value / (deviation + 1e-4) if scale == "group" else value for value in row] for row in apart]
+
+
 def loss(
     case,
     *,

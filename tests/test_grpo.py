@@ -373,3 +373,38 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
 
         loss_value, grad = mx.value_and_grad(value)(array([[log_ratio, -1.0]]))
         assert math.isfinite(loss_value.item()) and mx.isfinite(grad).all().item()
+
+
+# ---- turns
+
+
+def padded_turns(groups):
+    """Rewards of each turn, of rows with different numbers of them, (B, G, K)."""
+    most = max(len(row) for group in groups for row in group)
+    return np.array([[[*row, *[math.nan] * (most - len(row))] for row in group] for group in groups])
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_advantages_of_turns_are_those_of_the_oracle(scale):
+    groups = [[RNG.normal(size=RNG.integers(1, 6)).tolist() for _ in range(7)] for _ in range(20)]
+    found = grpo.turn_advantages(padded_turns(groups), scale)
+    for group, its in zip(groups, found, strict=True):
+        for row, ours, theirs in zip(group, its, oracle.turn_advantages(group, scale), strict=True):
+            np.testing.assert_allclose(ours[: len(row)], theirs, rtol=1e-5, atol=1e-6)
+            assert (ours[len(row) :] == 0).all()
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_turns_that_pay_at_the_end_only_have_the_advantage_of_their_row(scale, num_turns):
+    rewards = RNG.normal(size=(5, 6))
+    turns = np.concatenate([np.zeros((5, 6, num_turns - 1)), rewards[..., None]], axis=-1)
+    found, expected = grpo.turn_advantages(turns, scale), grpo.group_advantages(rewards, scale)
+    np.testing.assert_allclose(found, np.repeat(expected[..., None], num_turns, -1), rtol=1e-5)
+
+
+def test_turns_with_equal_returns_get_exactly_zero():
+    equal = [[1e9, 0.1, 0.2], [1e9, 0.1, 0.2], [1e9 + 0.1 + 0.2]]
+    assert (grpo.turn_advantages(padded_turns([equal]), signal_floor=grpo.SIGNAL_FLOOR) == 0).all()
+    equal[2][0] += 1.0
+    assert (grpo.turn_advantages(padded_turns([equal]), signal_floor=grpo.SIGNAL_FLOOR)[..., 0] != 0).all()

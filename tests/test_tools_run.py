@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import oracle
 import pytest
 from conftest import message_of, read_log, write_log
 
 import evaluate
 import train
+import update
 from run import GrpoRun
 from settings.checks import checked
 from settings.sources import resolve
@@ -75,8 +77,45 @@ def tried(environments, completions, **_):
     return [len(one.opened) for one in environments]
 
 
+def lengthy(completions, **_):
+    return [len(text) / 100 for text in completions]
+
+
 def talked(completions, **_):
     return [float(sum(message["role"] == "tool" for message in talk)) for talk in completions]
+
+
+class Warmer:
+    """Pays each turn for how near its last guess was."""
+
+    reward_per_turn = True
+
+    def reset(self, **row):
+        self.number, self.near = random.randint(1, 20), 0.0
+        return "I think of a number from 1 to 20. Find it."
+
+    def guess(self, number: int) -> str:
+        """
+        Guesses.
+
+        Args:
+            number: The guess.
+        """
+        self.near = 1 - abs(number - self.number) / 20
+        return "right" if number == self.number else "higher" if number < self.number else "lower"
+
+    def get_reward(self) -> float:
+        near, self.near = self.near, 0.0
+        return near
+
+
+class Silent(Warmer):
+    get_reward = None
+
+
+class Worded(Warmer):
+    def get_reward(self):
+        return "near"
 
 
 class Lost:
@@ -221,6 +260,10 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ({"tools": ["WORLD:untyped"]}, "--tools: the tool untyped has no schema"),
         ({"tools": ["WORLD:typed,typped"]}, "has no function 'typped', did you mean 'typed'?"),
         ({"env": "WORLD:Door", "tools": ["WORLD:calculator"]}, "Door and --tools both have a tool calculator"),
+        ({"env": "WORLD:Silent"}, "--env: Silent has reward_per_turn and no method get_reward; add it"),
+        ({"env": "WORLD:Warmer", "advantage": "rloo"}, "--advantage rloo is of whole conversations, and Warmer has"),
+        ({"env": "WORLD:Warmer", "scale_rewards": "batch"}, "--scale-rewards batch is of whole conversations"),
+        ({"env": "WORLD:Warmer", "reward_gate": "form"}, "--reward-gate form is of whole conversations"),
         ({"env": "WORLD:Door", "curriculum": True}, "--curriculum remembers prompts"),
         ({"env": "WORLD:Door", "reward": ["WORLD:tried"], "reward_workers": 2}, "--reward-workers are other processes"),
     ],
@@ -244,6 +287,36 @@ def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):
     assert "column environment holds 'window'; the environments of --env are door" in message_of(
         GrpoRun, config, tmp_path
     )
+
+
+def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monkeypatch):
+    """By the oracle, from what the run records; the last turn gets what other rewards give."""
+    settings = {"env": f"{world}:Warmer", "reward": [f"{world}:lengthy"], "reward_weights": {"Warmer": 0.5}}
+    taught = []
+    targets_of = update.targets_of
+    monkeypatch.setattr(update, "targets_of", lambda *args: taught.append(args[2:4]) or targets_of(*args))
+    run = start(tmp_path, **settings, batch=2, groups=6, steps=1, max_tokens=80, max_turns=4)
+    run.fit()
+    ((_, advantages),) = taught
+    advantages, lines, groups = np.array(advantages), records(run, "rollouts"), [[], []]
+    for line in lines:
+        earned = [*line["turn_rewards"], *[0.0] * (len(line["own"]) - line["turns"])]
+        assert len(line["turn_rewards"]) == line["turns"] and line["rewards"]["Warmer"] == sum(earned)
+        assert line["reward"] == pytest.approx(0.5 * sum(earned) + line["rewards"]["lengthy"])
+        groups[line["group"]].append([0.5 * one for one in earned])
+        groups[line["group"]][-1][-1] += line["rewards"]["lengthy"]
+    expected = [its for group in groups for its in oracle.turn_advantages(group, "group")]
+    assert len({len(its) for its in expected}) > 1 and any(its[0] != its[-1] for its in expected)
+    for row, (line, its) in enumerate(zip(lines, expected, strict=True)):
+        assert line["advantage"] == pytest.approx(its[0], rel=1e-4, abs=1e-6)
+        of_tokens = [one for one, (begin, end) in zip(its, line["own"], strict=True) for _ in range(begin, end)]
+        np.testing.assert_allclose(advantages[row, : len(of_tokens)], of_tokens, rtol=1e-4, atol=1e-6)
+        assert (advantages[row, len(of_tokens) :] == 0).all()
+
+
+def test_a_turns_reward_that_is_no_number_ends_the_run_in_a_line(tmp_path, world):
+    run = start(tmp_path, env=f"{world}:Worded", steps=1)
+    assert "environment Worded: get_reward gave 'near' for a turn; return a number" in message_of(run.fit)
 
 
 def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_class(tmp_path, world):

@@ -68,6 +68,11 @@ def environment_schemas(kind: type) -> dict[str, Any]:
     return schemas_of(f"--env {kind.__name__}", tools_of(kind))
 
 
+def pays_turns(kind: type) -> bool:
+    """Whether what its `get_reward` gives is of one turn."""
+    return bool(getattr(kind, "reward_per_turn", False))
+
+
 # ---- what is called
 
 

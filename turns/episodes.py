@@ -13,6 +13,8 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import math
+import numbers
 import os
 import queue
 import random
@@ -32,7 +34,7 @@ from machine import world
 from problems import chat_template
 from problems.examples import Example, one_line, prompt_text, short
 from problems.rewards import raised
-from turns.calls import Call, Tool, as_error, environment_schemas, format_of, read_calls, schemas_of
+from turns.calls import Call, Tool, as_error, environment_schemas, format_of, pays_turns, read_calls, schemas_of
 from turns.frames import Frames
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
@@ -274,6 +276,7 @@ class Episode:
         self.pending: list[Call] = []  # of the turn, the first one under way
         self.told: list[dict[str, Any]] = []  # the turn's tool messages
         self.reward: float | None = None
+        self.earned: list[float] = []  # of each turn, where the environment has `reward_per_turn`
 
 
 class Episodes:
@@ -341,25 +344,29 @@ class Episodes:
             ]
         episode.messages.append(message)
         episode.turns, episode.pending, episode.told = episode.turns + 1, calls, []
-        if calls:
-            self._go_on(row)
-        else:
-            self.ready[row] = "stop"
+        self._go_on(row)
+
+    def _start(self, row: int, job: Callable[[], Any]) -> None:
+        self.num_jobs += 1
+        self.jobs[self.num_jobs] = row, time.monotonic() + self.box.settings.tool_timeout
+        self.rows[row].worker.jobs.put((self.num_jobs, job, self.done))
 
     def _go_on(self, row: int) -> None:
-        """Makes the next call of a turn; after the last one, the row's answer is ready."""
+        """Makes the next call of a turn, then asks what the turn earned; after that, the row's answer is ready."""
         episode = self.rows[row]
         while episode.pending and episode.pending[0].error:
             self._note(row, None, episode.pending[0].error, 0.0)
         if episode.pending:
             call = episode.pending[0]
             tool = self.box.functions.get(str(call.name)) or getattr(episode.worker.instance, str(call.name))
-            self.num_jobs += 1
-            self.jobs[self.num_jobs] = row, time.monotonic() + self.box.settings.tool_timeout
-            episode.worker.jobs.put((self.num_jobs, functools.partial(tool, **call.arguments), self.done))
-            return
+            return self._start(row, functools.partial(tool, **call.arguments))
+        instance = episode.worker.instance
+        if pays_turns(type(instance)) and len(episode.earned) < episode.turns:
+            return self._start(row, instance.get_reward)
         episode.messages += episode.told
-        if episode.turns >= self.box.settings.max_turns:
+        if not episode.told:
+            self.ready[row] = "stop"
+        elif episode.turns >= self.box.settings.max_turns:
             self.ready[row] = "turns"
         else:
             self.ready[row] = self.box.frames.between(episode.told, list(self.box.schemas[episode.name].values()))
@@ -381,8 +388,21 @@ class Episodes:
     def _take(self, done: Done) -> None:
         if done.job in self.jobs:  # else it was late, or its row began anew
             row, _ = self.jobs.pop(done.job)
-            self._note(row, done.value, None if done.error is None else one_line(done.error), done.seconds)
+            if self.rows[row].pending:
+                self._note(row, done.value, None if done.error is None else one_line(done.error), done.seconds)
+            else:
+                self._pay(row, done)
             self._go_on(row)
+
+    def _pay(self, row: int, done: Done) -> None:
+        """Writes down what a turn earned. ValueError where that is no number."""
+        episode = self.rows[row]
+        what = f"environment {type(episode.worker.instance).__name__}: get_reward"
+        if done.error is not None:
+            raise ValueError(f"{what} {raised(done.error, episode.worker.instance.get_reward)}") from done.error
+        if not isinstance(done.value, numbers.Real) or not math.isfinite(done.value):
+            raise ValueError(f"{what} gave {short(done.value)} for a turn; return a number")
+        episode.earned.append(float(done.value))
 
     def _end_late(self) -> None:
         """Replaces the threads and environments of calls that took too long; their episodes go on."""
@@ -390,6 +410,9 @@ class Episodes:
             if time.monotonic() >= deadline:
                 del self.jobs[job]
                 episode, limit = self.rows[row], self.box.settings.tool_timeout
+                if not episode.pending:
+                    said = f"environment {type(episode.worker.instance).__name__}: get_reward took longer than"
+                    raise ValueError(f"{said} --tool-timeout {limit:g}; raise that or mend it")
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 self._reset(row)
                 self._note(row, None, f"the call took longer than {limit:g} s", limit)
@@ -421,7 +444,9 @@ class Episodes:
             return {}
         for episode in self.rows:
             instance = episode.worker.instance
-            if episode.reward is None and hasattr(instance, "get_reward"):
+            if pays_turns(type(instance)):
+                episode.reward = sum(episode.earned)
+            elif episode.reward is None and hasattr(instance, "get_reward"):
                 what = f"environment {type(instance).__name__}: get_reward"
                 episode.reward = episode.worker.do(what, instance.get_reward, self.box.settings.tool_timeout)
         instances = [episode.worker.instance for episode in self.rows]
@@ -429,6 +454,13 @@ class Episodes:
             "environments": instances,
             "earned": [(type(one).__name__, row.reward) for one, row in zip(instances, self.rows, strict=True)],
         }
+
+    def earned(self, weights: dict[str, float]) -> list[list[float]] | None:
+        """The weighted reward of each whole turn of each row; None where no environment pays turns."""
+        if not any(map(pays_turns, self.box.environments.values())):
+            return None
+        factors = [weights.get(type(episode.worker.instance).__name__, 0.0) for episode in self.rows]
+        return [[factor * one for one in row.earned] for factor, row in zip(factors, self.rows, strict=True)]
 
     def said(self, texts: list[str]) -> list[str]:
         """The texts of the rows, each with its conversation."""
@@ -453,7 +485,8 @@ class Episodes:
     def record(self, row: int) -> dict[str, Any]:
         """What `rollouts.jsonl` has of a row's conversation."""
         episode = self.rows[row]
-        return {"messages": episode.messages, "turns": episode.turns, "tool_calls": episode.calls}
+        paid = {"turn_rewards": episode.earned} if pays_turns(type(episode.worker.instance)) else {}
+        return {"messages": episode.messages, "turns": episode.turns, "tool_calls": episode.calls} | paid
 
 
 def _text(value: Any) -> str:

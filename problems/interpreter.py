@@ -1,0 +1,70 @@
+"""
+Python for a model, `--tools problems.interpreter:python`: each call in a process of its own, which only computes.
+
+Left out: the process and its seal (problems/workers.py, problems/seal.py); docs/tools.md says what gets through.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from problems import workers
+
+SECONDS = 5.0  # of processor time
+LONGEST = 5_000  # characters that a call may print: as JSON at most the 64 KB of a frame
+# what code may import, as nothing is read from the disk once the seal is on
+MODULES = (
+    "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re "
+    "statistics string"
+).split()
+RUNNING = threading.BoundedSemaphore(os.cpu_count() or 1)  # rows call side by side
+
+
+def python(code: str) -> str:
+    """
+    Runs Python code and gives what it prints.
+
+    Args:
+        code: The code. It has the standard library's modules for computing, no files and no network.
+    """
+    with RUNNING:
+        answer = workers.ask_once(f"{__name__}:make_runner", code, SECONDS)
+    if answer.error:
+        raise ValueError(answer.error)
+    return str(answer.value)
+
+
+class _Printed:
+    """What code prints, in place of `sys.stdout`."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.room = LONGEST
+
+    def write(self, text: str) -> int:
+        self.room -= len(text)
+        if self.room < 0:
+            raise ValueError(f"the code printed more than {LONGEST} characters")
+        self.texts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: what is printed is kept."""
+
+
+def make_runner() -> Callable[[str], str]:
+    """What answers inside the process."""
+    for name in MODULES:
+        importlib.import_module(name)
+
+    def run(code: str) -> str:
+        printed = sys.stdout = _Printed()
+        with contextlib.suppress(SystemExit):
+            exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+        return "".join(printed.texts)
+
+    run.runs_code = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,66 @@
+"""The bundled Python tool: what code may do in its process, and that hostile code ends no episode."""
+
+import threading
+
+import pytest
+from conftest import message_of
+from test_tools import EXAMPLES, answer, box_of, call, talker  # noqa: F401  (a fixture)
+
+from problems import interpreter, seal
+
+HOSTILE = {
+    "while True: pass": "took longer than its limit",
+    "while True:\n try:\n  while True: pass\n except BaseException: pass": "took longer than its limit",
+    "held = []\nwhile True: held.append(bytes(10**7))": "MemoryError",
+    "print('x' * 10**6)": "printed more than",
+    "import socket\nsocket.socket().connect(('127.0.0.1', 80))": "not permitted",
+    "import os\nprint(os.fork())": "not permitted",
+    "import subprocess\nsubprocess.run(['ls'])": "not permitted",
+    "print(open('/etc/passwd').read())": "not permitted",
+    "open('left behind', 'w')": "not permitted",
+    "import os\nos.kill(os.getppid(), 9)": "not permitted",
+    "import os\nos._exit(0)": "ended its process",
+    "1 / 0": "ZeroDivisionError",
+    "x = (": "SyntaxError",
+}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(interpreter, "SECONDS", 0.5)
+
+
+def test_code_computes_and_gives_what_it_prints():
+    assert interpreter.python("import math, fractions\nprint(math.comb(40, 20))\nprint(1)") == "137846528820\n1\n"
+    assert interpreter.python("def f(n): return 1 if n < 2 else n * f(n - 1)\nprint(f(5))\nraise SystemExit") == "120\n"
+    assert interpreter.python("import json, statistics, datetime, re, heapq, random, collections, decimal") == ""
+    assert len(interpreter.python(f"print('\\U0001f600' * {interpreter.LONGEST - 1})")) == interpreter.LONGEST
+
+
+def test_no_call_finds_what_another_left():
+    assert interpreter.python("import builtins, math\nbuiltins.x = math.pi = 3") == ""
+    assert "NameError" in message_of(interpreter.python, "print(x)")
+
+
+def test_calls_side_by_side_have_their_own_answers():
+    found = {}
+    calls = [
+        threading.Thread(target=lambda n=n: found.update({n: interpreter.python(f"print({n})")})) for n in range(6)
+    ]
+    for one in calls:
+        one.start()
+    for one in calls:
+        one.join()
+    assert found == {n: f"{n}\n" for n in range(6)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(seal.platform.machine() not in seal._MACHINES, reason="the kernel has no filter that we know")
+def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # noqa: F811
+    talk = box_of(talker, [interpreter.python], tool_timeout=60.0, max_turns=99).play(EXAMPLES, 1, "0")
+    for turn, (code, error) in enumerate(HOSTILE.items()):
+        ids, messages = answer(talk, talker, call("python", {"code": code}))
+        assert isinstance(ids, list) and len(messages) == 2 * turn + 2
+        assert messages[-1]["content"].startswith('{"error": ') and error in messages[-1]["content"], code
+    ids, messages = answer(talk, talker, call("python", {"code": "print(6 * 7)"}))
+    assert messages[-1]["content"] == "42\n" and talk.metrics()["tools/failures"] == len(HOSTILE)

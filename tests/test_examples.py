@@ -176,27 +176,12 @@ def test_a_hub_dataset_is_named_with_configuration_and_split(monkeypatch):
         return types.SimpleNamespace(to_list=lambda: [{"prompt": "a"}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    for spec in (
-        "o/n",
-        "o/n:main",
-        "o/n:test",
-        "o/n:main:test",
-        "o/n::test",
-        "o/n:main:train[:9]",
-        "o/n:train[:9]",
-        "o/n-2.5",
-    ):
-        assert examples.load_data(spec) == [{"prompt": "a"}]
-    assert asked == [
-        ("o/n", None, "train"),
-        ("o/n", "main", "train"),
-        ("o/n", None, "test"),
-        ("o/n", "main", "test"),
-        ("o/n", None, "test"),
-        ("o/n", "main", "train[:9]"),
-        ("o/n", None, "train[:9]"),
-        ("o/n-2.5", None, "train"),
-    ]
+    specs = {"o/n": ("o/n", None, "train"), "o/n:main": ("o/n", "main", "train"), "o/n:test": ("o/n", None, "test")}
+    specs |= {"o/n:main:test": ("o/n", "main", "test"), "o/n::test": ("o/n", None, "test")}
+    specs |= {"o/n:main:train[:9]": ("o/n", "main", "train[:9]"), "o/n:train[:9]": ("o/n", None, "train[:9]")}
+    specs |= {"o/n-2.5": ("o/n-2.5", None, "train")}
+    assert all(examples.load_data(spec) == [{"prompt": "a"}] for spec in specs)
+    assert asked == list(specs.values())
 
 
 JSON = st.recursive(

@@ -232,30 +232,8 @@ def test_a_table_of_200_answers_is_read_right(in_process):
 def hostile_answers() -> list[str]:
     """300 answers: towers, nests, long sums, calls, half-finished LaTeX."""
     rng = random.Random(0)
-    parts = [
-        "10^{",
-        "9**(",
-        "2^{2^{",
-        "\\frac{1}{",
-        "\\sqrt{",
-        "\\int_0^{",
-        "\\sum_{n=1}^{",
-        "\\left(",
-        "\\begin{matrix}",
-    ]
-    parts += [
-        "(",
-        "[",
-        "{",
-        "\\binom{10^9}{",
-        "\\prod_{k=1}^{10^8}{",
-        "\\lim_{x\\to",
-        "|",
-        "f(",
-        "\\log_{",
-        "-",
-        "\\cdot",
-    ]
+    parts = "10^{ 9**( 2^{2^{ \\frac{1}{ \\sqrt{ \\int_0^{ \\sum_{n=1}^{ \\left( \\begin{matrix}".split()
+    parts += "( [ { \\binom{10^9}{ \\prod_{k=1}^{10^8}{ \\lim_{x\\to | f( \\log_{ - \\cdot".split()
     ends = ["", "}", ")", "1", "x", "10^{10^{10}}", "99999999!", "\\infty", "\\", "\\end{matrix}", "&", "\0", "\ud800"]
     found = [
         "10^{10^{10}}",

@@ -258,28 +258,17 @@ def test_the_overlong_punishment_is_dapos():
 
 def test_the_length_reward_is_best_at_its_target():
     name, fn = rewards.load_reward("length:40")
-    assert rewards.call_reward(name, fn, ["p"] * 5, [""] * 5, {"num_tokens": [0, 20, 40, 60, 400]}) == [
-        -1,
-        -0.5,
-        0,
-        -0.5,
-        -1,
-    ]
+    given = rewards.call_reward(name, fn, ["p"] * 5, [""] * 5, {"num_tokens": [0, 20, 40, 60, 400]})
+    assert given == [-1, -0.5, 0, -0.5, -1]
     name, fn = rewards.load_reward("boxed_once")
     assert rewards.call_reward(name, fn, ["p"], ["\\boxed{1}"], {"num_tokens": [3]}) == [1.0]
 
 
 def test_the_format_reward_wants_one_marked_answer():
-    texts = [
-        "\\boxed{42}",
-        "#### 42",
-        "42",
-        "\\boxed{1} \\boxed{2}",
-        "\\boxed{42}\n#### 42",
-        "#### Plan\n\\boxed{42}",
-        "",
-    ]
-    assert rewards.boxed_once(completions=texts) == [1, 1, 0, 0, 0, 1, 0]
+    one = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}"]
+    assert rewards.boxed_once(completions=one) == [1, 1, 1]
+    other = ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", ""]
+    assert rewards.boxed_once(completions=other) == [0, 0, 0, 0]
 
 
 def test_a_file_is_one_module_until_it_changes(tmp_path):

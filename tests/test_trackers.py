@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from conftest import read_log, write_log
 from test_report import make_run
 
@@ -101,14 +102,7 @@ def test_a_tracker_knows_a_run_by_its_name_settings_and_every_figure(run, fake):
     told = fake()
     assert report(run, news=everything(run)) == []
     first, *logged, last = told()
-    assert first["init"]["config"] == {
-        "model": "demo",
-        "task": "demo",
-        "batch": 2,
-        "groups": 4,
-        "steps": 6,
-        "learning_rate": 0.004,
-    }
+    assert first["init"]["config"] == yaml.safe_load((run / "config.yaml").read_text())
     assert (first["init"]["project"], first["init"]["name"], last) == ("gwen", "small", {"finished": True})
     assert [one["log"] for one in logged] == [figures(one) | {"step": one["step"]} for one in everything(run)]
 

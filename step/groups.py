@@ -20,6 +20,7 @@ from problems.examples import Example, prompt_text
 from step import objectives
 from step.objectives import Advantage
 from turns.episodes import Episodes
+from turns.seats import spans
 
 
 class Rewards(NamedTuple):
@@ -93,7 +94,7 @@ def weigh(
 
 def by_turn(rewards: Rewards, rollout: sampler.Rollout, earned: list[list[float]]) -> Rewards:
     """The rewards with those of each turn; what no turn earned belongs to the last one. earned: see `Episodes`."""
-    num_turns = [len(rollout.spans(row)) for row in range(len(earned))]
+    num_turns = [len(spans(places)) for places in rollout.places or []]
     turns = np.full((len(earned), max(num_turns)), np.nan)
     for row, (num, its, total) in enumerate(zip(num_turns, earned, rewards.filled.reshape(-1), strict=True)):
         turns[row, :num] = [*its, *[0.0] * (num - len(its))]  # a turn that was cut off earned nothing
@@ -140,7 +141,7 @@ def of_tokens(advantages: np.ndarray, rollout: sampler.Rollout) -> np.ndarray:
         return advantages.reshape(-1)
     found = np.zeros(rollout.mask.shape, np.float32)
     for row, its in enumerate(advantages.reshape(len(found), -1)):
-        lengths = [end - begin for begin, end in rollout.spans(row)]
+        lengths = [end - begin for begin, end in spans((rollout.places or [])[row])]
         found[row, : sum(lengths)] = np.repeat(its[: len(lengths)], lengths)
     return found
 

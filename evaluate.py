@@ -112,7 +112,7 @@ def answer(
         talk = toolbox.play(problems, group_size, "held out")
         problems, prompts, how = talk.asked, talk.prompts, how | {"talk": talk, "context": toolbox.context}
     rollout = sampler.rollout(model, prompts, params, group_size=group_size, **how)
-    texts, columns = sampler.texts(tokenizer, rollout, model.config.eos_ids), sampler.columns(rollout)
+    texts, columns = sampler.texts(tokenizer, rollout, model.config.eos_ids), rollout.columns
     if talk:
         texts, columns = talk.said(texts), columns | talk.columns()
     return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts, prompts, columns)

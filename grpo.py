@@ -168,20 +168,6 @@ def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) ->
     return -mx.where(free <= held, free, held), ~moves & (advantages != 0)
 
 
-class Surrogate(NamedTuple):
-    """The clipped objective as a function of the tokens' log-probabilities only; arrays of one shape."""
-
-    advantages: mx.array  # one per token
-    old_logprobs: mx.array | None  # None on policy: every ratio is 1
-    objective: Objective = Objective()
-
-    def terms(self, logprobs: mx.array) -> mx.array:
-        """The `clipped_term` of each token."""
-        old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
-        ratio = importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
-        return clipped_term(ratio, self.advantages, self.objective)[0]
-
-
 def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
     """-sg(min(r, cap)) A log pi: caps the weight, so no token loses its gradient. Source: arXiv:2506.13585."""
     return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs

@@ -26,7 +26,6 @@ from mlx.utils import tree_flatten
 
 import gwen
 import lora
-import sampler
 from config import Config, Sizes, Switch
 from disk import checkpoint, hub
 from disk.run_files import read_log
@@ -322,7 +321,7 @@ def _rollout(
     width, own = round_up(longest), round_up(config.sampling.max_tokens)
     share = sizes.share_prefix == "on"
     if sizes.share_prefix == "auto":
-        share = has_kernels() or (not gpu.on_gpu() and sampler.shares_prefix(slots, together, batch_size, dtype))
+        share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, batch_size, dtype))
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
     prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's

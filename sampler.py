@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from turns.seats import Talk, Turns
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
-SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
 class SamplingParams(NamedTuple):
@@ -93,6 +92,11 @@ class Rollout(NamedTuple):
     def ids(self) -> list[list[int]]:
         """The tokens of each row, the end token included."""
         return [ids[:length] for ids, length in zip(np.array(self.completion_ids).tolist(), self.lengths, strict=True)]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What reward functions get of each row beside its text."""
+        return {"completion_ids": self.ids, "num_tokens": self.lengths.tolist()}
 
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
@@ -214,11 +218,8 @@ class Record:
     def show(self) -> None:
         """Brings the progress bar up to date."""
         if self.progress is not None:
-            if self.progress.drawn:
-                speed = self.lengths.sum() / self.progress.format_dict["elapsed"]
-                self.progress.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
             num_over = self.turns.num_over if self.turns else int(self.ended.sum())
-            self.progress.update(num_over - self.progress.n)
+            self.progress.show(num_over, self.lengths.sum(), "tok")
 
     def bring_together(self, mine: list[int], seconds: float, prompts: list[list[int]]) -> tuple[float, ...]:
         """
@@ -298,26 +299,11 @@ def continue_greedily(
     Each ends with the first id in `ends`, or after `limit` ids.
     """
     num_rows = len(logits)
-    # Share the prefix in place; on a GPU without our kernel, copy it for MLX's own.
-    share = not gpu.on_gpu() or attention.slot_attention.runs(logits.dtype)
+    share = attention.reads_in_place(logits.dtype)
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
     cache = SlotCache(tree.flat(), num_rows, limit, share)
     decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
     return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
-
-
-def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
-    """
-    Whether holding each prompt once should be faster than copying it to every row that continues it.
-
-    On a CPU: from SHARE_FROM copied columns on; below, attention in two parts costs more than it saves. On a GPU: if a
-    kernel reads prompts in place.
-    """
-    if num_rows == len(prompt_lengths):
-        return False  # nothing to share
-    if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-        return attention.slot_attention.runs(dtype)
-    return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
 
 
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
@@ -341,7 +327,7 @@ def sample_batch(
     record.prefill_s += time.perf_counter() - begin
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share_prefix is None:
-        share_prefix = shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
+        share_prefix = attention.shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
     num_slots, rows = min(batch_size, len(prompt_of)), list(prompt_of)
     cache: SlotCache
     if record.turns:
@@ -422,8 +408,8 @@ def rollout(
 
     prompts: token ids of any lengths. key: all randomness comes from (key, row, position). batch_size: most rows to
     decode at once; halved when memory runs out. share_prefix: hold a prompt's cache once for its group instead of
-    copying it to each row; None lets `shares_prefix` decide. These two affect speed and memory only. talk: what rows
-    are told between turns, which end tokens end; `max_tokens` is of all turns, context the most positions of a row.
+    copying it to each row; None: where `attention.shares_prefix`. These two affect speed and memory only. talk: what
+    rows are told between turns, which end tokens end; `max_tokens` is of all turns, context the most a row has.
     Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
     Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
     one row.
@@ -449,26 +435,17 @@ def rollout(
     return assemble(record, group_size, model.head_weight.dtype, stats)
 
 
-def columns(rollout: Rollout) -> dict[str, list[Any]]:
-    """What reward functions get of each row: its token ids without padding, and their number."""
-    return {"completion_ids": rollout.ids, "num_tokens": rollout.lengths.tolist()}
-
-
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
     """
     The text of each row, without end tokens and other control tokens; a line end between its turns.
 
     A stop text and what follows it are left out, as in vLLM.
     """
-    found = []
-    for ids in result.ids:
-        turns: list[list[int]] = [[]]
-        for one in ids:
-            if one in eos_ids:
-                turns.append([])
-            else:
-                turns[-1].append(one)
-        found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns if turn))
+    ends = set(eos_ids)
+    turns = [
+        [list(ids) for is_end, ids in itertools.groupby(row, ends.__contains__) if not is_end] for row in result.ids
+    ]
+    found = ["\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in row) for row in turns]
     return [result.stop.cut(text) for text in found] if result.stop else found
 
 

@@ -32,13 +32,14 @@ from flags import fail
 from launch import trainer
 from launch.command import command
 from machine import world
+from problems import form
 from problems.examples import Example, prompt_text
 from problems.rewards import call_rewards
 from reporting.journal import Step
 from run import GrpoRun, SftRun
 from settings.sources import parse
 from sft import tuning
-from step.groups import Draw, Rewards, by_turn, choose_groups, gated, gather, of_tokens, weigh
+from step.groups import Draw, Rewards, by_turn, choose_groups, gather, of_tokens, weigh
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
 from turns.episodes import Episodes, ended
@@ -172,7 +173,7 @@ def reward_completions(
     completions = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     repeated = [example for example in examples for _ in range(config.sampling.groups)]
     with clock.phase("reward") as done:
-        columns = sampler.columns(rollout)
+        columns = rollout.columns
         if talk:
             completions, columns = talk.said(completions), columns | talk.columns()
         called = call_rewards(task.rewards, repeated, completions, columns)
@@ -185,7 +186,7 @@ def reward_completions(
             components["rubric"] = judgement.rewards
             done()
     if config.data.reward_gate == "form":
-        components = gated(components, repeated, completions, rollout.finish_reasons)
+        components = form.gated(components, repeated, completions, rollout.finish_reasons)
     weights = [task.reward_weights[name] for name in components]
     rewards = weigh(config, weights, components, judgement, completions)
     earned = talk and talk.earned(task.reward_weights)

@@ -38,7 +38,7 @@ from disk import hub
 from flags import Parser, fail
 from judge import at_ends
 from kv_cache import KVCache, SlotCache, TreeCache
-from layers import softmax
+from layers import attention, softmax
 from layers.delta_state import DeltaState
 from machine import gpu
 from step import micro_batch, policy
@@ -260,7 +260,7 @@ def decode(work: StepWork, num_layers: int) -> Traced:
         layer.length, layer.keys = length, mx.zeros(shape, work.dtype)
         layer.values = layer.keys
     prompts.advance(length)
-    share = sampler.shares_prefix(num_rows, lengths, num_rows, work.dtype)
+    share = attention.shares_prefix(num_rows, lengths, num_rows, work.dtype)
     cache = SlotCache(prompts, num_rows, work.config.sampling.max_tokens, share)
     cache.skip(work.config.sampling.max_tokens // 2)
     cache.assign([row // work.config.sampling.groups for row in range(num_rows)], [0] * num_rows)
@@ -405,7 +405,7 @@ def least_bytes(work: StepWork) -> dict[str, float]:
     adapters = sum(array.nbytes for name, array in shapes if "lora_" in name)
     config, size = work.config, work.dtype.size
     column, state = preflight.column_bytes(work.model, work.dtype), preflight.state_bytes(work.model, work.dtype)
-    share = sampler.shares_prefix(
+    share = attention.shares_prefix(
         work.num_rows, [work.prompt_tokens] * config.sampling.batch, work.num_rows, work.dtype
     )
     prompts = column * work.prompt_tokens * (config.sampling.batch if share else work.num_rows)

@@ -443,3 +443,27 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     if not is_fused(size) or length <= FEW_QUERIES or own.mask != "causal":
         return tree_attention_ref(queries, parts, layout)
     return attention(queries, *joined(parts, layout), "causal" if layout.whole is None else layout.whole)
+
+
+# ---- prompts that rows share
+
+SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
+
+
+def reads_in_place(dtype: mx.Dtype) -> bool:
+    """Whether prompts are read where they are; MLX's own kernel of a GPU would need a copy of them for each row."""
+    return not gpu.on_gpu() or slot_attention.runs(dtype)
+
+
+def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
+    """
+    Whether holding each prompt once should be faster than copying it to every row that continues it.
+
+    On a CPU: from SHARE_FROM copied columns on; below, attention in two parts costs more than it saves. On a GPU: if a
+    kernel reads prompts in place.
+    """
+    if num_rows == len(prompt_lengths):
+        return False  # nothing to share
+    if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
+        return slot_attention.runs(dtype)
+    return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM

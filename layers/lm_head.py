@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import grpo
 from layers import softmax
 from machine import gpu
 
@@ -118,7 +117,7 @@ def has_token_losses(head_weight: mx.array, support: softmax.Support | None = No
 
 
 def token_losses(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, surrogate: softmax.Surrogate, temperature: float = 1.0
 ) -> TokenLosses:
     """
     The clipped loss of each token (`surrogate.terms`), its log-probability, and its distribution's entropy.
@@ -182,7 +181,7 @@ def token_logprobs(
     assert head in HEADS, head
     assert temperature > 0, temperature
     if head == "frozen" and gradient and has_token_losses(head_weight, support):
-        no_loss = grpo.Surrogate(mx.zeros(ids.shape), None)
+        no_loss = softmax.Surrogate(mx.zeros(ids.shape), None)
         return token_losses(hidden, head_weight, ids, no_loss, temperature)[1:]
     if not support and softmax.row_logprobs.runs(head_weight.dtype):
         rows = token_logprobs_in_rows(
@@ -303,7 +302,7 @@ class _Softmax(NamedTuple):
 def rehearse(head: mx.array) -> list[gpu.Call]:
     """What an update calls with a head of this shape and type, on a few tokens. head (V, C)."""
     hidden, ids = gpu.normal(2, 3, head.shape[1], dtype=head.dtype), mx.array([[1, 2, 3], [3, 2, 1]]) % len(head)
-    surrogate = grpo.Surrogate(mx.ones(ids.shape), None)
+    surrogate = softmax.Surrogate(mx.ones(ids.shape), None)
     with gpu.recording() as calls:
         for loss in (
             lambda x: token_logprobs(x, head, ids, head="trained")[0],

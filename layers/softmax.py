@@ -262,6 +262,20 @@ row_logprobs = gpu.Op(row_logprobs_ref, _launch_row_logprobs, _example_of_row_lo
 SLOPE_SCALE = 256  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
 
 
+class Surrogate(NamedTuple):
+    """The clipped objective as a function of the tokens' log-probabilities only; arrays of one shape."""
+
+    advantages: mx.array  # one per token
+    old_logprobs: mx.array | None  # None on policy: every ratio is 1
+    objective: grpo.Objective = grpo.Objective()
+
+    def terms(self, logprobs: mx.array) -> mx.array:
+        """The `grpo.clipped_term` of each token."""
+        old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
+        ratio = grpo.importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
+        return grpo.clipped_term(ratio, self.advantages, self.objective)[0]
+
+
 class RowLosses(NamedTuple):
     """What `row_losses` gives: (M,) float32 each, but for the last."""
 
@@ -272,7 +286,7 @@ class RowLosses(NamedTuple):
     d_logits: mx.array  # (M, V) of the logits' type: onehot - p, the gradient of the log-probability, times SLOPE_SCALE
 
 
-def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0) -> RowLosses:
+def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: Surrogate, temperature: float = 1.0) -> RowLosses:
     """
     The clipped loss of an id a row and all that its gradient needs, (M, V), (M,) and a surrogate of M tokens.
 
@@ -292,9 +306,7 @@ ROW_LOSSES = gpu.Kernel(
 )
 
 
-def _launch_row_losses(
-    logits: mx.array, ids: mx.array, surrogate: grpo.Surrogate, temperature: float = 1.0
-) -> RowLosses:
+def _launch_row_losses(logits: mx.array, ids: mx.array, surrogate: Surrogate, temperature: float = 1.0) -> RowLosses:
     """
     Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
@@ -321,7 +333,7 @@ def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]
     advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
     rule = grpo.Objective(epsilon_high=0.28)
     olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
-    return [(logits, ids, grpo.Surrogate(advantages, one, rule), temperature) for one in olds]
+    return [(logits, ids, Surrogate(advantages, one, rule), temperature) for one in olds]
 
 
 row_losses = gpu.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)

@@ -79,6 +79,12 @@ class Bar(tqdm):
         self.n += n or 0
         return None
 
+    def show(self, done: int, amount: float, unit: str) -> None:
+        """`done` of them are done, and so much of a unit, whose speed it shows."""
+        if self.drawn:
+            self.set_postfix_str(f"{amount / self.format_dict['elapsed']:,.0f} {unit}/s", refresh=False)
+        self.update(done - self.n)
+
     def said(self) -> str:
         """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun

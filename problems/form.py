@@ -7,6 +7,10 @@ spaces between words, whose answers are one word here.
 
 import re
 
+import numpy as np
+
+from problems.examples import Example, prompt_text
+
 LEAST_WORDS = 4  # of an answer; fewer are no copy either, as of "yes or no"
 WINDOW, LEAST_DISTINCT = 20, 0.7  # words, and the share of them that must differ; of English text 0.85 do
 COPIED_RUN = 5  # words in a row that the prompt has too; "the capital of France" has four
@@ -56,3 +60,16 @@ def is_degenerate(text: str, prompt: str) -> bool:
 def holds(text: str, prompt: str) -> bool:
     """Whether an answer has the form of one: some words, of its own."""
     return len(words_of(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)
+
+
+def gated(
+    components: dict[str, np.ndarray], examples: list[Example], completions: list[str], finish_reasons: list[str]
+) -> dict[str, np.ndarray]:
+    """
+    The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form.
+
+    So no reward is worth a repetition or a copy of the prompt, whatever it pays for.
+    """
+    rows = zip(completions, examples, finish_reasons, strict=True)
+    held = [why == "stop" and holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
+    return {name: np.where(held, values, np.minimum(values, 0.0)) for name, values in components.items()}

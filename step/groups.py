@@ -15,8 +15,7 @@ import grpo
 import sampler
 from config import Config
 from judging import rubrics
-from problems import form
-from problems.examples import Example, prompt_text
+from problems.examples import Example
 from step import objectives
 from step.objectives import Advantage
 from turns.episodes import Episodes
@@ -44,19 +43,6 @@ class Draw(NamedTuple):
     rollout: sampler.Rollout
     rewards: Rewards
     talk: Episodes | None = None  # its conversations with tools
-
-
-def gated(
-    components: dict[str, np.ndarray], examples: list[Example], completions: list[str], finish_reasons: list[str]
-) -> dict[str, np.ndarray]:
-    """
-    The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form.
-
-    So no reward is worth a repetition or a copy of the prompt, whatever it pays for.
-    """
-    rows = zip(completions, examples, finish_reasons, strict=True)
-    holds = [why == "stop" and form.holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
-    return {name: np.where(holds, values, np.minimum(values, 0.0)) for name, values in components.items()}
 
 
 def weigh(

@@ -10,33 +10,17 @@ T completion positions.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from machine import world
+from sampler import Rollout
 from step import shared_prompts
 from step.shared_prompts import Cut, padded
 
 SHARING = ("auto", "on", "off")
-
-
-class Completions(Protocol):
-    """The part of a rollout that goes into micro-batches; (N, T) each."""
-
-    @property
-    def completion_ids(self) -> mx.array: ...
-    @property
-    def logprobs(self) -> mx.array: ...
-    @property
-    def mask(self) -> mx.array: ...
-    @property
-    def ids(self) -> list[list[int]]: ...  # N, without padding
-    @property
-    def sequences(self) -> list[list[int]] | None: ...  # N, of rows in turns: all ids after the prompt
-    @property
-    def places(self) -> list[list[int]] | None: ...  # N, where in them the tokens are
 
 
 class MicroBatch(NamedTuple):
@@ -65,7 +49,7 @@ class MicroBatch(NamedTuple):
 
 def micro_batches(
     prompts: list[list[int]],
-    rollout: Completions,
+    rollout: Rollout,
     token_budget: int,
     sharing: str = "off",
     weights: np.ndarray | None = None,
@@ -120,7 +104,7 @@ def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, toke
 
 
 def _make_plain(
-    part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Completions
+    part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Rollout
 ) -> MicroBatch:
     whole = [[*prompts[row], *completions[row][:-1]] for row in part]
     # token t of what follows the prompt stands at len(prompt) + t and is predicted one position earlier
@@ -129,7 +113,7 @@ def _make_plain(
     return _finish(part, None, whole, positions, rollout)
 
 
-def _places(part: list[int], completions: list[list[int]], rollout: Completions) -> np.ndarray:
+def _places(part: list[int], completions: list[list[int]], rollout: Rollout) -> np.ndarray:
     """The places of rows' tokens in what follows their prompts, (M, T); those of padding count on."""
     if rollout.places is None:
         return np.tile(np.arange(max(len(completions[row]) for row in part)), (len(part), 1))
@@ -139,7 +123,7 @@ def _places(part: list[int], completions: list[list[int]], rollout: Completions)
 
 
 def _make_shared(
-    part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Completions
+    part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Rollout
 ) -> MicroBatch:
     prefix = shared_prompts.Prefix.of([prompts[row] for row in part])
     tokens = [completions[row][:-1] for row in part]
@@ -152,7 +136,7 @@ def _finish(
     prefix: shared_prompts.Prefix | None,
     tokens: list[list[int]],
     positions: np.ndarray,
-    rollout: Completions,
+    rollout: Rollout,
 ) -> MicroBatch:
     index, most = mx.array(part), positions.shape[1]
     return MicroBatch(

@@ -16,8 +16,9 @@ import grpo
 import gwen
 from config import Config, Sizes
 from layers import divergence, lm_head, softmax
+from sampler import Rollout
 from step import shared_prompts
-from step.micro_batch import Completions, MicroBatch, micro_batches
+from step.micro_batch import MicroBatch, micro_batches
 from step.objectives import objective_of
 from step.result import MISMATCH
 
@@ -62,9 +63,7 @@ class Reader:
         self.all_teach = bool(self.objective.beta or config.objective.teacher or loss is not None)
         self.may_fuse = by_token and loss is None and self.head == "frozen"
 
-    def cut(
-        self, prompts: list[list[int]], rollout: Completions, advantages: np.ndarray, turn: int
-    ) -> list[MicroBatch]:
+    def cut(self, prompts: list[list[int]], rollout: Rollout, advantages: np.ndarray, turn: int) -> list[MicroBatch]:
         """
         The micro-batches of a step. A row whose advantage is 0 has no gradient and is left out, unless `all_teach`.
 
@@ -120,7 +119,7 @@ class Reader:
             divergences, logprobs, entropy = found
         elif advantages is not None and self.may_fuse and lm_head.has_token_losses(model.head_weight, self.support):
             each = mx.broadcast_to(advantages, mask.shape)
-            surrogate = grpo.Surrogate(each, batch.old_logprobs, self.objective)
+            surrogate = softmax.Surrogate(each, batch.old_logprobs, self.objective)
             hidden, head_weight = self.hidden(model, batch), model.head_weight
             clipped, logprobs, entropy = lm_head.token_losses(
                 hidden, head_weight, batch.completion_ids, surrogate, self.temperature

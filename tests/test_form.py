@@ -6,7 +6,7 @@ from small_run import make_run
 
 import train
 from problems import form, rewards
-from step.groups import gated
+from problems.form import gated
 
 ASKED = "Describe water. Use at most 10 words."
 CHEATS = [  # each was said by a model that was paid for following its instruction

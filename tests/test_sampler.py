@@ -95,7 +95,7 @@ def test_completions_do_not_depend_on_how_they_were_decoded(
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     settings, whole = reference
     if chunk:
-        monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
+        monkeypatch.setattr(sampler.gpu, "prefill_tokens", lambda: chunk)
     if batch_size == "auto":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(dispatch, "ROW_COUNTS", (4, 16))
@@ -171,7 +171,7 @@ def test_the_mask_ends_with_the_end_token_and_truncated_rows_get_none(model):
 
 def test_prompts_of_one_to_forty_tokens_prefilled_together_are_scored_as_alone(model, monkeypatch):
     """With limits per row, in few slots that begin rows of the same prompt again, and prefilled in columns."""
-    monkeypatch.setattr(sampler, "prefill_tokens", lambda: 7 * 6)
+    monkeypatch.setattr(sampler.gpu, "prefill_tokens", lambda: 7 * 6)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 320, length).tolist() for length in (1, 2, 3, 9, 17, 40)]
     limits = rng.integers(1, 25, 24).tolist()
@@ -220,7 +220,7 @@ def test_a_prefill_in_parts_equals_one_at_once(model, monkeypatch, chunk, length
     sizes = []
     hidden = gwen.Model.hidden
     monkeypatch.setattr(gwen.Model, "hidden", lambda self, x, cache: sizes.append(x.size) or hidden(self, x, cache))
-    monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
+    monkeypatch.setattr(sampler.gpu, "prefill_tokens", lambda: chunk)
     parts, logits = sampler.prefill(model, prompts, 0)
     assert max(sizes) <= max(chunk, len(prompts)) and sum(sizes) == len(prompts) * max(lengths)
     np.testing.assert_allclose(np.array(logits), np.array(whole_logits), atol=near(model))
@@ -241,7 +241,7 @@ def test_what_a_long_prompt_needs_beside_its_cache_does_not_grow_with_it(model, 
     prompt = [5 + i % 7 for i in range(2048)]
 
     def beside(chunk):
-        monkeypatch.setattr(sampler, "prefill_tokens", lambda: chunk)
+        monkeypatch.setattr(sampler.gpu, "prefill_tokens", lambda: chunk)
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         cache, _ = sampler.prefill(model, [prompt], 0)
@@ -441,11 +441,11 @@ def test_entropies_are_not_computed_unless_asked_for(model, monkeypatch):
 
 
 def test_prompts_are_shared_where_that_saves_more_than_it_costs(model, monkeypatch):
-    assert not sampler.shares_prefix(8, [100] * 8, 64, mx.float32)  # no two rows have the same prompt
-    assert sampler.shares_prefix(64, [512] * 8, 64, mx.float32) and not sampler.shares_prefix(
+    assert not attention.shares_prefix(8, [100] * 8, 64, mx.float32)  # no two rows have the same prompt
+    assert attention.shares_prefix(64, [512] * 8, 64, mx.float32) and not attention.shares_prefix(
         64, [8] * 8, 64, mx.float32
     )
-    assert not sampler.shares_prefix(64, [512] * 8, 2, mx.float32)  # two slots read little
+    assert not attention.shares_prefix(64, [512] * 8, 2, mx.float32)  # two slots read little
     modes = []
     original = sampler.SlotCache
     monkeypatch.setattr(

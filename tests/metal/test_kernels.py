@@ -369,7 +369,7 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
     advantages[-2] = 0.0
     exact = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
     old = exact - np.array(CHANGES)
-    given = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip)), 0.8
+    given = softmax.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip)), 0.8
     ours = softmax.row_losses(logits, mx.array(ids), *given)
     theirs = softmax.row_losses_ref(logits, mx.array(ids), *given)
     if policy == "on":
@@ -397,7 +397,7 @@ def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(ke
 def test_row_losses_hold_log_probabilities_entropies_and_the_gradient_by_the_logits(kernels, size, dtype):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):
-        ours = softmax.row_losses(logits[rows], mx.array(ids[rows]), grpo.Surrogate(mx.ones((4,))[rows], None), 0.7)
+        ours = softmax.row_losses(logits[rows], mx.array(ids[rows]), softmax.Surrogate(mx.ones((4,))[rows], None), 0.7)
         found = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
         assert mx.array_equal(ours.logprobs, found.logprobs) and mx.array_equal(ours.entropies, found.entropies)
         assert ours.losses.tolist() == ours.slopes.tolist() == [-1.0] * len(ours.losses)
@@ -415,10 +415,14 @@ def test_the_gradient_of_row_losses_keeps_what_float16_would_lose(kernels):
     """A vocabulary of Qwen's size whose tail has half of the mass: each of its tokens less than float16 can hold."""
     logits = np.full((1, 151_936), -np.log(2 * 151_935))
     logits[0, 0] = -np.log(2)
-    found = softmax.row_losses(mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None))
+    found = softmax.row_losses(
+        mx.array(logits).astype(mx.float16), mx.array([0]), softmax.Surrogate(mx.ones((1,)), None)
+    )
     assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
     logits[0, 1:] -= 6  # 8e-9 each
-    found = softmax.row_losses(mx.array(logits).astype(mx.float16), mx.array([0]), grpo.Surrogate(mx.ones((1,)), None))
+    found = softmax.row_losses(
+        mx.array(logits).astype(mx.float16), mx.array([0]), softmax.Surrogate(mx.ones((1,)), None)
+    )
     probs = np.exp(wide(mx.array(logits).astype(mx.float16)))
     tail = probs[0, 1:].sum() / probs.sum()
     assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(tail, rel=0.01)
@@ -580,7 +584,7 @@ def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(k
     clip = (0.2, 0.28)
 
     def function(hidden: mx.array) -> list[mx.array]:
-        surrogate = grpo.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip))
+        surrogate = softmax.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip))
         found = lm_head.token_losses(hidden, head, mx.array(ids), surrogate, 0.8)
         return [found.losses, found.logprobs]
 

@@ -195,9 +195,10 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([str(flag) for flag in flags])
-        line = capsys.readouterr().err
-        assert ended.value.code == 2, line
-        return checked_line(line, pattern)
+        said = capsys.readouterr().err.splitlines(keepends=True)
+        assert ended.value.code == 2, said
+        # on a busy machine there are signs of life
+        return checked_line("".join(line for line in said if not line.startswith("... ")), pattern)
 
     return refused
 

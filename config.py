@@ -153,13 +153,18 @@ class ToolSettings:
 class OptimizerSettings:
     """Update"""
 
-    steps: int = flag(100, "rollouts, each with --num-iterations optimizer steps", low=1, later=True, first=True)
+    steps: int = flag(
+        100, "rollouts, each with --num-iterations * --mini-batches optimizer steps", low=1, later=True, first=True
+    )
     learning_rate: float = flag(
         1e-4, "peak learning rate; with --lora-rank 0 a tenth of the recipe's", low=0, first=True
     )
     warmup_steps: int = flag(5, "steps of linear warm-up, before a cosine to a tenth", low=0)
     target_kl: float = flag(0.02, "largest KL of one update, nats per token; 0: no limit", low=0, of="rollouts")
-    num_iterations: int = flag(1, "optimizer steps per rollout", low=1, high=2**10, of="rollouts")
+    num_iterations: int = flag(1, "times that a rollout is trained on", low=1, high=2**10, of="rollouts")
+    mini_batches: int = flag(
+        1, "optimizer steps each time, on as many parts of --batch", low=1, high=2**10, of="rollouts"
+    )
     train_token_budget: int | None = flag(
         None, "positions per micro-batch; auto: 1024, on a GPU 2048 where memory allows", low=1, parse=size, later=True
     )

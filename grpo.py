@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
     advantages: mx.array  # (M,), or (M, T) where those of a row's tokens differ
     mask: mx.array  # 1 = counted
     ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
-    num_items: mx.array | int | None = None  # counted tokens of the whole step; None: of these rows
+    num_items: mx.array | float | None = None  # counted tokens of the whole step; None: of these rows
     num_rows: int | None = None  # rows of the whole step; None: these
     clipped: mx.array | None = None  # the result of `clipped_term`, if a kernel computed it from the logits
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"

@@ -28,7 +28,7 @@ from machine import alive, gpu, world
 from step import trust_region
 from step.micro_batch import MicroBatch, in_rows, my_part, of_all
 from step.policy import Reader, Share, Targets
-from step.result import MEASURED, MISMATCH, UpdateResult
+from step.result import MEASURED, UpdateResult
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -91,8 +91,8 @@ def targets_of(
     """The targets of a step's completions. advantages (N,) or (N, T), ref_logprobs (N, T); taught: a teacher's part."""
     of_rows = advantages if advantages.ndim == 2 else advantages[:, None]
     has_gradient = (rollout.mask.sum(axis=1) > 0) & ((of_rows != 0).any(axis=1) | learner.reader.all_teach)
-    num_items, num_taught = (round(float(counted.sum())) for counted in (rollout.mask, has_gradient))
-    targets = Targets(len(advantages), num_items, advantages, ref_logprobs, num_taught=num_taught, **(taught or {}))
+    num_items, taught_rows = round(float(rollout.mask.sum())), np.array(has_gradient)
+    targets = Targets(len(advantages), num_items, advantages, ref_logprobs, taught=taught_rows, **(taught or {}))
     if targets.gains is not None:
         targets = targets._replace(advantages=of_rows + learner.config.objective.distill_coef * targets.gains)
     return targets
@@ -100,10 +100,12 @@ def targets_of(
 
 def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float) -> UpdateResult:
     """
-    `num_iterations` steps of AdamW, each on the gradient of the full step's loss, accumulated over micro-batches.
+    `num_iterations` times `mini_batches` steps of AdamW, each on the gradient of its rows, accumulated over
+    micro-batches.
 
-    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass, so they
-    cost no extra one. Completions bound how far it moves (`--target-kl`). Where no row teaches there is no step.
+    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass; only
+    those of later mini-batches cost an extra one. Completions bound how far all steps move it (`--target-kl`). Where no
+    row teaches there is no step.
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer, num_items = learner.config.optimizer, targets.num_items
@@ -115,20 +117,35 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     pushes: dict[int, np.ndarray] = {}
-    num_taught = targets.num_rows if targets.num_taught is None else targets.num_taught
-    if not num_taught:
-        steps.append(gradient(learner, batches, targets)[2] | {"skipped": 0})
-    for _ in range(optimizer.num_iterations if num_taught else 0):
-        before = learner.trainable if target else None  # else it need not be kept alive
-        logprobs, measured = optimizer_step(learner, batches, targets, lr * learner.rate)
-        present = [batch._replace(old_logprobs=new) for batch, new in zip(batches, logprobs, strict=True)]
+    num, batches = optimizer.mini_batches, list(batches)
+    num_rows, its_own = targets.num_rows // num, targets.part(num)  # of a mini-batch
+    parts = [[p for p, batch in enumerate(batches) if int(batch.rows[0]) // num_rows == n] for n in range(num)]
+
+    def note(places: list[int], logprobs: list[mx.array]) -> None:
+        for place, new in zip(places, logprobs, strict=True):
+            if batches[place].old_logprobs is None:
+                batches[place] = batches[place]._replace(old_logprobs=new)
+
+    if later := list(itertools.chain.from_iterable(parts[1:])):  # the policy will have moved before their turn
+        note(later, under(learner, [batches[place] for place in later], learner.trainable))
+    passes = optimizer.num_iterations if targets.num_taught else 1
+    for number in [*range(num)] * passes:
+        part, rows = [batches[place] for place in parts[number]], slice(number * num_rows, (number + 1) * num_rows)
+        if not part:
+            continue
+        teaches = targets.taught is None or targets.taught[rows].any()
+        before = learner.trainable if target and teaches else None  # else it need not be kept alive
+        if teaches:
+            logprobs, measured = optimizer_step(learner, part, its_own, lr * learner.rate)
+        else:
+            _, logprobs, measured = gradient(learner, part, its_own)
+            measured["skipped"] = 0
+        note(parts[number], logprobs)
         if before and not measured["skipped"]:
-            probe = probe or trust_region.make_probe(present, learner.optimizer.step.item())
+            probe = probe or trust_region.make_probe(batches, learner.optimizer.step.item())
             held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
             learner.trainable, learner.rate = held.weights, learner.rate * held.share
             moved, repeats, pushes = held.moved, repeats + held.repeats, held.pushes
-        if batches[0].old_logprobs is None:
-            batches = present
         steps.append(measured)
     keep_equal(learner)
     dtype = learner.model.head_weight.dtype
@@ -139,22 +156,22 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
     def mean(name: str) -> float:
-        values = [one[name] for one in (steps[:1] if name in MISMATCH else steps)]
-        return max(values) if name.endswith("_max") else sum(values) / len(values)
+        values = [one[name] for one in steps]
+        return max(values) if name.endswith("_max") else sum(values) / passes / num_items
 
-    means = {name: mean(name) / (1 if name.endswith("_max") else num_items) for name in steps[0] if name in nothing}
+    norms = [one["grad_norm"] for one in steps if "grad_norm" in one]
     num_forwards, learner.num_forwards = learner.num_forwards, 0
     return UpdateResult(
         lr,
         rate,
         learner.num_skipped,
         learner.loss_scale.value,
-        nothing | means,
+        nothing | {name: mean(name) for name in steps[0] if name in nothing},
         pushes,
-        num_items,
-        num_taught,
-        loss=mean("loss"),
-        grad_norm=mean("grad_norm") if num_taught else None,
+        round(num_items),
+        targets.num_taught,
+        loss=sum(one["loss"] for one in steps) / (num * passes),
+        grad_norm=sum(norms) / len(norms) if norms else None,
         moved=moved,
         repeats=repeats,
         skipped=int(sum(one["skipped"] for one in steps)),

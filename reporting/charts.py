@@ -75,7 +75,8 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
 
 def clips(settings: list[Setting]) -> bool:
     """Whether anything can be clipped: with one optimizer step a rollout, the policy is the one that sampled."""
-    return any(run.settings["num_iterations"] > 1 for _, runs in settings for run in runs)
+    names = ("num_iterations", "mini_batches")
+    return any(run.settings.get(name, 1) > 1 for _, runs in settings for run in runs for name in names)
 
 
 def any_seeds(settings: list[Setting]) -> bool:

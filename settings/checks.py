@@ -114,6 +114,8 @@ def mistakes(config: Config) -> Iterator[str]:
         yield f"--judge-url {judge.url} serves models by name; name one with --judge-model"
     if (num_rows := sampling.batch * groups) > MOST_ROWS:
         yield f"--batch {sampling.batch} times --groups {groups} is {num_rows}; it must be at most {MOST_ROWS}"
+    if sampling.batch % optimizer.mini_batches:
+        yield f"--mini-batches {optimizer.mini_batches} must divide --batch {sampling.batch}: a part has whole groups"
     if "" in sampling.stop:
         yield "--stop has an empty text, which every completion holds; remove it"
     if sampling.stop and (config.tools.tools or config.tools.env):

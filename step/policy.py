@@ -6,6 +6,7 @@ Left out: the arithmetic of the losses (grpo.py), the gradient and the optimizer
 Axes: N rows of the step, M rows of a micro-batch, B its prompts, P prompt positions, T completion positions, C hidden.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -30,12 +31,26 @@ class Targets(NamedTuple):
     """The inputs of a step's loss besides the policy, and its divisors."""
 
     num_rows: int
-    num_items: int  # counted tokens of all rows
+    num_items: float  # counted tokens of all rows
     advantages: mx.array | None = None  # (N,), or (N, T) where those of a row's tokens differ
     ref_logprobs: mx.array | None = None  # (N, T)
     lesson: divergence.Lesson | None = None  # a teacher's hidden states of the tokens
     gains: mx.array | None = None  # (N, T) log teacher - log student
-    num_taught: int | None = None  # rows with a gradient; None: all
+    taught: np.ndarray | None = None  # (N,) bool, the rows with a gradient; None: all
+
+    @property
+    def num_taught(self) -> int:
+        """Rows with a gradient."""
+        return self.num_rows if self.taught is None else int(self.taught.sum())
+
+    def part(self, num: int) -> "Targets":
+        """
+        Those of one of `num` mini-batches of equally many rows: the mean of their losses is the loss of all rows.
+
+        A token weighs the same in each, so a mini-batch divides by the mean number of tokens and not by its own.
+        Source: TRL 1.16.
+        """
+        return self._replace(num_rows=self.num_rows // num, num_items=self.num_items / num)
 
 
 class Share(NamedTuple):
@@ -65,7 +80,8 @@ class Reader:
 
     def cut(self, prompts: list[list[int]], rollout: Rollout, advantages: np.ndarray, turn: int) -> list[MicroBatch]:
         """
-        The micro-batches of a step. A row whose advantage is 0 has no gradient and is left out, unless `all_teach`.
+        The micro-batches of a step, by mini-batch. A row whose advantage is 0 has no gradient and is left out, unless
+        `all_teach`.
 
         One in MEASURED_OF of these rows, others every turn, is measured for all of them, by their share of the tokens.
         prompts: N, one per row; advantages: (B, G), or (B, G, K) of turns.
@@ -78,7 +94,10 @@ class Reader:
             measured = idle.take(range(turn * num, (turn + 1) * num), mode="wrap")
             weights[idle] = 0
             weights[measured] = lengths[idle].sum() / lengths[measured].sum()
-        return micro_batches(prompts, rollout, self.sizes.train_token_budget, "auto", weights)
+        num, budget = self.config.optimizer.mini_batches, self.sizes.train_token_budget
+        part_of = np.arange(len(weights)) * num // len(weights)
+        parts = (micro_batches(prompts, rollout, budget, "auto", weights * (part_of == part)) for part in range(num))
+        return list(itertools.chain.from_iterable(parts))
 
     def hidden(self, model: gwen.Model, batch: MicroBatch) -> mx.array:
         """The hidden states that predict the completion tokens, (M, T, C)."""
@@ -126,7 +145,7 @@ class Reader:
             )
         else:
             logprobs, entropy = self.logprobs(model, batch, gradient=True)
-        # None in the first iteration: the current policy is the old one
+        # None where the current policy is the old one
         old = mx.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
         tokens = grpo.Tokens(
             logprobs,
@@ -142,7 +161,7 @@ class Reader:
         loss, sums = self.loss(tokens, self.objective)
         measured = {"loss": loss, "entropy": (entropy * mask).sum()}
         if settings.loss_type != "sft":
-            measured |= gaps(logprobs, batch)
+            measured |= gaps(old, batch)
         if targets.gains is not None:  # an estimate of KL(student, teacher), as the tokens are the student's
             measured["distill"] = -targets.gains[rows].sum()
         return Share(loss, logprobs, measured | sums)

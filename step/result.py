@@ -22,7 +22,7 @@ class UpdateResult(NamedTuple):
     rate: float  # factor of it in the last step
     num_skipped: int  # skipped steps since the run began
     loss_scale: float  # after the last step
-    # over the counted tokens; `_max` is the largest; MISMATCH from the first step only
+    # over the counted tokens; `_max` is the largest
     means: dict[str, float | None]
     pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
     num_items: int = 0  # counted tokens

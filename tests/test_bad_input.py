@@ -153,6 +153,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--kl-estimator k3", "--kl-estimator is no flag of train.py; kl_estimator is missing here: --beta has plain k3"),
     ("--distill-beta 1.2", "--distill-beta is 1.2; it must be at most 1"),
     ("--num-iterations 0", "--num-iterations is 0; it must be at least 1"),
+    ("--batch 4 --mini-batches 3", "--mini-batches 3 must divide --batch 4: a part has whole groups"),
     ("--truncated drop", "--truncated: .*'drop' .*punish"),
     (
         "--truncated punish --reward soft_overlong:9:3",

@@ -216,8 +216,9 @@ def test_a_chart_that_cannot_move_is_left_out_and_the_page_says_why(run):
     assert "Clipped" not in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
     assert "with one optimizer step a rollout (--num-iterations 1) the ratio is 1" in page.write(run).read_text()
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"num_iterations": 2}))
-    assert "Clipped" in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
+    for name in ("num_iterations", "mini_batches"):
+        (run / "config.yaml").write_text(yaml.safe_dump(settings | {name: 2}))
+        assert "Clipped" in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
     assert "--num-iterations 1" not in page.write(run).read_text()
 
 

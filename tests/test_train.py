@@ -270,7 +270,17 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
 
 def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
     """How many prompts were drawn is part of the state: a resumed run draws the next ones."""
-    flags = [*SMALL, "--eval-every", "0", "--dynamic-sampling", "--warmup-steps", "99", *CORRECT_ONLY]
+    flags = [
+        *SMALL,
+        "--eval-every",
+        "0",
+        "--dynamic-sampling",
+        "--mini-batches",
+        "3",
+        "--warmup-steps",
+        "99",
+        *CORRECT_ONLY,
+    ]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
     train.main([*flags, "--steps", "3", "--run-dir", str(cut)])

@@ -250,6 +250,70 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
     assert distance(None) > 1e-3 < distance(rollout.logprobs)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
+def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same_in_each(tmp_path, unclipped, loss):
+    """As in TRL: dapo divides by the mean number of tokens of a mini-batch. So their mean is the whole rollout's."""
+    run = make_run(tmp_path, "--loss-type", loss, "--mini-batches", "3")
+    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
+    _, rows, rollout = sample(run)
+    assert len(set(rollout.lengths[part : part + 4].sum() for part in (0, 4, 8))) > 1
+    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
+    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
+    advantages = np.array(mx.random.normal((12,), key=mx.random.key(1)), np.float64)
+    batches = told(run.learner.reader.cut(rows, rollout, advantages.reshape(3, 4), 0), rollout.logprobs)
+    new, old = (np.array(x, np.float64) for x in (whole_step(run, batches, rollout.mask.shape)[0], rollout.logprobs))
+    mask, max_tokens = np.array(rollout.mask), run.config.sampling.max_tokens
+    case = oracle.Case(new, old, np.zeros_like(new), advantages, mask, max_tokens)
+    result, _ = gradient_of_update(run, batches, rollout, mx.array(advantages, mx.float32))
+    assert result.loss == pytest.approx(oracle.loss(case, loss_type=loss), abs=1e-5) and result.means["clip_frac"] > 0
+    for part, found in enumerate(run.learner.optimizer.grads):
+        its_own = case._replace(advantages=np.where(np.arange(12) // 4 == part, advantages, 0.0))
+        slopes = 3 * array(oracle.gradient(its_own, loss_type=loss))
+        for name, gradient in weighted_gradient(run, batches, slopes).items():
+            np.testing.assert_allclose(np.array(found[name]), np.array(gradient), atol=1e-5, err_msg=name)
+    assert part == 2
+
+
+def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(tmp_path):
+    """Six steps at once equal six single ones, each told the log-probabilities before the first."""
+    common = ("--warmup-steps", "0", "--epsilon", "0.1", "--target-kl", "0")
+    advantages = mx.random.normal((12,), key=mx.random.key(1))
+
+    def begin(*flags):
+        run = make_run(tmp_path, *common, *flags)
+        descend_plainly(run)
+        _, rows, rollout = sample(run)
+        return run, run.learner.reader.cut(rows, rollout, np.ones((3, 4)), 0), rollout
+
+    run, batches, rollout = begin("--mini-batches", "3", "--num-iterations", "2")
+    assert [set(row // 4 for row in batch.rows.tolist()) for batch in batches] == [{0}, {1}, {2}]
+    first, _ = whole_step(run, batches, rollout.mask.shape)
+    result = take_step(run, batches, rollout, advantages, 1.0)
+    assert result.means["clip_frac"] > 0 and result.means["logprob_abs_max"] < 1e-3  # the sampler's is that policy
+
+    def distance(old_logprobs):
+        other, _, _ = begin()
+        targets = update.targets_of(other.learner, batches, rollout, advantages)
+        targets = targets._replace(num_rows=4, num_items=targets.num_items / 3)
+        for batch in [*batches, *batches]:
+            (its_own,) = [batch] if old_logprobs is None else told([batch], old_logprobs)
+            update.optimizer_step(other.learner, [its_own], targets, 1.0)
+        theirs = other.learner.trainable
+        return max(mx.abs(array - theirs[name]).max().item() for name, array in run.learner.trainable.items())
+
+    assert distance(first) < 1e-5 < 1e-3 < distance(None)
+
+
+def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
+    run = make_run(tmp_path, "--mini-batches", "3")
+    _, rows, rollout = sample(run)
+    advantages = np.array([[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
+    batches = run.learner.reader.cut(rows, rollout, advantages, 0)
+    result = take_step(run, batches, rollout, mx.array(advantages.reshape(-1), mx.float32), 1e-4)
+    assert (run.learner.optimizer.step.item(), result.num_taught, result.skipped) == (2, 4, 0)
+    assert result.moved is not None and result.grad_norm > 0
+
+
 @pytest.mark.parametrize("num_iterations", ["1", "4"])
 def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(tmp_path, monkeypatch, num_iterations):
     monkeypatch.setattr(policy, "MISMATCH_CAP", 1.2)

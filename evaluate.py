@@ -301,6 +301,7 @@ def evaluate(
         "eval/kl": None if reference is None else divergence(reference, rows, sampled.rollout, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         "eval/num": len(problems),
+        "eval/known": int((~np.isnan(measured[task.metric])).sum()),
         "eval/samples": samples,
         "eval/s": time.perf_counter() - begin,
     }

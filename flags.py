@@ -105,6 +105,9 @@ class Parser(argparse.ArgumentParser):
             unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [words[0][:80]]
             said = (f"{one} is no flag of {self.prog}; {hint(one, known) or '--help lists them'}" for one in unknown)
             fail(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
+        if found := re.match(r"argument (--[a-z-]+)\S*: invalid choice: '(.*?)'", message):
+            theirs = value_hint(*found.groups())
+            message += f"; {theirs}" if theirs else ""
         message = message.replace("invalid int value:", "not a whole number:")
         fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
 
@@ -129,13 +132,21 @@ def hint(asked: str, known: Collection[str], quote: Callable[[str], str] = str) 
     for section, kind, said in rows:
         flags = re.findall("--[a-z][a-z-]*", said)
         if kind != "same" and (not flags or any(key_of(flag) in by_key for flag in flags)):
-            owner = {"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ")
-            what = {"renamed": "is", "missing": "is missing", "not needed": "is not needed"}[kind]
-            return (
-                f"{owner}{key} {what} here{' ' if kind == 'renamed' else ': ' if said else ''}{said.replace('`', '')}"
-            )
+            return _answer({"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key, kind, said)
     near = difflib.get_close_matches(key, by_key, 1, 0.8)
     return f"did you mean {quote(by_key[near[0]])}?" if near else ""
+
+
+def value_hint(name: str, value: Any) -> str:
+    """What a value is here that TRL has for a setting; empty if the table of foreign names has none."""
+    asked = f"{key_of(name)} {str(value).lower()}"
+    row = foreign_names()["values"].get(asked)
+    return _answer(f"TRL's {asked}", *row) if row else ""
+
+
+def _answer(what: str, kind: str, said: str) -> str:
+    verb = {"renamed": "is here ", "missing": "is missing here", "not needed": "is not needed here"}[kind]
+    return f"{what} {verb}{': ' if said and kind != 'renamed' else ''}{said.replace('`', '')}"
 
 
 def key_of(flag: str) -> str:
@@ -303,7 +314,8 @@ def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> Non
         if choices:
             kind = list[str] if get_origin(kind) is list else str
         if not _is_a(value, kind):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words[kind]}")
+            said = value_hint(name, value) or f"it must be {words[kind]}"
+            raise ValueError(f"{name} is {reprlib.repr(value)}; {said}")
         low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
         if low is not None and value < low:
             raise ValueError(f"{name} is {value}; it must be at least {low}")
@@ -315,7 +327,8 @@ def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> Non
             is_own = field.metadata.get("own") and ":" in one
             if choices and one not in choices and not is_own:
                 known = ", ".join(choices) + (" or FILE.py:function" if field.metadata.get("own") else "")
-                raise ValueError(f"{name} is {one!r:.60}; it must be one of {known}")
+                said = value_hint(name, one)
+                raise ValueError(f"{name} is {one!r:.60}; it must be one of {known}{said and '; '}{said}")
 
 
 def _is_a(value: Any, kind: Any) -> bool:

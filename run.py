@@ -23,7 +23,7 @@ import tasks
 import update
 from config import Config, Sizes, Switch
 from disk import checkpoint, run_files
-from disk.run_files import START
+from disk.run_files import START, evaluation_line
 from distill.teacher import Teacher
 from machine import alive, gpu, world
 from problems import chat_template, rewards
@@ -137,6 +137,7 @@ class Run:
             return False
         self.journal.live.begin("evaluating")
         self.evaluate()
+        say(evaluation_line(self.journal.evaluations[-1]))
         return self.journal.best_step() == self.step
 
     # ---- what is seen of it
@@ -233,6 +234,10 @@ class GrpoRun(Run):
             say(
                 "tools: the chat template shows earlier turns otherwise, as without thoughts; here they stay as written"
             )
+        if self.toolbox and self.task.environments:  # one of each is made and reset, before a directory is
+            examples = self.task.train or self.task.held_out
+            some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
+            self.toolbox.play(list(some.values()), 2, "trial")
         if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
             warn(unknown)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None

@@ -109,9 +109,10 @@ def with_interval(record: dict[str, Any], name: str) -> str:
 
 
 def what_of(record: dict[str, Any]) -> str:
-    """What an evaluation was made of: "512 problems"."""
-    kind = "conversation" if "eval/loss" in record else "problem"
-    return f"{record['eval/num']} {kind}{'s' if record['eval/num'] != 1 else ''}"
+    """What an evaluation was made of: "512 problems", "500 of 512 problems" where the others have no figure."""
+    kind, num = "conversation" if "eval/loss" in record else "problem", record["eval/num"]
+    known = record.get("eval/known", num)
+    return f"{f'{known} of ' if known != num else ''}{num} {kind}{'s' if num != 1 else ''}"
 
 
 def evaluation_line(record: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ METRICS = {
     "loss": "Loss of the step, before the update.",
     "reward/mean": "Mean weighted reward of the step's completions.",
     "reward/std": "Standard deviation of rewards within a group, averaged over groups.",
-    "reward/zero_std_frac": "Share of groups without signal: rewards equal, or within a hundredth of the step's "
+    "reward/zero_std_frac": "Share of groups whose rewards are alike: equal, or within a hundredth of the step's "
     "deviation. Null with `--loss-type distill`.",
     "reward/NAME": "Mean of one reward before weighting.",
     "reward/none": "Rewards left out of a completion's sum, because their function gave None for it.",
@@ -59,7 +59,8 @@ METRICS = {
     "curriculum/seen_frac": "`--curriculum`: share of the prompts that were drawn before.",
     "curriculum/resting_frac": "`--curriculum`: share of the prompts that rest, having been solved whole.",
     "sampling/draws": "Batches of prompts drawn; more than 1 only with `--dynamic-sampling`.",
-    "sampling/signal_groups": "Groups drawn that have signal. Null with `--loss-type distill`.",
+    "sampling/signal_groups": "Groups drawn with an advantage other than 0 in a row that is trained. Null with "
+    "`--loss-type distill`.",
     "sampling/unused_frac": "Share of completions in groups that were drawn and not trained on: the price of "
     "`--dynamic-sampling`. Completions dropped by `--truncated mask` do not count.",
     "rollout/s": "Seconds spent sampling.",
@@ -151,6 +152,7 @@ EVALUATION_METRICS = {
     "eval/repeated": "Share of an answer's four-word sequences that repeat an earlier one in it, averaged.",
     "eval/degenerate": "Share of answers as in `completion/degenerate_frac`.",
     "eval/num": "Number of problems, or of conversations.",
+    "eval/known": "Those with a figure: the verifier can read the answer, or the judge was readable.",
     "eval/samples": "Samples per problem.",
     "eval/s": "Seconds of the evaluation.",
 }

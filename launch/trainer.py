@@ -113,7 +113,7 @@ class Trainer:
         self.run.save()
 
     def evaluate(self) -> dict[str, Any]:
-        """The figures on what is held out, as in `eval.jsonl`."""
+        """The figures on what is held out, as in `eval.jsonl`; prints none of them."""
         journal = self.run.journal
         if not journal.evaluations or journal.evaluations[-1]["step"] != self.run.step:
             self.run.evaluate()

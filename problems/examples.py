@@ -32,6 +32,7 @@ Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, furt
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
 SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
 TRAINER = ("trainer_state", "log_extra", "log_metric")  # arguments only for users' rewards
+COLUMNS = ("prompt", "answer", "system", "category", "split", "messages", "chat_template_kwargs")  # that mean something
 RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # reward arguments besides columns
 MOST_HELD_OUT = 256  # prompts, if there is no column `split`
 _reprlib = reprlib.Repr()
@@ -66,7 +67,8 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
 
     spec: a file (.jsonl, .json with a list, .csv, .parquet, .arrow), a directory that `datasets` saved [:split], or a
     hub dataset id[:config][:split] (default: train).
-    columns: "prompt=question,answer=solution" renames the columns on the right to the names on the left.
+    columns: "prompt=question,answer=solution" gives the columns on the right the names on the left; rewards find them
+    by both, but for names that mean something else.
     A prompt is a string or chat messages; `system`, `category` and `answer` are strings, so that an answer 42 is the
     same from any file; `chat_template_kwargs` is a dictionary; other columns stay unchanged.
     If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
@@ -270,7 +272,8 @@ def make_examples(
             raise ValueError(f"--columns {ours}={theirs}: {source} has no column {theirs!r}{hint}")
     examples = []
     for where, record in records:
-        kept = {k: v for k, v in record.items() if k not in renames and k not in renames.values()}
+        gone = {*renames, *(name for name in renames.values() if name in COLUMNS + RESERVED)}
+        kept = {name: value for name, value in record.items() if name not in gone}
         example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
         try:
             examples.append(read(example))

@@ -22,7 +22,7 @@ import numpy as np
 
 import sampler
 from config import Config
-from disk.run_files import JsonLines, Unwritten, evaluation_line, finite, mean
+from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
 from machine import alive, gpu, power, world
 from problems import form
@@ -111,7 +111,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
         "step": step.number,
         "reward/mean": mean(np.concatenate(rewards)),
         "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if has_std else None,
-        "reward/zero_std_frac": None if num_signal is None else 1 - num_signal / num_groups,
+        "reward/zero_std_frac": None if num_signal is None else 1 - step.choice.num_unlike / num_groups,
         **{
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
             for name in draws[0].rewards.components
@@ -298,14 +298,13 @@ class Journal:
             tracker.log(record, {table: spread(rows, trackers.MOST_ROWS)} if rows else {})
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-        """Writes an evaluation and up to MOST_ANSWERS of its answers, and prints its line."""
+        """Writes an evaluation and up to MOST_ANSWERS of its answers."""
         for answer in spread(answers, MOST_ANSWERS):  # first: without its record the evaluation is repeated
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
         self._track(record, "eval/answers", [trackers.answer_row(answer) for answer in answers])
-        say(evaluation_line(record))
         self.warn(step)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:

@@ -116,11 +116,6 @@ def advantages_of(config: Config, draws: list[Draw], chosen: list[int], own: Adv
     return grpo.group_advantages(rewards, config.objective.scale_rewards, config.objective.advantage, grpo.SIGNAL_FLOOR)
 
 
-def has_signal(advantages: np.ndarray) -> np.ndarray:
-    """Which groups change the policy, (B, ...) -> (B,) bool: those with rewards that differ by more than noise."""
-    return (advantages != 0).reshape(len(advantages), -1).any(axis=1)
-
-
 def of_tokens(advantages: np.ndarray, rollout: sampler.Rollout) -> np.ndarray:
     """The advantages of a step's rows, (B, G) -> (N,), or those of turns given to their tokens, (B, G, K) -> (N, T)."""
     if advantages.ndim == 2:
@@ -137,27 +132,36 @@ class Choice(NamedTuple):
 
     groups: list[int]  # ascending
     advantages: np.ndarray  # (B, G), or (B, G, K) where turns have their own
-    num_signal: int  # groups of all draws that have a signal
-
-    @property
-    def is_full(self) -> bool:
-        """Whether each of them has a signal."""
-        return bool(has_signal(self.advantages).all())
+    is_full: bool  # whether each of them has a signal
+    num_signal: int  # groups of all draws that have one
+    num_unlike: int  # groups of all draws whose rewards differ by more than noise
 
 
 def choose_groups(config: Config, draws: list[Draw], own: Advantage | None = None) -> Choice:
     """
-    Takes the first groups with a signal; if there are too few, the first without one fill up the batch.
+    Takes the first groups with a signal, an advantage other than 0 in a row that is trained; if there are too few, the
+    first without one fill up the batch.
 
     own: a user's advantages, in place of ours.
     """
-    everything = list(range(len(draws) * config.sampling.batch))
-    advantages = advantages_of(config, draws, everything, own)
-    signal = has_signal(advantages)
-    if len(draws) == 1:
-        return Choice(everything, advantages, int(signal.sum()))
-    chosen = sorted(np.argsort(~signal, kind="stable")[: config.sampling.batch].tolist())
-    return Choice(chosen, advantages_of(config, draws, chosen, own), int(signal.sum()))
+    chosen = list(range(len(draws) * config.sampling.batch))
+    advantages = each = advantages_of(config, draws, chosen, own)
+    reasons = np.array([reason for draw in draws for reason in draw.rollout.finish_reasons])
+    kept = ((reasons != "length") | (config.objective.truncated != "mask")).reshape(each.shape[:2])
+
+    def teaches(its: np.ndarray, groups: list[int]) -> np.ndarray:
+        moves = (its != 0).reshape(len(its), config.sampling.groups, -1).any(-1)
+        return (moves & kept[groups]).any(-1)
+
+    signal = teaches(each, chosen)
+    if len(draws) > 1:
+        chosen = sorted(np.argsort(~signal, kind="stable")[: config.sampling.batch].tolist())
+        advantages = advantages_of(config, draws, chosen, own)
+    if own is not None or config.objective.advantage == "reinforce":  # by which equal rewards may teach
+        rewards = np.concatenate([draw.rewards.filled for draw in draws])
+        each = grpo.group_advantages(rewards, "none", signal_floor=grpo.SIGNAL_FLOOR)
+    num_unlike = int((each != 0).reshape(len(each), -1).any(-1).sum())
+    return Choice(chosen, advantages, bool(teaches(advantages, chosen).all()), int(signal.sum()), num_unlike)
 
 
 def gather(config: Config, draws: list[Draw], chosen: list[int]) -> tuple[list[list[int]], sampler.Rollout]:

@@ -142,6 +142,8 @@ def test_a_line_of_an_evaluation_has_its_intervals_within_100_columns():
     empty = {"eval/accuracy": None, "eval/accuracy_ci95": None, "eval/greedy": 0.5, "eval/greedy_ci95": None}
     line = run_files.evaluation_line(empty | {"eval/witness": None, "eval/num": 1})
     assert line == "eval/accuracy unreadable | greedy 0.500 | 1 problem"
+    partly = {"eval/accuracy": 1.0, "eval/greedy": 1.0, "eval/num": 6, "eval/known": 1}
+    assert run_files.evaluation_line(partly) == "eval/accuracy 1.000 | greedy 1.000 | 1 of 6 problems"
 
 
 # ---- what stands beside

@@ -67,6 +67,24 @@ def test_a_flag_is_guessed_from_its_spelling_only_where_that_is_close(capsys, as
     assert answer in said_of(capsys, asked, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("scale_rewards", "False", "; TRL's scale_rewards false is here --scale-rewards none"),
+        ("report_to", "none", "no tracker is the default; leave --report-to out"),
+        ("loss_type", "bnpo", "; TRL's loss_type bnpo is missing here: bring one as --loss FILE.py:fn"),
+        ("scale_rewards", "max", "(choose from 'group', 'batch', 'mean', 'none')\n"),
+    ],
+)
+def test_a_value_of_trl_is_answered_by_the_table_in_a_flag_and_in_a_recipe(capsys, name, value, answer):
+    given = sources.given(parse([flags.flag_of(name), value])) if name == "loss_type" else {}
+    said = "" if given else said_of(capsys, flags.flag_of(name), value)
+    with pytest.raises(ValueError, match=f"^{flags.flag_of(name)} is ") as error:
+        checks.checked(given or {name: {"False": False}.get(value, value)})
+    assert answer in said or answer in str(error.value)
+    assert value == "max" or flags.value_hint(name, value) in str(error.value)
+
+
 def test_all_unknown_flags_are_told_in_one_line(capsys):
     said = said_of(capsys, "--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm")
     assert said.count("\n") == 1 and said.count(" is no flag of train.py; ") == 3

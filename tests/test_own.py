@@ -69,6 +69,14 @@ def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path)
     assert examples.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
 
 
+def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_something():
+    record = {"question": "?", "solution": "42", "answer": "it is 42"}
+    (example,) = examples.make_examples("x", [("line 1", record)], "prompt=question,answer=solution")
+    assert example == {"prompt": "?", "question": "?", "solution": "42", "answer": "42"}
+    (example,) = examples.make_examples("x", [("line 1", {"prompt": "?", "num_tokens": 3})], "mine=num_tokens")
+    assert example == {"prompt": "?", "mine": 3}
+
+
 def test_splits_that_datasets_saved_are_the_sides_of_a_task_and_each_can_be_named(tmp_path):
     rows = {name: datasets.Dataset.from_list([{"prompt": name, "answer": 1}]) for name in ("train", "test")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
@@ -248,7 +256,7 @@ def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, 
     train.main([*flags, "--groups", "2", "--eval-every", "1", "--run-dir", str(tmp_path / "run")])
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
     assert record["eval/accuracy"] < record["eval/score"] == record["eval/reward/always"]
-    assert record["eval/num"] == 13 and record["eval/accuracy"] * 12 == pytest.approx(
+    assert (record["eval/num"], record["eval/known"]) == (13, 12) and record["eval/accuracy"] * 12 == pytest.approx(
         round(record["eval/accuracy"] * 12)
     )
     details = read_log(tmp_path / "run" / "eval_answers.jsonl")

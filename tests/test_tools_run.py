@@ -118,6 +118,11 @@ class Worded(Warmer):
         return "near"
 
 
+class Rusty(Door):
+    def reset(self, **row):
+        raise OSError("the hinge is rusty")
+
+
 class Lost:
     def look(self) -> str:
         """Looks."""
@@ -272,6 +277,12 @@ def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, s
     text = json.dumps(settings).replace("WORLD", world)
     config = resolve(SMALL | json.loads(text), None, None, lambda name: (name, "as asked"))[0]
     assert said in message_of(make, config)
+
+
+def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_path, world):
+    said = message_of(start, tmp_path, env=f"{world}:Rusty")
+    assert f"environment Rusty: reset raised OSError: the hinge is rusty, at {world}:" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_whose_template_has_no_tools_is_refused(tmp_path):

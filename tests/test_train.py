@@ -268,6 +268,30 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
     assert metrics["grad_norm"] > 0 if taught else metrics["grad_norm"] is None
 
 
+def drawn(rewards, reasons):
+    """A draw of groups of two, as far as `choose_groups` looks."""
+    rewards, rollout = SimpleNamespace(filled=np.array(rewards, float)), SimpleNamespace(finish_reasons=reasons)
+    return SimpleNamespace(rewards=rewards, rollout=rollout)
+
+
+def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
+    config = Config.of(batch=2, groups=2, truncated="mask")
+    first = drawn([[0, 1], [0, 1]], ["length", "length", "stop", "length"])
+    choice = groups.choose_groups(config, [first])
+    assert (choice.groups, choice.num_signal, choice.num_unlike, choice.is_full) == ([0, 1], 1, 2, False)
+    choice = groups.choose_groups(config, [first, drawn([[1, 1], [2, 0]], ["stop"] * 4)])
+    assert (choice.groups, choice.num_signal, choice.is_full) == ([1, 3], 2, True)
+    assert groups.choose_groups(config.but(truncated="keep"), [first]).is_full
+
+
+def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teach():
+    draw = drawn([[1, 1], [0, 1]], ["stop"] * 4)
+    for config, own in ((Config.of(), lambda rewards: rewards + 1), (Config.of(advantage="reinforce"), None)):
+        config = config.but(batch=2, groups=2, scale_rewards="batch")
+        choice = groups.choose_groups(config, [draw], own)
+        assert (choice.num_signal, choice.num_unlike, choice.is_full) == (2, 1, True)
+
+
 def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
     """How many prompts were drawn is part of the state: a resumed run draws the next ones."""
     flags = [

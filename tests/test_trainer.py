@@ -52,7 +52,9 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
         for name in ("command", "python")
     )
     assert one == other
+    capsys.readouterr()
     assert trainer.evaluate() is trainer.evaluate() and trainer.evaluate()["eval/num"] == 16
+    assert capsys.readouterr().out == ""
     [[greedy, again]] = trainer.sample(["What is two plus three?"], n=2, temp=0)
     assert greedy == again == trainer.sample("What is two plus three?", temp=0)[0][0] and greedy
     with run_files.owner():

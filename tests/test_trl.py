@@ -184,6 +184,7 @@ def test_every_name_of_a_grpo_config_and_of_the_trainer_is_in_the_table_and_no_o
     assert table["GRPOConfig"].keys() == own
     assert table["TrainingArguments"].keys() == {field.name for field in dataclasses.fields(trl.GRPOConfig)} - own
     assert table["GRPOTrainer"].keys() == set(inspect.signature(trl.GRPOTrainer).parameters)
+    assert table["SFTConfig"].keys() == set(trl.SFTConfig.__annotations__) - own
 
 
 @pytest.mark.slow

@@ -409,9 +409,9 @@ def _named(match: re.Match[str]) -> int:
     return 10 * _TENS.index(tens.lower()) + (_SMALL.index(unit.lower()) if unit else 0)
 
 
-_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_PLAIN = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(  # not the 5 of "x5", the minus of "7-5", any digit of "1e-500"
-    r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<![0-9][eE][-+])"
+    r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<!\b0,)(?<![0-9][eE][-+])"
     rf"(?:(?P<whole>[0-9]{{1,9}}) (?=[0-9]{{1,2}} ?/))?(?P<top>(?>{_PLAIN}))"
     rf"(?: ?/ ?(?P<bottom>(?>{_PLAIN}))|[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?![0-9]))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"
     r"(?: (?P<scale>thousand|million|billion|trillion)\b)?"
@@ -423,8 +423,11 @@ _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-")  # minus, hyphens and dashes
     | dict.fromkeys("\u00a0\u2007\u2009\u202f\t\r", " ")
     | {"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u2248": "=", "\u2044": "/", "\uff0c": ",", "\u2019": "'"}
+    | dict(zip("\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19", "0123456789", strict=True))
+    | {"\u3002": ". ", "\uff0e": ".", "\uff01": "! ", "\uff1f": "? ", "\uff1a": ": ", "\uff08": "(", "\uff09": ")"}
     | {"\u00b2": "^2", "\u00b3": "^3", "\u03c0": "\\pi ", "\u221a": "\\sqrt "}
 )
+_SCRIPT = r"[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"  # letters that no formula has: Cyrillic, Arabic, Chinese ...
 _REWRITES = [  # LaTeX and Markdown that dress a number without changing it
     (re.compile(pattern), new)
     for pattern, new in (
@@ -437,17 +440,19 @@ _REWRITES = [  # LaTeX and Markdown that dress a number without changing it
         (r"[{}]", " "),
         (r"-[$€£¥₹]", "-"),
         (r"[$€£¥₹]", " "),
+        (rf"(?<={_SCRIPT})(?=[-+]?[0-9])", " "),  # which parts words otherwise than by spaces
         (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
         (r" {2,}", " "),
         (r"(?<=[A-Za-z]) ?\^ ?-?[0-9]{1,3}", ""),  # cm^2
     )
 ]
 # of prose, not of a formula
-_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{3,}")
+_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)[A-Za-z]{{3,}}|{_SCRIPT}")
 _CALL = re.compile(r"[A-Za-z]\([^()]*[0-9]|(?<![A-Za-z])(?:sqrt|ln|log|exp|sin|cos|tan|pi)(?![A-Za-z])")  # sqrt(2), 2pi
 _NEGATED = re.compile(
     r"\b(?:not|never|cannot|neither|nor|nobody|except|anything but|unable|unlikely|impossible|untrue|false|wrong|"
-    r"incorrect|doubt|mistake|refuse|rul(?:e|ed|ing) out)\b|n't\b|\\neq?(?![A-Za-z])|[\u2260?]",
+    r"incorrect|doubt|mistake|refuse|rul(?:e|ed|ing) out|nicht|n(?:e |')[^.\n]{1,30}\bpas)\b|n't\b|"
+    r"\\neq?(?![A-Za-z])|[\u2260?\u4e0d\u6ca1\u975e\u9519]",  # the last four deny in Chinese
     re.IGNORECASE,
 )
 _REFUSAL = re.compile(

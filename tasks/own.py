@@ -1,14 +1,16 @@
 """A user's own data: the column `answer`, where there is one, verifies."""
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from problems.examples import Example, short
+from problems.examples import Example, prompt_key, short
 from problems.rewards import extract_answer, folded, has_words, math_correct, read_number, states_number
 from tasks.task import Sides, Task
 
 MOST_WORDS = 8  # of an answer in words: longer ones can hardly be repeated to the letter
+_COMMA = re.compile(r"-?(?:0,[0-9]+|[0-9]+,(?![0-9]{3}$)[0-9]+)")  # no thousands
 KINDS = {
     "number": "compared as numbers",
     "formula": "as formulas by math-verify",
@@ -89,6 +91,13 @@ def about_answers(task: Task) -> str:
         if (read := extract_answer(answer) or "") not in (answer, answer[:-1]):
             said.append(f"{short(answer)} is read as {short(read)}")
             break
+    if lists := [answer for answer in answers if _COMMA.fullmatch(answer)]:
+        said.append(f"{short(lists[0])} is read as a list (write a decimal with a point)")
+    known: dict[str, set[str]] = {}
+    for example in task.train + task.held_out:
+        known.setdefault(prompt_key(example), set()).add(folded(str(example.get("answer"))))
+    if num := sum(len(its) > 1 for its in known.values()):
+        said.append(f"{num} prompt{'s have' if num > 1 else ' has'} several answers")
     return f"answers: {', '.join(said)}" + ("" if task.verifier else "; evaluations show the reward alone")
 
 

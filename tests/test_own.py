@@ -137,6 +137,29 @@ def test_a_number_within_a_formula_or_a_text_is_not_the_answer(answer, said):
     assert own.correct([said, answer], [answer, answer]) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("answer", "said", "right"),
+    [
+        *(("12", "答案是12。", 1), ("12", "等于 12。因为五加七等于12。", 1), ("12", "答案是13。", 0)),
+        *(("12", "答案不是12。", 0), ("12", "等于12吗\uff1f", 0), ("\uff14\uff12", "答案是\uff14\uff12。", 1)),
+        *(("42", "답은 42입니다.", 1), ("42", "Ответ: 42.", 1), ("巴黎", "巴黎。", 1), ("巴黎", "北京", 0)),
+        *(("25", "La réponse est 25.", 1), ("25", "La réponse n'est pas 25.", 0)),
+        *(("0,125", "125", 0), ("125", "0,125", 0), ("0,125", "0,125", 1), ("1,125", "1125", 1)),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_in_sentences_of_any_script_and_a_decimal_comma_parts_no_thousands(answer, said, right):
+    assert own.correct(completions=[said], answer=[answer]) == [right]
+
+
+def test_a_decimal_comma_and_a_prompt_of_several_answers_are_told():
+    rows = [{"prompt": f"{a}?", "answer": f"{a},5"} for a in range(3)] + [{"prompt": "1?", "answer": "2"}]
+    task = own.told(own.OWN._replace(train=rows, held_out=[]))
+    assert "'0,5' is read as a list (write a decimal with a point), 1 prompt has several answers" in task.notes[1]
+    for answer in ("1,234", "1,2,3", "(1,2)", "12"):
+        task = own.told(own.OWN._replace(train=[{"prompt": "?", "answer": answer}], held_out=[]))
+        assert "decimal" not in task.notes[1] and "several" not in task.notes[1]
+
+
 def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path):
     rows = [row | {"split": "train"} for row in SUMS[:6]] + [row | {"split": "test"} for row in SUMS[6:10]]
     for place in (1, 7):

@@ -125,13 +125,14 @@ def foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
 def hint(asked: str, known: Collection[str], quote: Callable[[str], str] = str) -> str:
     """
     What an unknown flag or setting is here: by the table of foreign names, else one of `known` that is spelled much
-    like it; empty if neither knows it. A row about flags that the command does not have says nothing.
+    like it; empty if neither knows it. A row about flags that the command does not have says nothing, unless it names
+    theirs.
     """
     key, by_key = key_of(asked), {key_of(name): name for name in known}
     rows = ((section, *names[key]) for section, names in foreign_names().items() if key in names)
     for section, kind, said in rows:
         flags = re.findall("--[a-z][a-z-]*", said)
-        if kind != "same" and (not flags or any(key_of(flag) in by_key for flag in flags)):
+        if kind != "same" and (not flags or ".py" in said or any(key_of(flag) in by_key for flag in flags)):
             return _answer({"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key, kind, said)
     near = difflib.get_close_matches(key, by_key, 1, 0.8)
     return f"did you mean {quote(by_key[near[0]])}?" if near else ""

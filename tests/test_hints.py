@@ -21,22 +21,14 @@ def said_of(capsys, *words):
 
 
 def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
-    commands = {
-        "--loss",
-        "--resume",
-        "--run-dir",
-        "--samples",
-        "--eval-data",
-        "--export",
-        "--fuse",
-        *map(flags.flag_of, SETTINGS),
-    }
+    of_training = {"--loss", "--resume", "--run-dir", "--eval-data", *map(flags.flag_of, SETTINGS)}
+    commands = {"--samples", "--export", "--fuse", *of_training}
     for name, kind, said in ((name, *row) for rows in flags.foreign_names().values() for name, row in rows.items()):
         own = set(re.findall("`(--[a-z-]+)", said))
         assert own <= commands, f"{name}: a flag that nobody has"
         assert (kind == "same") == (name in SETTINGS), name
         if kind != "same":
-            answer = flags.hint(flags.flag_of(name), sorted(commands))
+            answer = flags.hint(flags.flag_of(name), sorted(of_training))
             assert name in answer and "did you mean" not in answer and said.replace("`", "") in answer
             assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", (
                 f"{name}: what is to be written"

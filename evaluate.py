@@ -34,7 +34,7 @@ from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu
-from problems import audit, chat_template
+from problems import audit, chat_template, objectives
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
@@ -219,6 +219,7 @@ class EvalParams(NamedTuple):
     seed: int = 0
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
+    filter: objectives.Filter | None = None  # of logits; without a toolbox
     wording: str = ""  # of `--prompts`
 
 
@@ -298,7 +299,9 @@ def evaluate(
     mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
     rows = [prompt for prompt in sampled.prompts for _ in range(samples)]
     record |= {
-        "eval/kl": None if reference is None else divergence(reference, rows, sampled.rollout, temperature),
+        "eval/kl": None
+        if reference is None or params.filter  # which the reference has not
+        else divergence(reference, rows, sampled.rollout, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         "eval/num": len(problems),
         "eval/known": int((~np.isnan(measured[task.metric])).sum()),
@@ -346,6 +349,7 @@ def answer_both(
         "toolbox": params.toolbox,
     }
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
+    ends |= {"filter": params.filter}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
@@ -542,6 +546,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
+    objectives.add_filter_flags(parser)
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument(
@@ -556,6 +561,9 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
+        choose = objectives.load_filter(args.logits, args.repetition_penalty)
+        if choose and args.suite:
+            raise ValueError("--suite measures models as they are; leave --logits and --repetition-penalty out")
         adapter = run_files.settle(args)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
@@ -575,6 +583,8 @@ def main(argv: list[str] | None = None) -> None:
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
             print(visible(f"WARNING: {said}."), file=sys.stderr)
+        if choose and (task.tools or task.environments):
+            raise ValueError(f"--task {task.name} has tools; leave --logits and --repetition-penalty out")
         task = task._replace(paid=audit.middle_of(task.rewards, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
@@ -608,6 +618,7 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
             stop=config.sampling.stop,
             toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
+            filter=choose,
         )
         if args.suite:
             print("| task | figure | before | after | change |\n|---|---|---|---|---|")

@@ -1,12 +1,14 @@
 """
-A user's own loss or advantage: loaded, and tried on a few tokens before a model is.
+A user's own loss, advantage or filter of logits; the first two are tried on a few tokens before a model is loaded.
 
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
+    --logits FILE.py:function       logits (N, V), ids so far (N, L) -> logits (N, V); not in training
 
 Left out: the losses and advantages that are ours (grpo.py).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import numpy as np
 
 import grpo
 from config import Config, is_own
+from flags import Parser
 from problems.examples import short
 from problems.rewards import load_function, place_of, raised
 
@@ -59,12 +62,18 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
     )
 
     loss = _tried(what, fn, lambda: fn(tokens, objective_of(config)))
-    if not isinstance(loss, grpo.Loss) or not isinstance(loss.value, mx.array) or loss.value.shape != ():
-        raise ValueError(f"{what} gave {short(loss)}; return grpo.Loss(value, sums), with a value of no axes")
+    is_loss = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
+    values = [loss.value, *loss.sums.values()] if is_loss else [None]
+    if not all(isinstance(one, mx.array) and one.shape == () for one in values) or loss.value.dtype != mx.float32:
+        fix = "return grpo.Loss(value, sums), a float32 array of no axes and a dictionary of arrays of no axes"
+        raise ValueError(f"{what} gave {short(loss)}; {fix}")
     if others := set(loss.sums) - set(SUMS):
         raise ValueError(f"{what} gave the sums {', '.join(sorted(map(str, others)))}; a loss has {' and '.join(SUMS)}")
-    slope_of = mx.grad(lambda logprobs: fn(tokens._replace(logprobs=logprobs), objective_of(config)).value)
-    slope = _tried(what, fn, lambda: slope_of(logprobs))
+
+    def loss_of(**changes: Any) -> mx.array:
+        return fn(tokens._replace(**changes), objective_of(config)).value
+
+    slope = _tried(what, fn, lambda: mx.grad(lambda logprobs: loss_of(logprobs=logprobs))(logprobs))
     found = loss.value.item(), slope.tolist()
     if not (mx.isfinite(loss.value) & mx.isfinite(slope).all()).item():
         raise ValueError(f"{what} gave the loss {found[0]} with the gradient {found[1]}; both must be finite")
@@ -72,6 +81,15 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
         raise ValueError(f"{what} has a gradient where tokens.mask is 0, which is padding; multiply by the mask")
     if not (slope != 0).any().item():
         raise ValueError(f"{what} has no gradient with respect to tokens.logprobs, so it trains nothing")
+    turned = mx.grad(lambda logprobs: loss_of(logprobs=logprobs, advantages=-tokens.advantages))(logprobs)
+    if (slope * tokens.advantages).sum().item() > 0 and not mx.array_equal(slope, turned).item():
+        raise ValueError(f"{what} falls as better answers become less likely; turn its sign")
+    arrays: Any = {name: value for name, value in tokens._asdict().items() if isinstance(value, mx.array)}
+    rows = (tokens._replace(**{name: value[row : row + 1] for name, value in arrays.items()}) for row in range(2))
+    whole, added = found[0], sum(fn(row, objective_of(config)).value.item() for row in rows)
+    if abs(whole - added) > 1e-4 * max(abs(whole), 1):
+        fix = "divide by tokens.num_items or tokens.num_rows and not by what a micro-batch has"
+        raise ValueError(f"{what} gave {whole:.4g} for two rows and {added:.4g} for one and one; {fix}")
     return fn
 
 
@@ -97,3 +115,50 @@ def advantages(spec: str, fn: Advantage, rewards: np.ndarray) -> np.ndarray:
     if not np.isfinite(found).all():
         raise ValueError(f"{what} gave {short(found.tolist())} for the rewards {short(rewards.tolist())}; be finite")
     return found
+
+
+# ---- a filter of logits
+
+Filter = Callable[[mx.array, mx.array], mx.array]  # logits (N, V) and ids (N, L), see `sampler.History` -> logits
+
+
+def add_filter_flags(parser: Parser) -> None:
+    """Adds the flags that `load_filter` reads."""
+    penalty = (
+        "divide logits above 0 of tokens that prompt or completion hold, multiply those below, as transformers does"
+    )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=f"{penalty} (default: 1)")
+    parser.add_argument("--logits", metavar="FILE.py:fn", help="your filter: fn(logits, ids) -> logits")
+
+
+def load_filter(spec: str | None, penalty: float) -> Filter | None:
+    """The penalty for repetition, then the user's filter; None without either. Raises ValueError for a bad one."""
+    if not 0 < penalty < 1e6:
+        raise ValueError(f"--repetition-penalty is {penalty:g}; it must be above 0, and 1 is none")
+    own = None
+    if spec is not None:
+        _, fn = load_function("--logits", spec)
+        own = functools.partial(_filtered, f"--logits {spec}{place_of(fn)}", fn)
+    if penalty == 1:
+        return own
+    if own is None:
+        return functools.partial(penalized, penalty=penalty)
+    return lambda logits, ids: own(penalized(logits, ids, penalty), ids)
+
+
+def _filtered(what: str, fn: Filter, logits: mx.array, ids: mx.array) -> mx.array:
+    found = _tried(what, fn, lambda: fn(logits, ids))
+    if not isinstance(found, mx.array) or found.shape != logits.shape:
+        gave = f"the shape {found.shape}" if isinstance(found, mx.array) else f"a {type(found).__name__}"
+        raise ValueError(f"{what} gave {gave}; return the logits as an mx.array of shape {logits.shape}")
+    return found.astype(mx.float32)
+
+
+def penalized(logits: mx.array, ids: mx.array, penalty: float) -> mx.array:
+    """
+    Logits (N, V) with those of the ids (N, L) nearer to never: divided by the penalty above 0, else times it.
+
+    Source: CTRL, arXiv:1909.05858; transformers' RepetitionPenaltyLogitsProcessor.
+    """
+    seen = mx.zeros(logits.shape).at[mx.arange(len(ids))[:, None], mx.maximum(ids, 0)].add(ids >= 0) > 0
+    return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)

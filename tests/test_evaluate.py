@@ -68,6 +68,18 @@ def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):
     assert record["eval/accuracy"] == pytest.approx(by_problem[:, 0].mean())
 
 
+def test_a_filter_of_logits_holds_for_samples_and_the_greedy_answer(demo):
+    """One that leaves a single token; its distance to a model without it is none of the model's."""
+    record, details = run(demo, filter=lambda logits, _: mx.where(mx.arange(logits.shape[1]) == 50, logits, -mx.inf))
+    text = demo[1].decode([50] * 12)
+    assert all(detail["completions"] == [text] and detail["greedy"] == text for detail in details)
+    assert record["eval/entropy"] == 0
+    params = evaluate.EvalParams(12, limit=4)
+    for filter, is_measured in ((None, True), (lambda logits, ids: logits, False)):
+        record, _ = evaluate.evaluate(*demo, tasks.load("demo"), params._replace(filter=filter), reference=demo[0])
+        assert (record["eval/kl"] is not None) == is_measured
+
+
 def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_trained(demo):
     model, tokenizer = demo
     _, details = run(demo, samples=2)

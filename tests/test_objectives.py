@@ -38,6 +38,14 @@ def a_number(tokens, objective): return 1.0
 def unmasked(tokens, objective): return grpo.Loss((tokens.logprobs * tokens.advantages).sum(), {})
 def constant(tokens, objective): return grpo.Loss(mx.array(1.0), {})
 def of_its_own(tokens, objective): return grpo.Loss(tokens.logprobs.sum(), {"entropy": tokens.mask.sum()})
+def no_sums(tokens, objective): return grpo.Loss(reinforce(tokens, objective).value, None)
+def a_number_of(tokens, objective): return grpo.Loss(reinforce(tokens, objective).value, {"kl": 0.5})
+def per_token(tokens, objective): return grpo.Loss(reinforce(tokens, objective).value, {"kl": tokens.mask})
+def half(tokens, objective): return grpo.Loss(reinforce(tokens, objective).value.astype(mx.float16), {})
+def turned(tokens, objective): return grpo.Loss(-reinforce(tokens, objective).value, {})
+def own_mean(tokens, objective): return grpo.Loss(-(tokens.advantages * tokens.logprobs * tokens.mask).mean(), {})
+def counted(tokens, objective):
+    return reinforce(tokens, objective)._replace(sums={"clip_frac": (tokens.mask > 0).sum()})
 def infinite(tokens, objective): return grpo.Loss((tokens.logprobs * tokens.mask).sum() / 0, {})
 def too_small(rewards): return rewards.mean(axis=1)
 def not_a_number(rewards): return rewards * float("nan")
@@ -93,6 +101,9 @@ BAD = [
     ("loss", "unmasked", "has a gradient where tokens.mask is 0"),
     ("loss", "constant", "has no gradient with respect to tokens.logprobs"),
     ("loss", "infinite", "both must be finite"),
+    *(("loss", name, "of no axes") for name in ("no_sums", "a_number_of", "per_token", "half")),
+    ("loss", "turned", "falls as better answers become less likely; turn its sign"),
+    ("loss", "own_mean", "for two rows and 0.65 for one and one; divide by tokens.num_items or"),
     ("loss", "no_function", "no_function is of type int, not a function"),
     ("loss", "dapo_agin", "has no function 'dapo_agin', did you mean 'dapo_again'"),
     ("advantage", "too_small", "gave the shape (2,) for rewards of shape (2, 3)"),
@@ -105,6 +116,31 @@ BAD = [
 def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(mine, flag, name, words, refused):
     line = refused(train.main, [*SMALL, "--task", "demo", f"--{flag}", f"{mine}:{name}"], re.escape(words))
     assert f"{mine}:{name}" in line
+
+
+def test_a_filter_that_fails_or_gives_other_than_logits_is_named_with_its_line(mine, tmp_path):
+    (tmp_path / "f.py").write_text(
+        "def fails(logits, ids): return ids.nothing\n"
+        "def few(logits, ids): return logits[:, :3]\n"
+        "def listed(logits, ids): return logits.tolist()\n"
+    )
+    for name, words in (
+        ("fails", "f.py:1) raised AttributeError"),
+        ("few", "f.py:2) gave the shape (2, 3); return the logits as an mx.array of shape (2, 5)"),
+        ("listed", "f.py:3) gave a list; return"),
+    ):
+        choose = objectives.load_filter(f"{tmp_path}/f.py:{name}", 1.3)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            choose(mx.zeros((2, 5)), mx.array([[-1, 2], [3, 4]]))
+    assert objectives.load_filter(None, 1.0) is None
+
+
+def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path):
+    (tmp_path / "plain.py").write_text(
+        "import grpo\n\ndef forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
+    )
+    for spec in (f"{mine}:counted", f"{tmp_path}/plain.py:forget"):
+        assert objectives.load(Config.of(loss_type=spec)).loss is not None
 
 
 def test_an_own_loss_is_checked_like_a_word_of_ours():

@@ -33,7 +33,7 @@ from flags import Parser, check_least, fail, flag_of, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, delta, lm_head
-from machine import gpu, world
+from machine import alive, gpu, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
 from step import dispatch, micro_batch
@@ -462,8 +462,9 @@ def show_audit(config: Config) -> None:
     if not task.rewards:
         raise ValueError(f"--audit: --task {task.name} has no reward function, only a judge, which is not asked")
     for name, reward in task.rewards.items():
-        for said in audit.table(audit.audit(name, reward, task.train or task.held_out)):
-            print(said, flush=True)
+        with alive.doing(f"trying {name}"):
+            found = audit.audit(name, reward, task.train or task.held_out)
+        print(*audit.table(found), sep="\n", flush=True)
 
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long

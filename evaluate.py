@@ -34,7 +34,7 @@ from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu
-from problems import audit, chat_template, objectives
+from problems import audit, chat_template, filters
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
@@ -219,7 +219,7 @@ class EvalParams(NamedTuple):
     seed: int = 0
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
-    filter: objectives.Filter | None = None  # of logits; without a toolbox
+    filter: filters.Filter | None = None  # of logits; without a toolbox
     wording: str = ""  # of `--prompts`
 
 
@@ -546,7 +546,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
-    objectives.add_filter_flags(parser)
+    filters.add_filter_flags(parser)
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument(
@@ -561,7 +561,7 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        choose = objectives.load_filter(args.logits, args.repetition_penalty)
+        choose = filters.load_filter(args.logits, args.repetition_penalty)
         if choose and args.suite:
             raise ValueError("--suite measures models as they are; leave --logits and --repetition-penalty out")
         adapter = run_files.settle(args)

@@ -485,7 +485,7 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     from disk import run_files
     from flags import Parser, check_least, fail, visible
-    from problems import chat_template, objectives
+    from problems import chat_template, filters
     from problems.examples import check_text
 
     parser = Parser("sampler.py", "Sample completions of one prompt.")
@@ -497,7 +497,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
     parser.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end a completion (default: the run's)")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
-    objectives.add_filter_flags(parser)
+    filters.add_filter_flags(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     args = parser.parse_args(argv)
@@ -506,7 +506,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
-        choose = objectives.load_filter(args.logits, args.repetition_penalty)
+        choose = filters.load_filter(args.logits, args.repetition_penalty)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 check_text(flag, text)

@@ -15,7 +15,7 @@ from disk import run_files
 from launch.begin import Begun, as_settings, begin, make_dir
 from launch.stop import stoppable
 from machine import world
-from problems import chat_template, objectives
+from problems import chat_template, filters
 from reporting.console import say
 
 Steps = Iterator[dict[str, Any]]  # the figures of each
@@ -125,7 +125,7 @@ class Trainer:
         n: int = 1,
         *,
         temp: float | None = None,
-        logits: objectives.Filter | None = None,
+        logits: filters.Filter | None = None,
     ) -> list[list[str]]:
         """
         `n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily; logits: a

@@ -1,14 +1,12 @@
 """
-A user's own loss, advantage or filter of logits; the first two are tried on a few tokens before a model is loaded.
+A user's own loss and advantage, tried on a few tokens before a model is loaded.
 
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
-    --logits FILE.py:function       logits (N, V), ids so far (N, L) -> logits (N, V); not in training
 
 Left out: the losses and advantages that are ours (grpo.py).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +16,6 @@ import numpy as np
 
 import grpo
 from config import Config, is_own
-from flags import Parser
 from problems.examples import short
 from problems.rewards import load_function, place_of, raised
 
@@ -115,50 +112,3 @@ def advantages(spec: str, fn: Advantage, rewards: np.ndarray) -> np.ndarray:
     if not np.isfinite(found).all():
         raise ValueError(f"{what} gave {short(found.tolist())} for the rewards {short(rewards.tolist())}; be finite")
     return found
-
-
-# ---- a filter of logits
-
-Filter = Callable[[mx.array, mx.array], mx.array]  # logits (N, V) and ids (N, L), see `sampler.History` -> logits
-
-
-def add_filter_flags(parser: Parser) -> None:
-    """Adds the flags that `load_filter` reads."""
-    penalty = (
-        "divide logits above 0 of tokens that prompt or completion hold, multiply those below, as transformers does"
-    )
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=f"{penalty} (default: 1)")
-    parser.add_argument("--logits", metavar="FILE.py:fn", help="your filter: fn(logits, ids) -> logits")
-
-
-def load_filter(spec: str | None, penalty: float) -> Filter | None:
-    """The penalty for repetition, then the user's filter; None without either. Raises ValueError for a bad one."""
-    if not 0 < penalty < 1e6:
-        raise ValueError(f"--repetition-penalty is {penalty:g}; it must be above 0, and 1 is none")
-    own = None
-    if spec is not None:
-        _, fn = load_function("--logits", spec)
-        own = functools.partial(_filtered, f"--logits {spec}{place_of(fn)}", fn)
-    if penalty == 1:
-        return own
-    if own is None:
-        return functools.partial(penalized, penalty=penalty)
-    return lambda logits, ids: own(penalized(logits, ids, penalty), ids)
-
-
-def _filtered(what: str, fn: Filter, logits: mx.array, ids: mx.array) -> mx.array:
-    found = _tried(what, fn, lambda: fn(logits, ids))
-    if not isinstance(found, mx.array) or found.shape != logits.shape:
-        gave = f"the shape {found.shape}" if isinstance(found, mx.array) else f"a {type(found).__name__}"
-        raise ValueError(f"{what} gave {gave}; return the logits as an mx.array of shape {logits.shape}")
-    return found.astype(mx.float32)
-
-
-def penalized(logits: mx.array, ids: mx.array, penalty: float) -> mx.array:
-    """
-    Logits (N, V) with those of the ids (N, L) nearer to never: divided by the penalty above 0, else times it.
-
-    Source: CTRL, arXiv:1909.05858; transformers' RepetitionPenaltyLogitsProcessor.
-    """
-    seen = mx.zeros(logits.shape).at[mx.arange(len(ids))[:, None], mx.maximum(ids, 0)].add(ids >= 0) > 0
-    return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -10,6 +10,7 @@ from conftest import read_log
 import grpo
 import train
 from config import Config
+from problems import filters
 from settings import sources
 from step import objectives
 from tests.small_run import SMALL
@@ -129,10 +130,10 @@ def test_a_filter_that_fails_or_gives_other_than_logits_is_named_with_its_line(m
         ("few", "f.py:2) gave the shape (2, 3); return the logits as an mx.array of shape (2, 5)"),
         ("listed", "f.py:3) gave a list; return"),
     ):
-        choose = objectives.load_filter(f"{tmp_path}/f.py:{name}", 1.3)
+        choose = filters.load_filter(f"{tmp_path}/f.py:{name}", 1.3)
         with pytest.raises(ValueError, match=re.escape(words)):
             choose(mx.zeros((2, 5)), mx.array([[-1, 2], [3, 4]]))
-    assert objectives.load_filter(None, 1.0) is None
+    assert filters.load_filter(None, 1.0) is None
 
 
 def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path):

@@ -16,7 +16,7 @@ import sampler
 from layers import attention, lm_head, softmax
 from layers.delta_state import DeltaState
 from machine import gpu
-from problems import objectives
+from problems import filters
 from step import dispatch
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
@@ -80,7 +80,7 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
 @pytest.mark.parametrize("batch_size", [3, 64])
 def test_a_penalty_for_repetition_counts_prompt_and_completion(model, batch_size):
     """By transformers' definition: scores of what occurred, above 0 divided by it and below 0 times it."""
-    rollout = roll(model, batch_size=batch_size, temperature=0.7, filter=objectives.load_filter(None, 1.7))
+    rollout = roll(model, batch_size=batch_size, temperature=0.7, filter=filters.load_filter(None, 1.7))
     gaps, without = [], []
     for row, (hidden, (ids, logprobs)) in enumerate(zip(hidden_of(model, rollout), rows_of(rollout), strict=True)):
         plain = np.array((hidden @ model.head_weight.T).astype(mx.float32), np.float64)

@@ -3,11 +3,11 @@ A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the 
 
 MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader binds a symbol
 to the first library in the process that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls.
-The system's OpenBLAS is taken if there is one, else the one of the `scipy-openblas32` package, whose names carry a
-prefix that a small C shim, compiled once into the user's cache directory, takes off again.
+The system's OpenBLAS is taken if there is one, else the one of the `scipy-openblas32` package. Between it and MLX
+stands machine/blas.c, compiled once into the user's cache directory, which computes some of what MLX asks for itself.
 
-A library is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can be
-had, or MLX was imported first, MLX runs on its own BLAS and one line on stderr says so and why.
+What is made so is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can
+be had, or MLX was imported first, MLX runs on its own BLAS and one line on stderr says so and why.
 
 MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
@@ -18,6 +18,7 @@ set here, before MLX is imported; a value of the user's stays. As the first impo
 a Ctrl-C during the others becomes one line.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -33,18 +34,7 @@ from typing import Any
 
 import numpy as np
 
-_SHIM_SOURCE = """
-#define GEMM(name, real) \\
-    void scipy_cblas_##name(int, int, int, int, int, int, real, const real*, int, const real*, int, \\
-                            real, real*, int); \\
-    void cblas_##name(int order, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
-                      const real* b, int ldb, real beta, real* c, int ldc) { \\
-        scipy_cblas_##name(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
-    }
-GEMM(sgemm, float)
-GEMM(dgemm, double)
-"""
-
+SHIM = Path(__file__).with_name("machine") / "blas.c"
 
 # With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
 # (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
@@ -56,9 +46,8 @@ ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"}
 _CHECKED_SHAPES = ((1, 259, 385), (17, 33, 65), (129, 259, 385))
 
 
-def _agrees_with_numpy(path: str) -> bool:
+def _agrees_with_numpy(library: ctypes.CDLL) -> bool:
     """Whether the library's sgemm and dgemm equal numpy's product on three shapes, all four transpositions."""
-    library = ctypes.CDLL(path)  # RTLD_LOCAL: not yet visible to MLX
     rng = np.random.default_rng(0)
     kinds: list[tuple[str, Any, Any]] = [
         ("cblas_sgemm", ctypes.c_float, np.float32),
@@ -87,20 +76,18 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or (usual if home != "~" else tempfile.gettempdir())) / "gwen"
 
 
-def _system_library() -> str:
-    """The name of the system's OpenBLAS. OSError when there is none."""
-    ctypes.CDLL("libopenblas.so.0")
-    return "libopenblas.so.0"
-
-
 def _packaged_library() -> str:
-    """The path of the shim over scipy-openblas32, compiled on first use. OSError says what is missing."""
+    """The path of scipy-openblas32's library. OSError says what is missing."""
     try:
         import scipy_openblas32
     except ImportError as error:
         raise OSError("the package scipy-openblas32 is not installed") from error
-    folder = scipy_openblas32.get_lib_dir()
-    key = hashlib.sha256((_SHIM_SOURCE + platform.machine() + folder).encode()).hexdigest()[:16]
+    return f"{scipy_openblas32.get_lib_dir()}/libscipy_openblas.so"
+
+
+def _shim() -> str:
+    """The path of the shim for this processor, compiled on first use. OSError says what is missing."""
+    key = hashlib.sha256((SHIM.read_text() + platform.machine() + _processor()).encode()).hexdigest()[:16]
     cache = cache_directory()
     shim = cache / f"blas-{key}.so"
     if shim.exists():
@@ -110,16 +97,21 @@ def _packaged_library() -> str:
         raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        source, built = Path(scratch) / "shim.c", Path(scratch) / "shim.so"
-        source.write_text(_SHIM_SOURCE)
-        command = [compiler, "-shared", "-fPIC", "-O2", str(source), "-o", str(built)]
-        command += [f"{folder}/libscipy_openblas.so", f"-Wl,-rpath,{folder}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        built = Path(scratch) / "shim.so"
+        # a sum may round once after each product, and then does so everywhere
+        flags = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
+        done = subprocess.run([compiler, *flags, str(SHIM), "-o", str(built)], capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
             raise OSError(f"{compiler} could not build the shim: {reason}")
         os.replace(built, shim)  # atomic: two first runs at once both end with a whole file
     return str(shim)
+
+
+def _processor() -> str:
+    """The processor's features, as Linux tells them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
 def _keep_freed_memory() -> None:
@@ -146,10 +138,18 @@ def _load() -> str:
     # model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one, unless asked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     reasons = []
-    for name, find in (("system OpenBLAS", _system_library), ("OpenBLAS of scipy-openblas32", _packaged_library)):
+    for name, find, prefix in (
+        ("system OpenBLAS", lambda: "libopenblas.so.0", ""),
+        ("OpenBLAS of scipy-openblas32", _packaged_library, "scipy_"),
+    ):
         try:
-            path = find()
-            if _agrees_with_numpy(path):
+            library = ctypes.CDLL(path := find())  # RTLD_LOCAL: not visible to MLX
+            without_shim = () if prefix else (OSError,)  # the system's MLX could use as it is
+            with contextlib.suppress(*without_shim):
+                shim = ctypes.CDLL(_shim())
+                shim.use_blas(*(ctypes.cast(library[f"{prefix}cblas_{kind}gemm"], ctypes.c_void_p) for kind in "sd"))
+                library, path = shim, shim._name
+            if _agrees_with_numpy(library):
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return name
             reasons.append(f"{name} disagrees with numpy")

@@ -41,8 +41,8 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
             mask = mask[:, :, None]
         scores = scores + mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
         scores = scores.reshape(num_rows, num_kv_heads, -1, num_keys)
-    weights = gpu.exp(scores - mx.stop_gradient(scores.max(-1, keepdims=True)))
-    out = (weights @ values.astype(mx.float32)) / weights.sum(-1, keepdims=True)
+    weights = gpu.exp(scores, gpu.row_max(scores))
+    out = (weights @ values.astype(mx.float32)) / gpu.row_sum(weights)
     return out.reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
@@ -215,12 +215,12 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
         elif group.mask is not None:
             score = score + mx.where(group.mask, 0.0, -1e30)
         scores.append(score)
-    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout.groups, strict=True)]
-    peak = mx.stop_gradient(functools.reduce(mx.maximum, peaks))  # (N, K, Q, 1)
+    peaks = [scatter(gpu.row_max(score), group) for score, group in zip(scores, layout.groups, strict=True)]
+    peak = functools.reduce(mx.maximum, peaks)  # (N, K, Q, 1)
     sums, outs = [], []
     for score, (_, values), group in zip(scores, parts, layout.groups, strict=True):
-        weights = gpu.exp(score - gather(peak, group, values.shape[0]))
-        sums.append(scatter(weights.sum(-1, keepdims=True), group))
+        weights = gpu.exp(score, gather(peak, group, values.shape[0]))
+        sums.append(scatter(gpu.row_sum(weights), group))
         outs.append(scatter(weights @ values.astype(mx.float32), group))
     total, out = functools.reduce(mx.add, sums), functools.reduce(mx.add, outs)
     return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)

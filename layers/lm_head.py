@@ -276,7 +276,7 @@ class _Softmax(NamedTuple):
         logits = logits_of(x, weight, ids, support)  # (M, tile)
         place, inside = place_of(ids, tile)
         found = mx.take_along_axis(logits, place, axis=-1)
-        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        peak = mx.maximum(self.peak, gpu.row_max(logits))
         logits, moved = logits - peak, self.peak - peak
         shrunk = gpu.exp(moved)
         weights = gpu.exp(logits)

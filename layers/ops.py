@@ -114,7 +114,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     if gpu.on_gpu():
         return mx.fast.rms_norm(x, weight, eps)
     wide = x.astype(mx.float32)  # MLX's own expression for a CPU has twice the operations
-    out = (wide * mx.rsqrt((wide * wide).sum(-1, keepdims=True) * (1 / x.shape[-1]) + eps)).astype(x.dtype)
+    out = (wide * mx.rsqrt(gpu.row_sum(wide * wide) * (1 / x.shape[-1]) + eps)).astype(x.dtype)
     return out if weight is None else out * weight
 
 

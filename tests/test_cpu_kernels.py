@@ -1,0 +1,92 @@
+"""
+The kernels in the BLAS of a CPU, machine/blas.c, against float64; and the expressions where they are missing.
+"""
+
+import cpu_blas
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from machine import cpu, gpu
+
+needs_kernels = pytest.mark.skipif(not cpu.has_kernels(), reason="another BLAS serves MLX here")
+ODD = [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-40, -1e-40, -1e30, 1e30, 88.7228, 88.7229, -87.4, -103.9, -104.1]
+
+
+def test_the_kernels_are_there_wherever_openblas_serves_mlx():
+    assert cpu.has_kernels() == cpu_blas.description.startswith(("system OpenBLAS", "OpenBLAS of"))
+
+
+@needs_kernels
+def test_exp_is_that_of_float64_over_the_whole_range():
+    x = np.concatenate([np.linspace(-110, 90, 200_001), ODD]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        exact = np.exp(x.astype(np.float64))
+        rounded = exact.astype(np.float32)
+    found = np.array(gpu.exp(mx.array(x)))
+    normal = (exact > 1.2e-38) & np.isfinite(rounded)
+    assert np.abs(found[normal] / exact[normal] - 1).max() < 1.5e-7
+    np.testing.assert_allclose(found[~normal], rounded[~normal], rtol=0, atol=2e-45)  # inf, nan, 0 and denormals
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(), (1,), (37,), (3, 5), (2, 3, 16), (2, 3, 4, 101)])
+def test_exp_of_what_is_left_of_a_shift_is_equal_wherever_a_number_stands(shape):
+    x, shift = gpu.normal(*shape, dtype=mx.float32, scale=3), gpu.normal(*shape[:-1], 1, dtype=mx.float32, seed=1)
+    found = np.array(gpu.exp(x, shift if shape else None))
+    exact = np.exp(np.array(x, np.float64) - (np.array(shift, np.float64) if shape else 0))
+    np.testing.assert_allclose(found, exact, rtol=2e-6)
+    for size in (1, 3, 20):
+        same = gpu.exp(mx.broadcast_to(x.reshape(-1, 1), (x.size, size)))
+        assert (np.array(same) == np.array(gpu.exp(x)).reshape(-1, 1)).all()
+
+
+@needs_kernels
+def test_what_is_no_row_of_memory_has_its_exp_too():
+    x = gpu.normal(6, 5, dtype=mx.float32)
+    for view in (x.T, x[::2, 1::2], mx.broadcast_to(x[:1], (4, 5))):
+        np.testing.assert_allclose(np.array(gpu.exp(view)), np.exp(np.array(view)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False])
+def test_the_gradient_of_exp_takes_the_shift_as_fixed(monkeypatch, kernels):
+    monkeypatch.setattr(cpu, "has_kernels", lambda: kernels)
+    x = gpu.normal(3, 7, dtype=mx.float32)
+    value, slope = mx.value_and_grad(lambda x: (gpu.exp(2 * x, gpu.row_max(x)) * mx.arange(7)).sum())(x)
+    shifted = np.exp(2 * np.array(x) - np.array(x).max(-1, keepdims=True)) * np.arange(7)
+    np.testing.assert_allclose(value.item(), shifted.sum(), rtol=1e-5)
+    np.testing.assert_allclose(np.array(slope), 2 * shifted, rtol=1e-5)
+
+
+SHAPES = [(1, 1), (4, 3), (5, 16), (2, 3, 37), (2, 2, 3, 160), (2, 3000)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_of_a_row_and_its_gradient_are_those_of_float64(monkeypatch, shape):
+    monkeypatch.setattr(gpu, "WORTH_A_KERNEL", 0)
+    x, factor = gpu.normal(*shape, dtype=mx.float32), gpu.normal(*shape[:-1], 1, dtype=mx.float32, seed=1)
+    value, slope = mx.value_and_grad(lambda x: (gpu.row_sum(x) * factor).sum())(x)
+    exact = np.array(x, np.float64).sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.array(gpu.row_sum(x)), exact, rtol=0, atol=1e-6 * np.abs(np.array(x)).sum(-1).max())
+    np.testing.assert_allclose(value.item(), (exact * np.array(factor)).sum(), rtol=1e-4)
+    assert (np.array(slope) == np.broadcast_to(np.array(factor), shape)).all()
+
+
+@needs_kernels
+def test_the_sum_of_a_vocabulary_loses_no_digits():
+    x = mx.full((1, 151_936), 0.1)
+    assert abs(gpu.row_sum(x).item() / (151_936 * float(np.float32(0.1))) - 1) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_of_a_row_is_found_wherever_it_stands(monkeypatch, shape):
+    monkeypatch.setattr(gpu, "WORTH_A_KERNEL", 0)
+    x = gpu.normal(*shape, dtype=mx.float32)
+    assert (np.array(gpu.row_max(x)) == np.array(x).max(-1, keepdims=True)).all()
+    for place in (0, shape[-1] // 2, shape[-1] - 1):
+        for value in (9.0, np.nan):
+            row = np.full((1, shape[-1]), -np.inf, np.float32)
+            row[0, place] = value
+            np.testing.assert_equal(np.array(gpu.row_max(mx.array(row))).item(), value)

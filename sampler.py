@@ -483,15 +483,20 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    import tasks
+    from config import SETTINGS, TOOLS
     from disk import run_files
-    from flags import Parser, check_least, fail, visible
+    from flags import Parser, add_flags, check_least, fail, visible
     from problems import chat_template, filters
-    from problems.examples import check_text
+    from problems.examples import check_text, spread
+    from settings.checks import checked
+    from settings.sources import given, load_recipe, resolve
+    from turns import episodes
 
-    parser = Parser("sampler.py", "Sample completions of one prompt.")
+    parser = Parser("sampler.py", "Sample completions of one prompt, or play held-out episodes with tools.")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
-    parser.add_argument("--prompt", required=True, help="what the user says")
+    parser.add_argument("--prompt", help="what the user says (default: held-out problems, where there are tools)")
     parser.add_argument("--system", help="what stands before it")
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
@@ -500,6 +505,8 @@ def main(argv: list[str] | None = None) -> None:
     filters.add_filter_flags(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
+    played = ["task", *TOOLS]
+    add_flags(parser, [SETTINGS[name] for name in played])
     args = parser.parse_args(argv)
     try:
         adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
@@ -511,10 +518,37 @@ def main(argv: list[str] | None = None) -> None:
             if text is not None:
                 check_text(flag, text)
         name, why = gwen.choose_model(args.model, adapter)
+        box, asked = None, given(args, played)
+        held = run_files.settings_of(args.run) if args.run else {}
+        problems = [{"prompt": args.prompt, "system": args.system}] if args.prompt else []
         model, tokenizer = gwen.load(name, adapter=adapter)
+        if asked or not problems or held.get("tools") or held.get("env") or held.get("task") in tasks.TALKING:
+            how = asked | {"model": name, "thinking": args.thinking}
+            if held.get("loss_type") == "sft":
+                how = {"task": held["task"]} | how
+            elif held:
+                how = load_recipe(run_files.config_file(args.run)) | how
+            config = checked(how) if held else resolve(how, None, None, lambda _: (name, why))[0]
+            box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
+        if box is not None:
+            if choose or args.stop:
+                raise ValueError(
+                    "--logits, --repetition-penalty and --stop are for completions without tools; leave it out"
+                )
+            print(visible(f"model: {name}, {why}"), file=sys.stderr)
+            problems, size = (problems, args.num) if problems else (spread(tasks.make(config).held_out, args.num), 1)
+            talk = box.play(problems, size, f"held out {args.seed}")
+            params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids)
+            how = {"group_size": size, "key": args.seed, "talk": talk, "context": box.context}
+            reasons = rollout(model, talk.prompts, params, **how).finish_reasons
+            talk.columns()  # asks environments for their rewards
+            print(visible("\n".join(talk.shown(row, reason) for row, reason in enumerate(reasons))))
+            return
+        if not problems:
+            raise ValueError("--prompt is missing: what the user says; only what has tools asks by itself")
         prompts = chat_template.encode_prompts(
             tokenizer,
-            [{"prompt": args.prompt, "system": args.system}],
+            problems,
             max_tokens=args.max_tokens,
             context=model.config.max_position_embeddings,
             thinking=args.thinking,
@@ -531,4 +565,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from turns.episodes import ended
+
+    with ended():
+        main()

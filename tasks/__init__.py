@@ -130,13 +130,9 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
 
 def _with_tools(task: Task, config: Config) -> Task:
     """The task with the functions of --tools and the environments of --env; what these give is a reward of weight 1."""
-    if specs := config.tools.tools:
-        found = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
-        if len(dict(found)) < len(found):
-            raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
-        task = task._replace(tools=tuple(dict(found).values()))
+    tools, environments = callables(config)
+    task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
-        task = task._replace(environments=_environments(config.tools.env))
         if not task.held_out:  # one prompt in all rows: what differs is what the environment draws
             task = task._replace(held_out=spread(task.train, guess.NUM_HELD_OUT))
         if not config.data.reward and not config.data.rubric:
@@ -172,6 +168,16 @@ def _with_tools(task: Task, config: Config) -> Task:
     if (task.tools or task.environments) and config.objective.teacher_prompt:
         raise ValueError("--teacher-prompt stands before prompts without tools; leave it out, or --tools and --env")
     return task
+
+
+def callables(config: Config) -> tuple[tuple[calls.Tool, ...], dict[str, type]]:
+    """What a model may call: the functions of --tools and the environments of --env, or the task's own."""
+    task, specs = _TASKS.get(config.data.task, (Task("", {}, {}),))[0], config.tools.tools
+    found = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
+    if len(dict(found)) < len(found):
+        raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
+    environments = _environments(config.tools.env) if config.tools.env else task.environments
+    return tuple(dict(found).values()) or task.tools, environments
 
 
 def _environments(env: str) -> dict[str, type]:
@@ -299,6 +305,8 @@ _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], l
     "guess": (guess.GUESS, guess.bundled, load_data),
     "env": (guess.GUESS._replace(name="env", environments={}), guess.bundled, load_data),
 }
+
+TALKING = [name for name, (task, _, _) in _TASKS.items() if task.tools or task.environments]  # those with tools
 
 
 def _instructed(name: str) -> Task:

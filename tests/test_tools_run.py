@@ -11,6 +11,7 @@ import pytest
 from conftest import message_of, read_log, write_log
 
 import evaluate
+import sampler
 import train
 import update
 from run import GrpoRun
@@ -361,6 +362,29 @@ def test_chat_template_kwargs_beside_tools_are_refused(tmp_path, world):
     write_log(data, rows)
     config = checked(SMALL | {"task": "values", "data": str(data), "env": f"{world}:Door"})
     assert "column chat_template_kwargs is for prompts without tools" in message_of(make, config)
+
+
+def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_path, world, capsys):
+    run = start(tmp_path, env=f"{world}:Warmer", steps=1, max_tokens=64)
+    run.fit()
+    run.save()
+    capsys.readouterr()
+    for flags in (["--run", str(run.dir)], ["--model", "demo:tools", "--env", f"{world}:Warmer"]):
+        sampler.main([*flags, "--num", "6", "--max-tokens", "80", "--temp", "0"])
+        said = capsys.readouterr().out.splitlines()
+        assert said.count("[user] I think of a number from 1 to 20. Find it.") == 6
+        assert sum(line.startswith("[assistant] ") for line in said) > 6
+        called = [place for place, line in enumerate(said) if line.startswith("[assistant] guess {")]
+        assert called and all(said[place + 1].startswith("[guess] ") for place in called)
+        assert sum("] reward " in line for line in said) == 6
+
+
+def test_sampler_gives_a_prompt_the_tools_that_it_is_asked_for(capsys):
+    flags = ["--model", "demo:tools", "--prompt", "What is 12 * 13 + 100?", "--max-tokens", "40", "--num", "2"]
+    sampler.main([*flags, "--tools", "tasks.calculator:calculator"])
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("[user] What is 12 * 13 + 100?") == 2
+    assert sum(line in ("[stop]", "[length]", "[turns]") for line in said) == 2
 
 
 def test_evaluate_plays_held_out_episodes(tmp_path, capsys):

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import json
 import math
 import numbers
 import os
@@ -470,6 +471,17 @@ class Episodes:
             said.messages = episode.messages
             found.append(said)
         return list(found)
+
+    def shown(self, row: int, reason: str) -> str:
+        """A row's conversation to read, each message after who says it, then why it ended and its reward."""
+        asked = [{"role": "user", "content": prompt_text(self.asked[row // self.group_size]["prompt"])}]
+        lines = list[str]()
+        for message in [*asked, *self.rows[row].messages]:
+            made = [call["function"] for call in message.get("tool_calls", [])]
+            said = [message["content"], *(f"{one['name']} {json.dumps(one['arguments'])}" for one in made)]
+            lines.append(f"[{message.get('name', message['role'])}] {chr(10).join(filter(None, said))}")
+        reward = self.rows[row].reward
+        return "\n".join([*lines, f"[{reason}]" + ("" if reward is None else f" reward {reward:g}")])
 
     def metrics(self) -> dict[str, float]:
         """The figures `tools/…` of a rollout, sums but for the turns."""

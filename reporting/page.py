@@ -200,10 +200,13 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
     """One completion: its text, whole or in tokens with their log-probabilities, and what it earned."""
     row: dict[str, Any] = {"text": fold(line["completion"])}
     if decode is not None and len(line["completion"]) <= MOST_TEXT:
-        spans = line.get("own") or [[0, len(line["ids"])]]  # of a conversation, what the model wrote
-        pieces = decode([one for begin, end in spans for one in line["ids"][begin:end]])
+        ids, pieces, told, last = line["ids"], list[tuple[str, int]](), list[tuple[int, str]](), 0
+        for begin, end in line.get("own") or [[0, len(ids)]]:  # of a conversation, what the model wrote
+            if last < begin:
+                told.append((len(pieces), fold("".join(text for text, _ in decode(ids[last:begin])))))
+            pieces, last = pieces + decode(ids[begin:end]), end
         ends = np.cumsum([number for _, number in pieces]).astype(int)
-        row = {"tokens": [visible(text) for text, _ in pieces]}
+        row = {"tokens": [visible(text) for text, _ in pieces]} | ({"told": told} if told else {})
         row |= {name: summed(line[name], ends) for name in SHADES if line.get(name) is not None}
     scores, values = line.get("judge_scores") or [], line["rewards"].values()
 

@@ -119,7 +119,9 @@ function card(group, row, withPrompt) {
   if (row.tokens) {
     const by = form.elements.shade.value;
     if (by && !row[by]) figures.append(element("span", "", `${SHADES[by].word} not recorded`));
+    const told = new Map(row.told); // what it was told between its turns, by the token that comes after
     row.tokens.forEach((token, i) => {
+      if (told.has(i)) text.append(element("span", "told", told.get(i)));
       const piece = element("span", "", token);
       if (row[by]) {
         piece.dataset.p = "";

@@ -1,18 +1,18 @@
 // What stands between MLX and OpenBLAS on a Linux CPU; cpu_blas.py compiles it for the processor at hand.
 //
-// MLX asks for its products by `cblas_sgemm` and `cblas_dgemm`, which OpenBLAS computes. One whose factor alpha is
-// -2**100, -2**101 or -2**102 is no product: so cpu.py asks for a kernel of its own.
+// MLX asks for its products by `cblas_sgemm` and `cblas_dgemm`. Those of few rows are computed here, all others by
+// OpenBLAS. One whose factor alpha is -2**100, -2**101 or -2**102 is no product: so cpu.py asks for a kernel of its own.
 //
 // Vectors are the compiler's, so that one text serves x86 and ARM.
 
 #include <string.h>
 
 #if defined(__AVX512F__)
-enum { WIDTH = 16 };
+enum { WIDTH = 16, ROWS = 4, COLUMNS = 6 };  // sums that fit into 32 registers beside what they are made of
 #elif defined(__AVX__)
-enum { WIDTH = 8 };
+enum { WIDTH = 8, ROWS = 2, COLUMNS = 4 };  // into 16
 #else
-enum { WIDTH = 4 };
+enum { WIDTH = 4, ROWS = 4, COLUMNS = 6 };
 #endif
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int ivec __attribute__((vector_size(4 * WIDTH)));
@@ -27,6 +27,63 @@ INLINE vec load(const float* x) {
 INLINE void store(float* x, vec v) { memcpy(x, &v, sizeof v); }
 
 INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+
+// The sum of a vector's numbers, always in the same order: halves are added until one is left.
+#define ADD_HALVES(size) { \
+        typedef float part __attribute__((vector_size(size / 2))); \
+        part low, high; \
+        memcpy(&low, s, sizeof low); \
+        memcpy(&high, (char*)s + sizeof low, sizeof low); \
+        low += high; \
+        memcpy(s, &low, sizeof low); \
+    }
+
+INLINE float total(vec v) {
+    float s[WIDTH];
+    store(s, v);
+    if (WIDTH > 8) ADD_HALVES(64)
+    if (WIDTH > 4) ADD_HALVES(32)
+    ADD_HALVES(16)
+    return s[0] + s[1];
+}
+
+// ---- products of few rows
+
+// a (m, k) times the transposed b (n, k), both with contiguous rows, as `x @ weight.T` in a decode step. OpenBLAS first
+// copies all of b into an order of its own, which pays when many rows use it. A number of the result is summed in one
+// order, whatever rows and columns are computed beside it.
+enum { MOST_ROWS = 8, LEAST_DEPTH = 128 };
+
+INLINE void block(int rows, int columns, int k, const float* a, int lda, const float* b, int ldb, float* c, int ldc) {
+    vec sums[ROWS][COLUMNS];
+    int l = 0;
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < columns; j++) sums[i][j] = (vec){0};
+    for (; l + WIDTH <= k; l += WIDTH)
+        for (int i = 0; i < rows; i++) {
+            vec x = load(a + (long)i * lda + l);
+            for (int j = 0; j < columns; j++) sums[i][j] += x * load(b + (long)j * ldb + l);
+        }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < columns; j++) {
+            float sum = total(sums[i][j]);
+            for (int t = l; t < k; t++) sum += a[(long)i * lda + t] * b[(long)j * ldb + t];
+            c[(long)i * ldc + j] = sum;
+        }
+}
+
+static void few_rows(int m, int n, int k, const float* a, int lda, const float* b, int ldb, float* c, int ldc) {
+#define BLOCK(rows, columns) \
+    block(rows, columns, k, a + (long)i * lda, lda, b + (long)j * ldb, ldb, c + (long)i * ldc + j, ldc)
+    int j = 0;
+    for (; j + COLUMNS <= n; j += COLUMNS) {
+        int i = 0;
+        for (; i + ROWS <= m; i += ROWS) BLOCK(ROWS, COLUMNS);
+        for (; i < m; i++) BLOCK(1, COLUMNS);
+    }
+    for (; j < n; j++)
+        for (int i = 0; i < m; i++) BLOCK(1, 1);
+}
 
 // ---- kernels: each writes its result over c (m, n), which holds its first argument
 
@@ -121,6 +178,8 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
     if (alpha == kernel) exponentials(m, n, a, c, ldc);
     else if (alpha == 2 * kernel) maxima(m, k, a, lda, c, ldc);
     else if (alpha == 4 * kernel) sums(m, k, a, lda, c, ldc);
+    else if (m <= MOST_ROWS && k >= LEAST_DEPTH && order == 101 && ta == 111 && tb == 112 && alpha == 1 && beta == 0)
+        few_rows(m, n, k, a, lda, b, ldb, c, ldc);
     else sgemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 

@@ -90,3 +90,16 @@ def test_the_largest_of_a_row_is_found_wherever_it_stands(monkeypatch, shape):
             row = np.full((1, shape[-1]), -np.inf, np.float32)
             row[0, place] = value
             np.testing.assert_equal(np.array(gpu.row_max(mx.array(row))).item(), value)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("columns", "depth"), [(1, 128), (5, 131), (6, 144), (13, 259), (64, 512), (25, 1000)])
+def test_a_product_of_few_rows_is_exact_and_each_row_is_its_own(columns, depth):
+    rng = np.random.default_rng(0)
+    weight, x = rng.standard_normal((columns, depth)), rng.standard_normal((8, depth))
+    whole = mx.array(x, mx.float32) @ mx.array(weight, mx.float32).T
+    size = np.abs(x) @ np.abs(weight).T
+    assert (np.abs(np.array(whole) - x @ weight.T) / size).max() < 2e-7
+    for rows in range(1, 8):
+        part = mx.array(x[8 - rows :], mx.float32) @ mx.array(weight, mx.float32).T
+        assert (np.array(part) == np.array(whole)[8 - rows :]).all(), rows

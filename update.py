@@ -138,7 +138,7 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
         if teaches:
             logprobs, measured = optimizer_step(learner, part, its_own, lr * learner.rate)
         else:
-            _, logprobs, measured = gradient(learner, part, its_own)
+            logprobs, measured = measure(learner, part, its_own)
             measured["skipped"] = 0
         note(parts[number], logprobs)
         if before and not measured["skipped"]:
@@ -231,12 +231,29 @@ def gradient(
     # a machine without a part knows another order, in which the norm would round otherwise
     names = sorted(grads) if world.size() > 1 else list(grads)
     grads = dict(zip(names, world.all_sum([grads[name] for name in names]), strict=True))
+    return tree_unflatten(list(grads.items())), *joined(batches, found)
+
+
+def measure(learner: Learner, batches: list[MicroBatch], targets: Targets) -> tuple[list[mx.array], dict[str, float]]:
+    """What `gradient` gives beside the gradient, by forward passes alone."""
+    learner.num_forwards += sum(len(batch.rows) for batch in batches)
+    found = []
+    with gpu.without_gradients():
+        for batch in my_part(batches):
+            _, logprobs, sums = learner.reader.share(learner.model, batch, targets)
+            mx.eval(logprobs, sums)  # wait
+            found.append((logprobs, {name: value.item() for name, value in sums.items()}))
+    return joined(batches, found)
+
+
+def joined(batches: list[MicroBatch], found: list[Any]) -> tuple[list[mx.array], dict[str, float]]:
+    """Log-probabilities and measurements of all micro-batches, from those of this machine's."""
     found, totals = of_all(batches, found), dict[str, float]()
     for _, sums in found:
         for name, value in sums.items():
             held = totals.get(name, 0.0)
             totals[name] = max(held, value) if name.endswith("_max") else held + value
-    return tree_unflatten(list(grads.items())), [logprobs for logprobs, _ in found], totals
+    return [logprobs for logprobs, _ in found], totals
 
 
 def share_and_gradient(learner: Learner, batch: MicroBatch, targets: Targets) -> tuple[Any, Any]:

@@ -125,7 +125,7 @@ def _places(part: list[int], completions: list[list[int]], rollout: Rollout) -> 
 def _make_shared(
     part: list[int], prompts: list[list[int]], completions: list[list[int]], rollout: Rollout
 ) -> MicroBatch:
-    prefix = shared_prompts.Prefix.of([prompts[row] for row in part])
+    prefix = shared_prompts.Prefix.of([prompts[row] for row in part], rollout.places is not None)
     tokens = [completions[row][:-1] for row in part]
     positions = np.minimum(_places(part, completions, rollout), max(map(len, tokens)))
     return _finish(part, prefix, tokens, positions, rollout)

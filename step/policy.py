@@ -183,6 +183,8 @@ def completion_hidden(model: gwen.Model, batch: MicroBatch, checkpoint_layers: i
         hidden = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
     else:
         hidden = shared_prompts.hidden(model, batch.prefix, batch.tokens, batch.lengths, checkpoint_layers)
+        if not batch.prefix.in_turns:  # the states are those of the tokens
+            return hidden
     return mx.take_along_axis(hidden, batch.positions[:, :, None], axis=1)
 
 

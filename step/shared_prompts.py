@@ -39,20 +39,23 @@ class Prefix(NamedTuple):
     tokens: mx.array  # (B, P)
     lengths: list[int]  # B
     parents: list[int]  # M, each row's prompt
+    in_turns: bool  # whether rows hold tokens that are not theirs, so that not each state predicts one of theirs
 
     @classmethod
-    def of(cls, prompts: list[list[int]]) -> "Prefix":
+    def of(cls, prompts: list[list[int]], in_turns: bool) -> "Prefix":
         """The distinct ones of M rows' prompts."""
         place = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         distinct = [list(prompt) for prompt in place]
-        return cls(padded(distinct), list(map(len, distinct)), [place[tuple(prompt)] for prompt in prompts])
+        parents = [place[tuple(prompt)] for prompt in prompts]
+        return cls(padded(distinct), list(map(len, distinct)), parents, in_turns)
 
     def of_rows(self, places: list[int]) -> "Prefix":
         """The prompts that some of the rows continue."""
         parents = [self.parents[place] for place in places]
         kept = sorted(set(parents))
         lengths = [self.lengths[parent] for parent in kept]
-        return Prefix(self.tokens[mx.array(kept)], lengths, [kept.index(parent) for parent in parents])
+        places = [kept.index(parent) for parent in parents]
+        return Prefix(self.tokens[mx.array(kept)], lengths, places, self.in_turns)
 
 
 def cut(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:

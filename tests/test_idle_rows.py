@@ -106,12 +106,17 @@ def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeyp
     assert rows_of(trust_region.make_probe(known, 0)) == rows_of(known)
 
 
-def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path):
+def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     update_once(run)  # its momentum would go on
     before, count = dict(run.learner.trainable), run.learner.optimizer.step.item()
     _, rows, rollout = sample(run)
     zeros = np.zeros((3, 4))
+    batches = cut(run, rows, rollout, zeros)
+    targets = update.targets_of(run.learner, batches, rollout, mx.array(zeros.reshape(-1)))
+    by_both = update.gradient(run.learner, batches, targets)[2]
+    assert update.measure(run.learner, batches, targets)[1] == pytest.approx(by_both, rel=1e-5, abs=1e-6)
+    monkeypatch.setattr(update, "share_and_gradient", None)  # forward passes alone
     result = take_step(run, cut(run, rows, rollout, zeros), rollout, mx.array(zeros.reshape(-1)), 1e-3)
     assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
     assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, 0, None)

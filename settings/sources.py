@@ -172,13 +172,15 @@ def of_environment() -> dict[str, int]:
 
 def of_task(task: str, model: str) -> dict[str, Any]:
     """
-    The task's defaults from `recipes/`: for rg:NAME those of the model demo:rg, and none for another model; for own
-    data with a bundled model those of the model's own task.
+    The task's defaults from `recipes/`: for rg:NAME, calculator and guess those of their bundled model, and none for
+    another model; for own data with a bundled model those of the model's own task.
     """
     kind = task.partition(":")[0]
     name = RECIPES.get((model, kind), kind)
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
     held = load_recipe(paths[name]) if name in paths else {}
+    if model and held.get("model") in OWN_TASK and held["model"] != model:
+        return {}
     return {key: held[key] for key in held if kind != "own" or key not in ("model", "task", "task_config")}
 
 

@@ -270,8 +270,8 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
 
 def drawn(rewards, reasons):
     """A draw of groups of two, as far as `choose_groups` looks."""
-    rewards, rollout = SimpleNamespace(filled=np.array(rewards, float)), SimpleNamespace(finish_reasons=reasons)
-    return SimpleNamespace(rewards=rewards, rollout=rollout)
+    rewards = SimpleNamespace(filled=np.array(rewards, float), turns=None)
+    return SimpleNamespace(rewards=rewards, rollout=SimpleNamespace(finish_reasons=reasons))
 
 
 def test_a_group_whose_rows_are_all_left_out_teaches_nothing():

@@ -261,7 +261,7 @@ def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same
     rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
     advantages = np.array(mx.random.normal((12,), key=mx.random.key(1)), np.float64)
     batches = told(run.learner.reader.cut(rows, rollout, advantages.reshape(3, 4), 0), rollout.logprobs)
-    new, old = (np.array(x, np.float64) for x in (whole_step(run, batches, rollout.mask.shape)[0], rollout.logprobs))
+    new, old = (np.array(x, np.float64) for x in (whole_step(run, batches, rollout.mask.shape), rollout.logprobs))
     mask, max_tokens = np.array(rollout.mask), run.config.sampling.max_tokens
     case = oracle.Case(new, old, np.zeros_like(new), advantages, mask, max_tokens)
     result, _ = gradient_of_update(run, batches, rollout, mx.array(advantages, mx.float32))
@@ -287,7 +287,7 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
 
     run, batches, rollout = begin("--mini-batches", "3", "--num-iterations", "2")
     assert [set(row // 4 for row in batch.rows.tolist()) for batch in batches] == [{0}, {1}, {2}]
-    first, _ = whole_step(run, batches, rollout.mask.shape)
+    first = whole_step(run, batches, rollout.mask.shape)
     result = take_step(run, batches, rollout, advantages, 1.0)
     assert result.means["clip_frac"] > 0 and result.means["logprob_abs_max"] < 1e-3  # the sampler's is that policy
 

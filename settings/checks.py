@@ -56,7 +56,7 @@ def fused_targets(asked: list[Any]) -> list[Any]:
                 f"name {' and '.join(lacking)} too, or {whole}"
             )
         found = [one for one in found if one not in parts] + ([whole] if named and whole not in asked else [])
-    return sorted(found, key=TARGETS.index) if set(found) <= set(TARGETS) else found
+    return sorted(found, key=TARGETS.index) if all(one in TARGETS for one in found) else found
 
 
 def refuse_unused(config: Config, flags: Collection[str]) -> None:

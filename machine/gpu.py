@@ -48,8 +48,8 @@ def has_metal() -> bool:
 
 
 def has_cpu_kernels(x: mx.array, least: int = 0) -> bool:
-    """Whether the kernels of cpu.py run here, on an array of so many numbers at least."""
-    return x.size >= least and not on_gpu() and cpu.has_kernels()
+    """Whether the kernels of cpu.py run here, on a float32 array of so many numbers at least."""
+    return x.dtype == mx.float32 and x.size >= least and not on_gpu() and cpu.has_kernels()
 
 
 def exp(x: mx.array, shift: mx.array | None = None) -> mx.array:

@@ -6,8 +6,7 @@ spaces between words, whose answers are one word here.
 """
 
 import re
-
-import numpy as np
+from typing import Any
 
 from problems.examples import Example, prompt_text
 
@@ -63,13 +62,15 @@ def holds(text: str, prompt: str) -> bool:
 
 
 def gated(
-    components: dict[str, np.ndarray], examples: list[Example], completions: list[str], finish_reasons: list[str]
-) -> dict[str, np.ndarray]:
+    components: dict[str, Any], examples: list[Example], completions: list[str], finish_reasons: list[str]
+) -> dict[str, Any]:
     """
-    The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form.
+    The components, an array (N,) each, without what they pay above 0 for completions that are cut off or have no form.
 
     So no reward is worth a repetition or a copy of the prompt, whatever it pays for.
     """
+    import numpy as np  # here: what reads data and scores answers does without
+
     rows = zip(completions, examples, finish_reasons, strict=True)
     held = [why == "stop" and holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
     return {name: np.where(held, values, np.minimum(values, 0.0)) for name, values in components.items()}

@@ -365,8 +365,8 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
 
 OTHERS = {
     sampler.main: [
-        ("", "the following arguments are required: --prompt"),
-        ("--promt hi", "are required: --prompt"),
+        ("", "--prompt is missing: what the user says"),
+        ("--promt hi", "--promt is no flag of sampler.py; did you mean --prompt[?]"),
         ("--prompt=", "--prompt: '' is empty"),
         ("--prompt \udcff", "--prompt .* holds half of a surrogate pair"),
         ("--prompt hi --model random:2m --adapter {at}/adapter", "adapter is of another model than random:2m"),

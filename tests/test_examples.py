@@ -42,7 +42,8 @@ def test_the_same_records_come_out_of_every_kind_of_file(tmp_path):
 def test_columns_are_renamed_kept_and_filled(tmp_path):
     path = written(tmp_path / "a.jsonl", '{"question": "a?", "level": 3}\n{"question": "b?", "solution": "x"}\n')
     loaded = examples.load_data(path, "prompt=question, answer=solution")
-    assert loaded == [{"prompt": "a?", "answer": None, "level": 3}, {"prompt": "b?", "answer": "x", "level": None}]
+    first = {"prompt": "a?", "question": "a?", "answer": None, "solution": None, "level": 3}
+    assert loaded == [first, {"prompt": "b?", "question": "b?", "answer": "x", "solution": "x", "level": None}]
     assert [list(example) for example in loaded] == [list(loaded[0])] * 2
 
 

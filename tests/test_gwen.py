@@ -229,7 +229,8 @@ def test_a_layer_that_is_computed_again_keeps_one_array():
         model.layers[0].self_attn.o_proj.unfreeze()
         gradient = nn.value_and_grad(model, lambda m, layers=layers: m.hidden(tokens, None, layers).square().mean())
         mx.eval(gradient(model))
-        peaks.append(peak_of(lambda gradient=gradient, model=model: gradient(model)))
+        # the least of some: MLX runs ahead by up to ten arrays where the machine is busy
+        peaks.append(min(peak_of(lambda gradient=gradient, model=model: gradient(model)) for _ in range(5)))
     assert (peaks[1] - peaks[0]) / 24 < 1.5 * tokens.size * 64 * 4
 
 

@@ -166,7 +166,9 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     shown = capsys.readouterr()
     (warned,) = read_log(whole / "warnings.jsonl")
     assert (warned["step"], warned["name"]) == (5, "no signal")
-    assert [line for line in shown.err.splitlines() if line] == [f"WARNING after step 5: {warned['text']}."]
+    assert [line for line in shown.err.splitlines() if line and not line.startswith("... ")] == [
+        f"WARNING after step 5: {warned['text']}."
+    ]
     assert "warned after step 5: no signal" in shown.out
     assert all(line.endswith(" | no step") for line in shown.out.splitlines() if line.startswith("step "))
 

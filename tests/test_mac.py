@@ -299,7 +299,7 @@ def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more(
 
 @pytest.mark.slow
 def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_do(tmp_path, monkeypatch, capsys):
-    calls, original = [], update.gradient
+    calls, original = [], update.update
 
     def stopped(*args):
         calls.append(1)
@@ -307,7 +307,7 @@ def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_d
             raise RuntimeError(WATCHDOG)
         return original(*args)
 
-    monkeypatch.setattr(update, "gradient", stopped)
+    monkeypatch.setattr(update, "update", stopped)
     run = tmp_path / "run"
     flags = ["--model", "demo", "--task", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--steps", "3"]
     with pytest.raises(SystemExit) as exit_:
@@ -316,7 +316,7 @@ def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_d
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: macOS stopped the GPU because its work held up the display; let the display sleep")
     assert said.endswith(f"saved after step 1, continue with: uv run train.py --resume {run} --train-token-budget 512")
-    monkeypatch.setattr(update, "gradient", original)
+    monkeypatch.setattr(update, "update", original)
     train.main(["--resume", str(run), "--train-token-budget", "512"])
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 

@@ -76,7 +76,7 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
 )
 @pytest.mark.parametrize("name", ["random:2m", "random:2m-hybrid"])
 def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_fifth_less(name, flags, prompt_tokens, rubric):
-    """Measured when this was written: 0.98 to 1.07 of the peak."""
+    """Measured: 0.86 to 1.07 of it, by how far MLX runs ahead."""
     config = make_config(model=name, **flags)
     gc.collect()
     before = mx.get_active_memory()

@@ -75,7 +75,7 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
     ids=str,
 )
 @pytest.mark.parametrize("name", ["random:2m", "random:2m-hybrid"])
-def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_fifth_less(name, flags, prompt_tokens, rubric):
+def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_third_less(name, flags, prompt_tokens, rubric):
     """Measured: 0.86 to 1.07 of it, by how far MLX runs ahead."""
     config = make_config(model=name, **flags)
     gc.collect()
@@ -101,7 +101,7 @@ def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_fifth_less(name, 
     held = need.total - need.python - (need.optimizer if need.judging > need.update else 0)
 
     # MLX runs ahead by up to ten arrays, which are counted; where they are done at once, fewer are held
-    assert 0.8 * held < peak < 1.1 * held
+    assert 0.67 * held < peak < 1.1 * held
 
 
 def test_weights_adapters_and_optimizer_are_counted_to_the_byte():

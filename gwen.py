@@ -26,9 +26,10 @@ from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from flags import Parser, fail
-from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache, TreeLayer
+from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
 from layers import attention, delta, ops, softmax
 from layers.delta_state import DeltaState
+from layers.tree_cache import TreeLayer
 from machine import alive, gpu
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}

@@ -25,7 +25,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import gwen
-from kv_cache import REFILL, SHRINK, KVCache, SlotCache, TreeCache
+from kv_cache import REFILL, SHRINK, KVCache, SlotCache
 from layers import attention, softmax
 from machine import alive, gpu, world
 from problems.stop import Stop
@@ -323,17 +323,17 @@ def decode(
 
 
 def continue_greedily(
-    model: gwen.Model, tree: TreeCache, logits: mx.array, limit: int, ends: Sequence[int]
+    model: gwen.Model, past: KVCache, logits: mx.array, limit: int, ends: Sequence[int]
 ) -> list[list[int]]:
     """
-    Greedy continuations of the rows of a tree's newest level, from logits (N, V) of their first tokens.
+    Greedy continuations of the rows of a cache, from logits (N, V) of their first tokens.
 
     Each ends with the first id in `ends`, or after `limit` ids.
     """
     num_rows = len(logits)
     share = attention.reads_in_place(logits.dtype)
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    cache = SlotCache(tree.flat(), num_rows, limit, share)
+    cache = SlotCache(past, num_rows, limit, share)
     decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
     return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
 

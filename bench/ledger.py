@@ -36,10 +36,11 @@ from bench.launches import Launch
 from config import Config, Sizes
 from disk import hub
 from flags import Parser, fail
-from judge import at_ends
-from kv_cache import KVCache, SlotCache, TreeCache
+from judging.prompt_tree import at_ends
+from kv_cache import KVCache, SlotCache
 from layers import attention, softmax
 from layers.delta_state import DeltaState
+from layers.tree_cache import TreeCache
 from machine import gpu
 from step import micro_batch, policy
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 import gwen
-from kv_cache import TreeCache
+from layers.tree_cache import TreeCache
 
 # Sharing pays from this share of positions saved. On a CPU time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with
 # 29%; on a GPU the ledger has 0.85x, 0.83x and 0.75x (`python -m bench.ledger --share-prefix on`).

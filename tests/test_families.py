@@ -26,7 +26,7 @@ import gwen
 import lora
 import sampler
 from disk import hub, run_files
-from kv_cache import TreeCache
+from layers.tree_cache import TreeCache
 from problems import chat_template
 from turns import episodes
 
@@ -186,7 +186,7 @@ def test_greedy_continuations_of_a_tree_are_those_of_each_row_alone(checkpoints,
         tree, width = tree.child([len(row) for row in rows], above), max(map(len, rows))
         hidden = model.hidden(mx.array([row + [0] * (width - len(row)) for row in rows]), tree)
     ends = mx.stack([hidden[place, len(row) - 1] for place, row in enumerate(levels[2])])
-    found = sampler.continue_greedily(model, tree, ends @ model.head_weight.T, 6, [])
+    found = sampler.continue_greedily(model, tree.flat(), ends @ model.head_weight.T, 6, [])
     for row, parent, ours in zip(levels[2], parents, found, strict=True):
         ids = levels[0][0] + levels[1][parent] + row
         for token in ours:

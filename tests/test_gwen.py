@@ -38,8 +38,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import gwen
 from disk import hub
-from kv_cache import KVCache, TreeCache
+from kv_cache import KVCache
 from layers import attention, ops
+from layers.tree_cache import TreeCache
 from machine import gpu
 
 RNG = np.random.default_rng(0)

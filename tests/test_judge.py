@@ -24,6 +24,7 @@ import sampler
 from bench import judging
 from demo import make
 from judging import remote_judge, rubrics
+from judging.prompt_tree import PromptTree
 from machine import gpu
 from settings.checks import checked
 from tasks import demo as sums
@@ -194,9 +195,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
 
     def scripted(_, cache, logits, limit, ends):
         rows = logits.shape[0]
-        calls.append(
-            (limit, rows, [sum(part) for part in zip(*[[cache.lengths[-1][i]] for i in range(rows)], strict=True)])
-        )
+        calls.append((limit, rows, np.array(cache.offsets(rows))))
         if limit == 3:  # one row ends its thoughts, one is cut off, one says all without thinking
             return [[9, end], [9, 9, 9], [digit, model.config.eos_ids[0]]]
         return [[digit, model.config.eos_ids[0]]] * rows
@@ -206,7 +205,7 @@ def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, mo
     assert judged.scores.tolist() == [[4, 4, 4]]
     close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
     assert [(limit, rows) for limit, rows, _ in calls] == [(3, 3), (rubrics.REPLY_TOKENS, 2)]
-    assert calls[1][2] == [1 + close + 3 + close]
+    assert (calls[1][2] - calls[0][2][:2]).tolist() == [1 + close, 3 + close]
 
 
 def test_a_gpu_s_copied_cache_gives_the_same_replies(demo, monkeypatch):
@@ -376,7 +375,7 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
 
 def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError):
     """Lets a forward pass of more rows than `limit` fail, in the first `until` calls; the sizes that were tried."""
-    original, sizes = judge.PromptTree.forward, []
+    original, sizes = PromptTree.forward, []
 
     def forward(self, cache, rows):
         sizes.append(len(rows))
@@ -384,7 +383,7 @@ def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError
             raise kind(message)
         return original(self, cache, rows)
 
-    monkeypatch.setattr(judge.PromptTree, "forward", forward)
+    monkeypatch.setattr(PromptTree, "forward", forward)
     return sizes
 
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from conftest import peak_of
 
-from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, TreeCache, round_up
+from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, round_up
+from layers.tree_cache import TreeCache
 from turns.cache import TurnCache
 
 RNG = np.random.default_rng(0)

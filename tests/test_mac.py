@@ -19,7 +19,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 import gwen
-import judge
 import lora
 import preflight
 import sampler
@@ -28,6 +27,7 @@ import update
 from bench import launches, ledger
 from config import Config, Sizes
 from disk import checkpoint
+from judging.prompt_tree import PromptTree
 from launch import stop
 from machine import gpu, power
 from reporting import journal
@@ -382,12 +382,12 @@ def test_a_judge_survives_errors_in_flight_and_reads_the_same(monkeypatch, num_e
         return found
 
     expected, tree = (
-        walk(judge.PromptTree(model, [5], 4, "judge")),
-        judge.PromptTree(model, [5], 4, "judge"),
+        walk(PromptTree(model, [5], 4, "judge")),
+        PromptTree(model, [5], 4, "judge"),
     )
     tree.root()
-    broken, forward = Broken(monkeypatch, num_errors), judge.PromptTree.forward
-    monkeypatch.setattr(judge.PromptTree, "forward", lambda *args: (broken.throw(), forward(*args))[1])
+    broken, forward = Broken(monkeypatch, num_errors), PromptTree.forward
+    monkeypatch.setattr(PromptTree, "forward", lambda *args: (broken.throw(), forward(*args))[1])
     if num_errors == float("inf"):
         with pytest.raises(ValueError, match="memory does not suffice for one prompt"):
             walk(tree)

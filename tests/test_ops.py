@@ -11,8 +11,8 @@ from conftest import QWEN3, YARN, normal, relative_error
 import gwen
 from bench import launches
 from disk import hub
-from kv_cache import TreeCache
 from layers import attention, ops
+from layers.tree_cache import TreeCache
 from machine import gpu
 
 RNG = np.random.default_rng(0)

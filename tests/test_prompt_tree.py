@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import gwen
-import judge
+from judging import prompt_tree
+from judging.prompt_tree import PromptTree
 from machine import gpu
 
 
@@ -39,7 +40,7 @@ def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
     shared = {prompt[:end] for prompt in prompts for end in range(1, num_runs)}
     distinct = len(HEAD) + sum(len(path[-1]) for path in shared) + sum(len(prompt[-1]) for prompt in prompts)
     for chunk_size in (1, 5, 100):
-        tree, found = judge.PromptTree(model, HEAD, chunk_size, "test"), {}
+        tree, found = PromptTree(model, HEAD, chunk_size, "test"), {}
 
         def read(places, hidden, _, chunk_size=chunk_size, found=found):
             assert len(places) <= chunk_size and not found.keys() & set(places)
@@ -56,7 +57,7 @@ def test_batches_hold_little_padding_and_no_more_rows_than_allowed():
     for _ in range(50):
         lengths = sorted(rng.integers(1, 60, rng.integers(1, 40)).tolist())
         most = int(rng.integers(1, 12))
-        size = judge.batch_size(lengths, most)
+        size = prompt_tree.batch_size(lengths, most)
         assert 1 <= size <= min(most, len(lengths))
         assert size == 1 or size * lengths[size - 1] <= 1.1 * sum(lengths[:size])
         if size < min(most, len(lengths)):  # one more row would be padded too much

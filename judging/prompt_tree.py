@@ -1,0 +1,143 @@
+"""
+Prompts that share their beginnings: a tree of token runs, of which a model computes each once.
+
+Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+from tqdm.auto import tqdm
+
+import gwen
+from layers.tree_cache import TreeCache
+from machine import gpu
+
+MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
+
+Prompt = tuple[tuple[int, ...], ...]  # runs of ids
+# told the places of M prompts, hidden states (M, C) at their ends, and the cache
+Read = Callable[[list[int], mx.array, TreeCache], None]
+
+
+class Node(NamedTuple):
+    """A run of tokens and the runs that follow it; the last run of a prompt has the prompt's index as `place`."""
+
+    ids: tuple[int, ...]
+    below: list["Node"]
+    place: int = -1
+
+
+def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
+    """The tree's top nodes, from prompts by index. Equal runs become one node, unless they end a prompt."""
+    shared: dict[tuple[int, ...], dict[int, Prompt]] = {}
+    for place, runs in prompts.items():
+        if len(runs) > 1:
+            shared.setdefault(runs[0], {})[place] = runs[1:]
+    last = [Node(runs[0], [], place) for place, runs in prompts.items() if len(runs) == 1]
+    return last + [Node(ids, tree_of(rest)) for ids, rest in shared.items()]
+
+
+class PromptTree:
+    """
+    Prompts that all begin with `head`, which is computed once, so the model's weights must not change.
+
+    chunk_size: most prompts whose ends are computed together. name: prefix of messages about memory.
+    """
+
+    def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
+        self.model, self.head, self.name = model, tuple(head), name
+        self.chunk = gpu.BatchSize(chunk_size)
+        self.in_flight = chunk_size  # prompts of the batch being computed
+        self.num_tokens = 0  # positions processed by the model, with padding
+        self._root: tuple[TreeCache, mx.array] | None = None
+
+    def root(self) -> tuple[TreeCache, mx.array]:
+        """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
+        if self._root is None:
+            if not (made := gpu.attempt(self._compute_root)):
+                raise self._too_little()
+            (self._root,) = made
+        return self._root
+
+    def _compute_root(self) -> tuple[TreeCache, mx.array]:
+        cache = TreeCache(self.model.config.layer_kinds).child([len(self.head)])
+        end = self.forward(cache, [self.head])[0, -1]
+        mx.eval(end, cache.arrays())
+        return cache, end
+
+    def walk(self, prompts: Sequence[Prompt], read: Read) -> None:
+        """
+        Runs N prompts through the model and calls `read` once for each.
+
+        prompts: without the head, all with the same number of runs. If memory runs out, the chunks of the remaining
+        prompts are smaller. Raises ValueError if memory is too small for one prompt.
+        """
+        left = dict(enumerate(prompts))
+
+        def finish(places: list[int], hidden: mx.array, cache: TreeCache) -> None:
+            read(places, hidden, cache)
+            for place in places:
+                del left[place]
+
+        while left:
+            ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
+            nodes = [(0, node) for node in tree_of(left)]
+            if gpu.attempt(self._level, self.root()[0], nodes, ends_of_a_row, finish):
+                assert not left, f"{len(left)} prompts were not read"
+                break
+            if self.chunk.rows == 1:
+                raise self._too_little()
+            self.chunk.halve(self.in_flight)
+            tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}", file=sys.stderr)
+
+    def _too_little(self) -> ValueError:
+        return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")
+
+    def _level(self, cache: TreeCache, nodes: list[tuple[int, Node]], ends_of_a_row: int, read: Read) -> None:
+        """
+        Computes the nodes of a level and everything below them; each comes with its parent's row in `cache`.
+
+        A batch has rows of similar lengths, with at most one chunk of ends below them.
+        """
+        waiting = sorted(nodes, key=lambda item: len(item[1].ids))
+        is_last = not waiting[0][1].below
+        ends = 1 if is_last else ends_of_a_row
+        while waiting:
+            size = batch_size([len(node.ids) for _, node in waiting], max(1, self.chunk.rows // ends))
+            batch, waiting = waiting[:size], waiting[size:]
+            self.in_flight = size * ends
+            child = cache.child([len(node.ids) for _, node in batch], [parent for parent, _ in batch])
+            hidden = self.forward(child, [node.ids for _, node in batch])
+            if is_last:
+                read([node.place for _, node in batch], at_ends(hidden, [len(node.ids) for _, node in batch]), child)
+                self.chunk.fitted()
+            else:
+                # `hidden` is never evaluated, so the last layer computes only keys and values
+                mx.eval(child.arrays())
+                below = [(row, node) for row, (_, parent) in enumerate(batch) for node in parent.below]
+                self._level(child, below, ends_of_a_row, read)
+
+    def forward(self, cache: TreeCache, rows: Sequence[Sequence[int]]) -> mx.array:
+        """Hidden states of a level's rows, padded on the right, (M, L, C)."""
+        length = max(1, *map(len, rows))
+        self.num_tokens += len(rows) * length
+        return self.model.hidden(mx.array([[*row] + [0] * (length - len(row)) for row in rows]), cache)
+
+
+def at_ends(hidden: mx.array, lengths: list[int]) -> mx.array:
+    """The value at each row's last token, (M, L, C) -> (M, C)."""
+    return mx.take_along_axis(hidden, mx.array(lengths)[:, None, None] - 1, 1)[:, 0]
+
+
+def batch_size(lengths: list[int], most: int) -> int:
+    """How many of the shortest rows to batch, at most `most`, with little padding; lengths ascend."""
+    total = 0
+    for size, length in enumerate(lengths[:most], 1):
+        total += length
+        if size * length > total * (1 + MOST_PADDING) and size > 1:
+            return size - 1
+    return min(most, len(lengths))

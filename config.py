@@ -72,7 +72,7 @@ class SamplingSettings:
 
     of = "rollouts"
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
-    groups: int = flag(8, "G, completions per prompt; 1 where a teacher alone trains", low=1, high=2**16, first=True)
+    groups: int = flag(8, "G, completions per prompt; 1 where a teacher trains", low=1, high=2**16, first=True)
     rollout_batch_size: int | None = flag(
         None, "rows decoded at once; auto: measured on a GPU, else up to 64", low=1, parse=size, later=True, first=True
     )
@@ -122,16 +122,15 @@ class ObjectiveSettings:
     )
     teacher: str = flag(
         "", "model that scores the student's completions: hub id, directory, or `self` before training",
-        of="rollouts", file=True,
+        of="distill", file=True,
     )  # fmt: skip
     teacher_prompt: str = flag(
-        "", "text file, a system message for the teacher alone; {answer} is the column's value", of="rollouts",
+        "", "text file, a system message for the teacher alone; {answer} is the column's value", of="distill",
         file=True,
     )  # fmt: skip
     distill_beta: float = flag(
         0.5, "divergence: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0, of="distill"
     )
-    distill_coef: float = flag(0.0, "with other losses, add this times log teacher - log student to advantages", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +144,6 @@ class ToolSettings:
     max_context: int | None = flag(
         None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16, parse=size
     )
-    max_observation: int = flag(1024, "most tokens of a tool's result; the rest is cut", low=1)
     tool_timeout: float = flag(60.0, "seconds after which a call is given up", low=0.01, high=1e6)
 
 

@@ -220,7 +220,7 @@ def _teacher(
     model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int], on_disk: bool
 ) -> dict[str, int]:
     """
-    A teacher's fields of `Need`. What it says are the hidden states of all completions, or a number for each token.
+    A teacher's fields of `Need`. What it says are the hidden states of all completions.
 
     The model's own base, which teaches a run that trains all weights, is a copy.
     """
@@ -228,7 +228,7 @@ def _teacher(
     with gwen.named_by("--teacher"):
         shape = gwen.load_config(config.objective.teacher) if other else model
     held, num_tokens = 0, config.sampling.batch * config.sampling.groups * config.sampling.max_tokens
-    said = num_tokens * (dtype.size * shape.hidden_size if config.objective.loss_type == "distill" else 4)
+    said = num_tokens * dtype.size * shape.hidden_size
     teacher = gwen.Model(shape)  # lazy: nothing of it is ever computed
     if other or not config.model.lora_rank:
         held = sum(array.size for _, array in tree_flatten(teacher.parameters())) * dtype.size

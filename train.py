@@ -72,16 +72,16 @@ def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
                 ref_logprobs = update.reference_logprobs(learner, batches, rollout)
                 done(ref_logprobs)
 
-        taught = None
+        lesson = None
         if run.teacher:
             with clock.phase("teacher") as done:
-                taught = run.teacher.teach(draws, choice.groups, batches, rollout)
-                done()
+                lesson = run.teacher.teach(draws, choice.groups, batches, rollout)
+                done(lesson.hidden)
 
         with clock.phase("update") as done:
             lr = update.learning_rate(config, run.step)
             advantages = mx.array(of_tokens(choice.advantages, rollout))
-            targets = update.targets_of(learner, batches, rollout, advantages, ref_logprobs, taught)
+            targets = update.targets_of(learner, batches, rollout, advantages, ref_logprobs, lesson)
             result = update.update(learner, batches, targets, lr)
             done(learner.trainable, learner.optimizer.state)
 

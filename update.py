@@ -24,6 +24,7 @@ import lora
 import sampler
 from config import Config
 from layers import lm_head
+from layers.divergence import Lesson
 from machine import alive, gpu, world
 from step import trust_region
 from step.micro_batch import MicroBatch, in_rows, my_part, of_all
@@ -86,16 +87,13 @@ def targets_of(
     rollout: sampler.Rollout,
     advantages: mx.array,
     ref_logprobs: mx.array | None = None,
-    taught: dict[str, Any] | None = None,
+    lesson: Lesson | None = None,
 ) -> Targets:
-    """The targets of a step's completions. advantages (N,) or (N, T), ref_logprobs (N, T); taught: a teacher's part."""
+    """The targets of a step's completions. advantages (N,) or (N, T), ref_logprobs (N, T); lesson: of a teacher."""
     of_rows = advantages if advantages.ndim == 2 else advantages[:, None]
     has_gradient = (rollout.mask.sum(axis=1) > 0) & ((of_rows != 0).any(axis=1) | learner.reader.all_teach)
-    num_items, taught_rows = round(float(rollout.mask.sum())), np.array(has_gradient)
-    targets = Targets(len(advantages), num_items, advantages, ref_logprobs, taught=taught_rows, **(taught or {}))
-    if targets.gains is not None:
-        targets = targets._replace(advantages=of_rows + learner.config.objective.distill_coef * targets.gains)
-    return targets
+    num_items = round(float(rollout.mask.sum()))
+    return Targets(len(advantages), num_items, advantages, ref_logprobs, lesson, np.array(has_gradient))
 
 
 def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float) -> UpdateResult:

@@ -1,10 +1,9 @@
 """
 On-policy distillation: a teacher scores each token of the student's own completions.
 
-With `--loss-type distill` the loss is the divergence of the two distributions at each token (divergence.py). With
-`--distill-coef` the other losses stay what they are, and each token's advantage grows by that times log teacher - log
-student. The teacher is another model of the same tokenizer, or with `self` the model before training; a prompt that
-only the teacher sees may stand in front of what the student sees. Left out: sampling, rewards, the optimizer.
+The loss is the divergence of the two distributions at each token (layers/divergence.py). The teacher is another model
+of the same tokenizer, or with `self` the model before training; a prompt that only the teacher sees may stand in front
+of what the student sees. Left out: sampling, rewards, the optimizer.
 
 Axes: N rows of the step, M rows of a micro-batch, T completion positions, V vocabulary, C hidden of the student,
 D hidden of the teacher.
@@ -23,7 +22,7 @@ from config import Config
 from disk import hub
 from distill import from_disk
 from flags import read_text
-from layers import divergence, lm_head
+from layers import divergence
 from problems import chat_template
 from problems.examples import Example, short
 from step.groups import Draw
@@ -103,40 +102,18 @@ class Teacher:
 
     def teach(
         self, draws: list[Draw], chosen: list[int], batches: list[MicroBatch], rollout: sampler.Rollout
-    ) -> dict[str, Any]:
-        """What it adds to the step's `Targets`, once it has read the chosen groups; computed when it returns."""
+    ) -> divergence.Lesson:
+        """Its hidden states of the chosen groups' tokens, (N, T, D), and its head for the student's ids."""
         if self.text is not None:
             examples = [example for draw in draws for example in draw.examples]
             seen = self.prompts(examples[group] for group in chosen)
             rows = [ids for ids in seen for _ in range(self.config.sampling.groups)]
             batches = micro_batches(rows, rollout, self.token_budget, "auto")
-        if self.config.objective.loss_type == "distill":
-            return {"lesson": self.lesson(batches, rollout)}
-        return {"gains": self.gains(batches, rollout)}
-
-    def lesson(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> divergence.Lesson:
-        """The teacher's hidden states of every completion token, (N, T, D), and its head for the student's ids."""
-        model = self._opened()
+        model = self.model or gwen.open_model(self.directory)
         head_weight = model.head_weight[: self.num_ids]
         empty = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
         found = ((batch, [hidden]) for batch, hidden in self._read(model, my_part(batches)))
         return divergence.Lesson(in_rows(found, [empty])[0], head_weight)
-
-    def gains(self, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
-        """log teacher - log student of every counted token, (N, T), as the student sampled it; 0 elsewhere."""
-        model = self._opened()
-        head_weight = model.head_weight[: self.num_ids]
-
-        def logprobs_of(batch: MicroBatch, hidden: mx.array) -> mx.array:
-            ids, temperature = batch.completion_ids, self.config.sampling.temp
-            return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
-
-        read = self._read(model, my_part(batches))
-        found = ((batch, [logprobs_of(batch, hidden)]) for batch, hidden in read)
-        return mx.where(rollout.mask > 0, in_rows(found, [mx.zeros(rollout.mask.shape)])[0] - rollout.logprobs, 0.0)
-
-    def _opened(self) -> gwen.Model:
-        return self.model or gwen.open_model(self.directory)
 
     def _read(self, model: gwen.Model, batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, mx.array]]:
         """Each micro-batch and the model's hidden states of its completion tokens, (M, T, D)."""

@@ -94,8 +94,7 @@ METRICS = {
     "step_avg_last10/s": "Mean of `step/s` over the last ten steps.",
     "kl": "KL to the model before training, which has the `--init-adapter` if there is one, nats per token. Null "
     "without a KL term.",
-    "distill/kl": "Divergence from the teacher, nats per token: that of `--distill-beta`, or with `--distill-coef` log "
-    "student - log teacher, an estimate of the reverse KL. Null without a teacher.",
+    "distill/kl": "Divergence from the teacher, nats per token; see `--distill-beta`. Null without a teacher.",
     "entropy": "Entropy of the policy, nats per token.",
     "clip_frac": "Share of tokens whose gradient was clipped.",
     "grad_norm": "Norm of the gradient before clipping.",

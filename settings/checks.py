@@ -85,18 +85,12 @@ def unused(config: Config) -> Iterator[tuple[set[str], str]]:
     if objective.loss_type == "sft":
         yield only("rollouts", "grpo", "distill"), "--loss-type sft samples and judges nothing; leave that out"
     if objective.loss_type == "distill":
-        yield {"distill_coef"}, "only for losses on advantages; leave that out, or --loss-type distill"
         yield only("grpo"), "--loss-type distill has no advantages; leave that out"
-    else:
-        yield only("distill"), "only for --loss-type distill; leave that out, or choose that loss"
-    if objective.teacher:
         yield {"top_p", "top_k", "min_p"}, f"--teacher {objective.teacher} scores the whole vocabulary; leave that out"
     else:
-        yield {"teacher_prompt", "distill_coef"}, "there is no teacher; name one with --teacher"
+        yield only("distill"), "only for --loss-type distill; leave that out, or choose that loss"
     if objective.advantage == "reinforce":
         yield {"dynamic_sampling"}, "to --advantage reinforce equal rewards are a signal; leave that out"
-    if config.sampling.groups == 1:
-        yield {"dynamic_sampling", "curriculum"}, "in groups of one no rewards differ; set --groups 2 or more"
     if not config.model.lora_rank:
         merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
         yield {"init_adapter"}, f"--lora-rank 0 trains no adapter; {merge}"
@@ -130,11 +124,9 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--loss-type distill learns from a teacher; name one with --teacher"
     if objective.loss_type == "distill" and objective.truncated == "punish":
         yield "--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask"
-    if objective.teacher and objective.loss_type != "distill" and not objective.distill_coef:
-        yield f"--teacher {objective.teacher} is not asked anything; set --loss-type distill, or --distill-coef 1"
     if objective.teacher == "self" and not objective.teacher_prompt:
         yield "--teacher self knows no more than the student; give it a --teacher-prompt"
-    if groups == 1 and not objective.teacher:  # with one, see `tasks.refuse_useless_rewards`
+    if groups == 1 and not objective.teacher:
         yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
     if is_own(objective.advantage) and objective.scale_rewards != "group":
         yield f"--scale-rewards {objective.scale_rewards} is for our advantages; --advantage is yours, leave it out"

@@ -35,7 +35,6 @@ class Targets(NamedTuple):
     advantages: mx.array | None = None  # (N,), or (N, T) where those of a row's tokens differ
     ref_logprobs: mx.array | None = None  # (N, T)
     lesson: divergence.Lesson | None = None  # a teacher's hidden states of the tokens
-    gains: mx.array | None = None  # (N, T) log teacher - log student
     taught: np.ndarray | None = None  # (N,) bool, the rows with a gradient; None: all
 
     @property
@@ -162,8 +161,6 @@ class Reader:
         measured = {"loss": loss, "entropy": (entropy * mask).sum()}
         if settings.loss_type != "sft":
             measured |= gaps(old, batch)
-        if targets.gains is not None:  # an estimate of KL(student, teacher), as the tokens are the student's
-            measured["distill"] = -targets.gains[rows].sum()
         return Share(loss, logprobs, measured | sums)
 
 

@@ -277,24 +277,6 @@ def _check_arguments(task: Task, is_own: bool) -> None:
             raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
 
 
-def refuse_useless_rewards(config: Config, task: Task) -> None:
-    """Raises ValueError where rewards have nothing to be compared with, or where none is there to choose groups by."""
-    if not task.train and task.problems is None:
-        raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
-    counted = [name for name, weight in task.reward_weights.items() if weight]
-    for name in ("dynamic_sampling", "curriculum"):
-        if getattr(config.sampling, name) and not counted:
-            raise ValueError(
-                f"{flag_of(name)} goes by rewards, and none has a weight; leave it out or set --reward-weights"
-            )
-    if config.sampling.groups == 1 and config.objective.loss_type != "distill" and counted:
-        weights = ",".join(f"{name}=0" for name in counted)
-        raise ValueError(
-            f"--groups 1 leaves the reward {counted[0]} nothing to be compared with; set --groups 2 or more, or "
-            f"--reward-weights {weights}"
-        )
-
-
 _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], list[Example]]]] = {
     "demo": (demo.DEMO, demo.bundled, load_data),
     "values": (values.VALUES, values.bundled, load_data),

@@ -18,7 +18,8 @@ def take(config: Config) -> tuple[Task, list[str]]:
     """The task of a run, with the least that a right answer should earn, and lines on it and on the user's rewards."""
     with alive.doing("reading the data"):
         task = tasks.make(config)
-    tasks.refuse_useless_rewards(config, task)
+    if not task.train and task.problems is None:
+        raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
 
     def look() -> tuple[list[str], float | None]:
         examples, judged = task.train or task.held_out, task.rubric is not None

@@ -72,8 +72,8 @@ def sample(run, key=1):
     return [run.task.train[index] for index in indices], rows, rollout
 
 
-def take_step(run, batches, rollout, advantages, lr, ref_logprobs=None, taught=None):
-    targets = update.targets_of(run.learner, batches, rollout, advantages, ref_logprobs, taught)
+def take_step(run, batches, rollout, advantages, lr, ref_logprobs=None, lesson=None):
+    targets = update.targets_of(run.learner, batches, rollout, advantages, ref_logprobs, lesson)
     return update.update(run.learner, batches, targets, lr)
 
 

@@ -6,7 +6,6 @@ import types
 import warnings
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import read_log
@@ -73,8 +72,8 @@ def lesson_of(run, budget=150, sharing="off"):
     return batches, rollout, run.teacher.teach(draws, list(range(run.config.sampling.batch)), batches, rollout)
 
 
-def targets_of(run, batches, rollout, taught):
-    return update.targets_of(run.learner, batches, rollout, mx.zeros(len(rollout.mask)), taught=taught)
+def targets_of(run, batches, rollout, lesson):
+    return update.targets_of(run.learner, batches, rollout, mx.zeros(len(rollout.mask)), lesson=lesson)
 
 
 def scored_alone(model, ids, completion, temperature=1.0):
@@ -90,9 +89,9 @@ def scored_alone(model, ids, completion, temperature=1.0):
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, teacher, beta, sharing):
     run = moved(make_run(tmp_path, *DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"))
-    batches, rollout, taught = lesson_of(run, sharing=sharing)
+    batches, rollout, lesson = lesson_of(run, sharing=sharing)
     assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
-    reader, targets = run.learner.reader, targets_of(run, batches, rollout, taught)
+    reader, targets = run.learner.reader, targets_of(run, batches, rollout, lesson)
     head, its_head = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
@@ -121,8 +120,8 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
 def test_the_gradient_of_the_weights_is_that_of_the_plain_expression(tmp_path, monkeypatch, teacher, rank):
     run = make_run(tmp_path, *DISTILL, teacher, "--lora-rank", rank)
     run = moved(run) if rank != "0" else run
-    batches, rollout, taught = lesson_of(run)
-    targets = targets_of(run, batches, rollout, taught)
+    batches, rollout, lesson = lesson_of(run)
+    targets = targets_of(run, batches, rollout, lesson)
 
     def gradient():
         run.learner.optimizer = Recorder()
@@ -141,8 +140,8 @@ def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
     run = moved(make_run(tmp_path, *DISTILL, teacher))
     losses, logprobs = [], []
     for budget, sharing in ((1, "off"), (150, "off"), (100_000, "off"), (150, "on")):
-        batches, rollout, taught = lesson_of(run, budget, sharing)
-        targets = targets_of(run, batches, rollout, taught)
+        batches, rollout, lesson = lesson_of(run, budget, sharing)
+        targets = targets_of(run, batches, rollout, lesson)
         shares = [run.learner.reader.share(run.model, batch, targets) for batch in batches]
         losses.append(sum(share.loss.item() for share in shares))
         logprobs.append(
@@ -154,35 +153,19 @@ def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
 
 def test_who_is_taught_by_itself_has_nothing_to_learn(tmp_path):
     run = make_run(tmp_path, *DISTILL, "demo", "--target-kl", "0")
-    batches, rollout, taught = lesson_of(run)
-    result = update.update(run.learner, batches, targets_of(run, batches, rollout, taught), 1e-3)
+    batches, rollout, lesson = lesson_of(run)
+    result = update.update(run.learner, batches, targets_of(run, batches, rollout, lesson), 1e-3)
     assert result.loss < 1e-10 and result.grad_norm < 1e-6
 
 
 # ---- what the teacher reads
 
 
-def test_the_teacher_scores_each_completion_after_its_own_prompt(tmp_path, teacher):
-    run = make_run(tmp_path, "--teacher", teacher, "--distill-coef", "0.5", "--temp", "0.8")
-    _, rows, rollout = sample(run)
-    _, rollout, taught = lesson_of(run)
-    gains = np.array(taught["gains"])
-    for row, ids in enumerate(rollout.ids):
-        length = len(ids)
-        scores = [
-            np.take_along_axis(scored_alone(model, rows[row], ids, 0.8), np.array(ids)[:, None], -1)[:, 0]
-            for model in (run.teacher.model, run.model)
-        ]
-        np.testing.assert_allclose(gains[row, :length], scores[0] - scores[1], atol=1e-4)
-        assert (gains[row, length:] == 0).all()
-
-
 @pytest.mark.parametrize("other", [False, True])
 def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher, prompt, other):
     run = moved(make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt))
     examples, rows, _ = sample(run)
-    batches, rollout, taught = lesson_of(run)
-    lesson = taught["lesson"]
+    batches, rollout, lesson = lesson_of(run)
     plain = run.teacher.model if other else gwen.load("demo")[0]
     for row in range(12):
         ids = rollout.completion_ids[row].tolist()[: int(rollout.mask[row].sum())]
@@ -194,7 +177,7 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
         exact = scored_alone(plain, seen, ids)
         logits = np.array(lesson.hidden[row, : len(ids)] @ lesson.head_weight.T, np.float64)
         np.testing.assert_allclose(log_softmax(logits), exact, atol=2e-4)
-    share = run.learner.reader.share(run.model, batches[0], targets_of(run, batches, rollout, taught))
+    share = run.learner.reader.share(run.model, batches[0], targets_of(run, batches, rollout, lesson))
     drawn = np.array(batches[0].sampled_logprobs)  # the student saw its own prompt, through its adapters
     assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
 
@@ -217,33 +200,6 @@ def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
     assert held["prompt"] == [both, user] and held["system"] is None and chat[0]["content"] == "Be brief."
 
 
-# ---- in the advantages
-
-
-def test_a_token_s_advantage_grows_by_what_the_teacher_finds_it_likelier(tmp_path, teacher):
-    run = moved(make_run(tmp_path, "--teacher", teacher, "--distill-coef", "0.5"))
-    batches, rollout, taught = lesson_of(run)
-    advantages, gains = mx.arange(12) / 6 - 1, np.array(taught["gains"], np.float64)
-    mask = np.array(rollout.mask, np.float64)
-    each = np.array(advantages, np.float64)[:, None] + 0.5 * gains
-    run.learner.optimizer = Recorder()
-    result = take_step(run, batches, rollout, advantages, 1e-3, taught=taught)
-    assert result.loss == pytest.approx(-(each * mask).sum() / mask.sum(), rel=1e-5)  # on policy every ratio is 1
-    assert result.means["distill"] == pytest.approx(-gains.sum() / mask.sum(), rel=1e-5)
-
-    def plain(model):
-        total = mx.array(0.0)
-        for batch in batches:
-            logprobs, _ = run.learner.reader.logprobs(model, batch, gradient=True)
-            total -= (mx.array(each, mx.float32)[batch.rows, : batch.mask.shape[1]] * batch.mask * logprobs).sum()
-        return total / mask.sum()
-
-    expected = dict(tree_flatten(nn.value_and_grad(run.model, plain)(run.model)[1]))
-    norm = np.sqrt(sum((np.array(array, np.float64) ** 2).sum() for array in expected.values()))
-    for name, found in run.learner.optimizer.grads[-1].items():
-        assert error(found, np.array(expected[name], np.float64) * min(1, 1 / norm)) < 2e-5, name
-
-
 # ---- a run
 
 
@@ -264,26 +220,21 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.parametrize("flags", ["--loss-type distill", "--distill-coef 0.5 --reward-weights correct=0,rubric=0"])
-def test_a_teacher_needs_no_groups(tmp_path, teacher, flags):
-    run = make_run(tmp_path, "--groups", "1", "--batch", "12", "--teacher", teacher, *flags.split())
-    batches, rollout, taught = lesson_of(moved(run))
+def test_a_teacher_needs_no_groups(tmp_path, teacher):
+    run = make_run(tmp_path, "--groups", "1", "--batch", "12", *DISTILL, teacher)
+    batches, rollout, lesson = lesson_of(moved(run))
     assert groups.advantages_of(run.config, [], list(range(12))).tolist() == [[0.0]] * 12
-    targets = targets_of(run, batches, rollout, taught)
+    targets = targets_of(run, batches, rollout, lesson)
     found = sum(run.learner.reader.share(run.model, batch, targets).loss.item() for batch in batches)
     mask = np.array(rollout.mask, np.float64)
-    if "gains" in taught:
-        exact = -0.5 * (np.array(taught["gains"], np.float64) * mask).sum() / mask.sum()
-    else:
-        hidden = [policy.completion_hidden(run.model, batch) for batch in batches]
-        logits = [np.array(one @ run.model.head_weight.T, np.float64) for one in hidden]
-        lesson = taught["lesson"]
-        its_logits = np.array(lesson.hidden @ lesson.head_weight.T, np.float64)
-        places = [(np.array(batch.rows), slice(batch.mask.shape[1])) for batch in batches]
-        parts = [written_out(one, its_logits[at], 0.5) * mask[at] for one, at in zip(logits, places, strict=True)]
-        exact = sum(part.sum() for part in parts) / mask.sum()
+    hidden = [policy.completion_hidden(run.model, batch) for batch in batches]
+    logits = [np.array(one @ run.model.head_weight.T, np.float64) for one in hidden]
+    its_logits = np.array(lesson.hidden @ lesson.head_weight.T, np.float64)
+    places = [(np.array(batch.rows), slice(batch.mask.shape[1])) for batch in batches]
+    parts = [written_out(one, its_logits[at], 0.5) * mask[at] for one, at in zip(logits, places, strict=True)]
+    exact = sum(part.sum() for part in parts) / mask.sum()
     assert found == pytest.approx(exact, rel=2e-5) and abs(exact) > 1e-3
-    flags = [*SMALL, "--groups", "1", "--teacher", teacher, *flags.split(), "--eval-every", "0", "--steps", "1"]
+    flags = [*SMALL, "--groups", "1", *DISTILL, teacher, "--eval-every", "0", "--steps", "1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as of a deviation of one number
         train.main([*flags, "--run-dir", str(tmp_path / "run")])
@@ -293,12 +244,6 @@ def test_a_teacher_needs_no_groups(tmp_path, teacher, flags):
     assert [record["advantage"] for record in read_log(tmp_path / "run" / "rollouts.jsonl")] == [0.0] * 3
 
 
-def test_a_reward_that_counts_needs_another_completion(tmp_path, teacher):
-    flags = ["--groups", "1", "--teacher", teacher, "--distill-coef", "1"]
-    with pytest.raises(ValueError, match=r"^--groups 1 leaves the reward correct nothing .*correct=0,rubric=0$"):
-        make_run(tmp_path, *flags)
-
-
 def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teacher):
     run = make_run(tmp_path, *DISTILL, teacher)
     assert list(run.task.rewards) == ["correct"] and run.judge is None
@@ -306,9 +251,8 @@ def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teach
     assert run.judge is not None
 
 
-@pytest.mark.parametrize("flags", [("--loss-type", "distill"), ("--distill-coef", "1")])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
-    common = [*SMALL, *flags, "--teacher", teacher, "--eval-every", "0", "--save-every", "1"]
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher):
+    common = [*SMALL, *DISTILL, teacher, "--eval-every", "0", "--save-every", "1"]
     train.main([*common, "--steps", "3", "--run-dir", str(tmp_path / "whole")])
     # a schedule by steps would differ
     train.main([*common, "--steps", "3", "--run-dir", str(tmp_path / "cut")])
@@ -333,33 +277,20 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, teacher, flags):
     "flags, said",
     [
         ("--loss-type distill", "--loss-type distill learns from a teacher; name one with --teacher"),
-        ("--distill-coef 1", "--distill-coef 1.0: there is no teacher; name one"),
-        ("--teacher-prompt x", "--teacher-prompt x: there is no teacher; name one"),
+        ("--teacher-prompt x", "--teacher-prompt x: only for --loss-type distill"),
         ("--distill-beta 0.1", "--distill-beta 0.1: only for --loss-type distill"),
-        ("--teacher demo", "--teacher demo is not asked anything"),
-        ("--teacher demo --loss-type distill --distill-coef 1", "--distill-coef 1.0: only for losses on advantages"),
+        ("--teacher demo", "--teacher demo: only for --loss-type distill"),
         ("--teacher self --loss-type distill", "--teacher self knows no more than the student"),
         ("--teacher demo --loss-type distill --beta 0.1", "--beta 0.1: --loss-type distill has no advantages"),
         ("--teacher demo --loss-type distill --dynamic-sampling", "--dynamic-sampling True: --loss-type distill has"),
-        ("--teacher demo --distill-coef 1 --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
+        ("--teacher demo --loss-type distill --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
         ("--teacher demo --loss-type distill --truncated punish", "--truncated punish is a reward"),
-        (
-            "--teacher demo --distill-coef 1 --groups 1 --curriculum",
-            "--curriculum True: in groups of one no rewards differ",
-        ),
         ("--teacher demo --loss-type distill --distill-beta 2", "--distill-beta is 2.0; it must be at most 1.0"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_by_name(flags, said):
     with pytest.raises(ValueError, match=f"^{said}"):
         make_config(*flags.split())
-
-
-@pytest.mark.parametrize("flag", ["--dynamic-sampling", "--curriculum"])
-def test_groups_are_not_chosen_by_rewards_where_a_teacher_alone_trains(tmp_path, flag):
-    alone = "--teacher demo --distill-coef 1 --reward-weights correct=0,rubric=0".split()
-    with pytest.raises(ValueError, match=f"^{flag} goes by rewards, and none has a weight; "):
-        make_run(tmp_path, *alone, flag)
 
 
 def test_what_a_run_has_no_use_for_are_settings():
@@ -420,17 +351,17 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
 # ---- a teacher that stays on disk
 
 
-@pytest.mark.parametrize("flags, sharing", [("--loss-type distill", "on"), ("--distill-coef 0.5", "off")])
-def test_a_teacher_on_disk_says_the_same_to_the_bit(tmp_path, monkeypatch, teacher, prompt, flags, sharing):
-    flags = ["--teacher", teacher, "--teacher-prompt", prompt, *flags.split()]
+@pytest.mark.parametrize("sharing", ["on", "off"])
+def test_a_teacher_on_disk_says_the_same_to_the_bit(tmp_path, monkeypatch, teacher, prompt, sharing):
+    flags = [*DISTILL, teacher, "--teacher-prompt", prompt]
     ends = []
     for on_disk in (False, True):
         monkeypatch.setattr(gpu, "memory_size", lambda on_disk=on_disk: 15_000_000 if on_disk else 10**10)
         run = moved(make_run(tmp_path, *flags, "--target-kl", "0"))
         assert (run.teacher.model is None) == on_disk
         for _ in range(2):  # a second step reads it again
-            batches, rollout, taught = lesson_of(run, sharing=sharing)
-            result = take_step(run, batches, rollout, mx.zeros(12), 1e-3, taught=taught)
+            batches, rollout, lesson = lesson_of(run, sharing=sharing)
+            result = take_step(run, batches, rollout, mx.zeros(12), 1e-3, lesson=lesson)
         ends.append((result.loss, run.learner.trainable))
     assert ends[0][0] == ends[1][0] != 0
     for name, array in ends[0][1].items():

@@ -49,7 +49,7 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
     "flags",
     [
         ("--beta", "0.1"),
-        ("--teacher", "demo", "--distill-coef", "0.5"),
+        ("--teacher", "demo", "--loss", "distill"),
         ("--loss", "own_loss.py:plain"),
     ],
     ids=lambda flags: flags[0],

@@ -14,7 +14,7 @@ from small_run import make_config, make_run
 import tasks
 import train
 from problems.workers import Pool
-from tasks import ifeval, rg
+from tasks import first_look, ifeval, rg
 
 ROOT = Path(ifeval.__file__).parent.parent
 verified = needs("if_verifiable", "ifeval")
@@ -164,7 +164,7 @@ def test_prompts_of_the_other_kinds_are_in_the_benchmarks_words_and_are_not_trai
     assert example["prompt"].endswith("Include exactly 2 numbers in the response.")
     columns = {"prompts": [example["prompt"]] * 2, "instructions": [example["instructions"]] * 2}
     assert task.verifier(completions=["It has 4 legs and 2 eyes.", "It has 4 legs."], **columns) == [1, 0]
-    assert "nothing to train on" in message_of(tasks.refuse_useless_rewards, make_config("--task", "ifbench"), task)
+    assert "nothing to train on" in message_of(first_look.take, make_config("--task", "ifbench"))
 
 
 @verified

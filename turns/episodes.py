@@ -39,6 +39,7 @@ from turns.calls import Call, Tool, as_error, environment_schemas, format_of, pa
 from turns.frames import Frames
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
+MOST_TOLD = 4  # the rest of a result longer than this part of the conversation is cut
 
 
 class Said(str):
@@ -380,7 +381,7 @@ class Episodes:
         told = {
             "role": "tool",
             "name": str(call.name),
-            "content": self.box.frames.cut(text, self.box.settings.max_observation),
+            "content": self.box.frames.cut(text, self.box.context // MOST_TOLD),
         }
         episode.told.append(told)
         called = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments}

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,8 @@ from layers import lm_head
 from layers.divergence import Lesson
 from machine import alive, gpu, world
 from step import trust_region
-from step.micro_batch import MicroBatch, in_rows, my_part, of_all
+from step.loss_scale import LossScale
+from step.micro_batch import MicroBatch, in_rows, my_part, of_all, pad_frac
 from step.policy import Reader, Share, Targets
 from step.result import MEASURED, UpdateResult
 
@@ -107,8 +108,8 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer, num_items = learner.config.optimizer, targets.num_items
-    nothing = dict.fromkeys(MEASURED)
     if not batches:  # every row was truncated and left out
+        nothing = dict.fromkeys(MEASURED)
         return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     bounded = lr and targets.advantages is not None
@@ -153,28 +154,22 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
-    def mean(name: str) -> float:
-        values = [one[name] for one in steps]
-        return max(values) if name.endswith("_max") else sum(values) / passes / num_items
-
-    norms = [one["grad_norm"] for one in steps if "grad_norm" in one]
     num_forwards, learner.num_forwards = learner.num_forwards, 0
-    return UpdateResult(
-        lr,
-        rate,
-        learner.num_skipped,
-        learner.loss_scale.value,
-        nothing | {name: mean(name) for name in steps[0] if name in nothing},
-        pushes,
-        round(num_items),
-        targets.num_taught,
-        loss=sum(one["loss"] for one in steps) / (num * passes),
-        grad_norm=sum(norms) / len(norms) if norms else None,
+    return UpdateResult.of(
+        steps,
+        passes,
+        num,
+        lr=lr,
+        rate=rate,
+        num_skipped=learner.num_skipped,
+        loss_scale=learner.loss_scale.value,
+        pushes=pushes,
+        num_items=round(num_items),
+        num_taught=targets.num_taught,
         moved=moved,
         repeats=repeats,
-        skipped=int(sum(one["skipped"] for one in steps)),
         num_forwards=num_forwards,
-        pad_frac=1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches),
+        pad_frac=pad_frac(batches),
     )
 
 
@@ -323,20 +318,3 @@ def learning_rate(config: Config, step: int) -> float:
         return config.optimizer.learning_rate * (step + 1) / config.optimizer.warmup_steps
     done = (step - config.optimizer.warmup_steps) / max(config.optimizer.steps - config.optimizer.warmup_steps, 1)
     return config.optimizer.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
-
-
-class LossScale(NamedTuple):
-    """Keeps small float16 gradients above zero: doubles after 200 good steps, halves after an overflow."""
-
-    value: float = 1.0
-    good_steps: int = 0
-    dynamic: bool = False
-
-    def after(self, overflow: bool) -> "LossScale":
-        if not self.dynamic:
-            return self
-        if overflow:
-            return self._replace(value=max(self.value / 2, 1.0), good_steps=0)
-        if self.good_steps + 1 == 200:
-            return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
-        return self._replace(good_steps=self.good_steps + 1)

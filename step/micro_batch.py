@@ -47,6 +47,11 @@ class MicroBatch(NamedTuple):
         return sum(self.lengths) + (sum(self.prefix.lengths) if self.prefix else 0)
 
 
+def pad_frac(batches: list[MicroBatch]) -> float:
+    """Padding's share of the positions that the model computes."""
+    return 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches)
+
+
 def micro_batches(
     prompts: list[list[int]],
     rollout: Rollout,

@@ -35,6 +35,26 @@ class UpdateResult(NamedTuple):
     num_forwards: int = 0  # rows computed, including the reference's
     pad_frac: float | None = None  # padding's share of the computed positions
 
+    @classmethod
+    def of(
+        cls, steps: list[dict[str, float]], passes: int, num: int, *, num_items: int, **others: Any
+    ) -> "UpdateResult":
+        """Of what the optimizer steps measured: `passes` through `num` mini-batches of together `num_items` tokens."""
+
+        def mean(name: str) -> float:
+            values = [one[name] for one in steps]
+            return max(values) if name.endswith("_max") else sum(values) / passes / num_items
+
+        norms = [one["grad_norm"] for one in steps if "grad_norm" in one]
+        return cls(
+            means=dict.fromkeys(MEASURED) | {name: mean(name) for name in steps[0] if name in MEASURED},
+            loss=sum(one["loss"] for one in steps) / (num * passes),
+            grad_norm=sum(norms) / len(norms) if norms else None,
+            skipped=int(sum(one["skipped"] for one in steps)),
+            num_items=num_items,
+            **others,
+        )
+
     def metrics(self, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
         """seconds: of the step, by phase. num_rows: rows that were trained. recent: seconds of the last steps."""
         train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))

@@ -57,6 +57,9 @@ class Loss(NamedTuple):
     sums: dict[str, mx.array]
 
 
+LossFunction = Callable[[Tokens, Objective], Loss]
+
+
 # ---- advantages
 
 
@@ -154,9 +157,13 @@ def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array,
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
-def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) -> tuple[mx.array, mx.array]:
+# a policy's term for each token, and whether a clip took its gradient (cispo: weight); None where nothing clips
+Term = tuple[mx.array, mx.array | None]
+
+
+def clipped_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, objective: Objective) -> Term:
     """
-    -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), and whether it lost its gradient.
+    -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
     If the two products are equal, the gradient is that of the first: at an end of the range, such as r = 1 with epsilon
     0, mx.minimum and mx.clip would have none. The kernel of `softmax.row_losses` follows the same rule.
@@ -168,19 +175,20 @@ def clipped_term(ratio: mx.array, advantages: mx.array, objective: Objective) ->
     return -mx.where(free <= held, free, held), ~moves & (advantages != 0)
 
 
-def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, cap: float) -> mx.array:
+def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, objective: Objective) -> Term:
     """-sg(min(r, cap)) A log pi: caps the weight, so no token loses its gradient. Source: arXiv:2506.13585."""
-    return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs
+    cap = objective.upper
+    return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs, ratio > cap
 
 
-def sapo_term(ratio: mx.array, advantages: mx.array) -> mx.array:
+def sapo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, objective: Objective) -> Term:
     """
     -A sigmoid(t (r - 1)) 4 / t: a soft gate with slope 1 at r = 1 that fades on both sides.
 
     A larger t for advantages that are not positive makes their gradient fade sooner. Source: arXiv:2511.20347.
     """
     temperature = mx.where(advantages > 0, *SAPO_TEMPERATURES)
-    return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature, None
 
 
 def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
@@ -225,32 +233,21 @@ def _num_rows(tokens: Tokens) -> int:
 # ---- losses
 
 
-def policy_loss(term: str, average: Callable[[mx.array, Tokens, Objective], mx.array]) -> "LossFunction":
-    """
-    The loss of a policy: the average of term + beta * KL over the counted tokens.
-
-    term: "clipped", "cispo" or "sapo". Sums: `kl` with a reference, and `clip_frac`, the tokens whose gradient (for
-    cispo: weight) the clip removed.
-    """
+def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]) -> LossFunction:
+    """The average of term + beta * KL over the counted tokens. Sums: `kl` with a reference; `clip_frac` with a clip."""
 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
         mask, level = tokens.mask, objective.importance_sampling_level
-        assert tokens.clipped is None or (term == "clipped" and level == "token"), objective
+        assert tokens.clipped is None or (term is clipped_term and level == "token"), objective
         # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
         logprobs = mx.where(mask > 0, tokens.logprobs, 0.0)
         old_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.old_logprobs), 0.0)
         advantages = mx.stop_gradient(tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None])
         ratio = importance_ratio(logprobs, old_logprobs, mask, level)
-        sums = {}
-        if term == "sapo":
-            per_token = sapo_term(ratio, advantages)
-        elif term == "cispo":
-            per_token = cispo_term(ratio, logprobs, advantages, objective.upper)
-            sums["clip_frac"] = ((ratio > objective.upper) * mask).sum()
-        else:
-            per_token, removed = clipped_term(ratio, advantages, objective)
-            per_token = per_token if tokens.clipped is None else mx.where(mask > 0, tokens.clipped, 0.0)
-            sums["clip_frac"] = (removed * mask).sum()
+        per_token, removed = term(ratio, logprobs, advantages, objective)
+        sums = {} if removed is None else {"clip_frac": (removed * mask).sum()}
+        if tokens.clipped is not None:
+            per_token = mx.where(mask > 0, tokens.clipped, 0.0)
         if tokens.ref_logprobs is not None:
             ref_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.ref_logprobs), 0.0)
             kl = kl_term(logprobs, ref_logprobs)
@@ -272,13 +269,12 @@ def cross_entropy(tokens: Tokens, objective: Objective) -> Loss:
     return Loss(-(tokens.logprobs * tokens.mask).sum() / _num_items(tokens), {})
 
 
-LossFunction = Callable[[Tokens, Objective], Loss]
 LOSSES: dict[str, LossFunction] = {
-    "grpo": policy_loss("clipped", mean_of_rows),
-    "dr_grpo": policy_loss("clipped", mean_of_positions),
-    "dapo": policy_loss("clipped", mean_of_tokens),
-    "cispo": policy_loss("cispo", mean_of_tokens),
-    "sapo": policy_loss("sapo", mean_of_rows),
+    "grpo": policy_loss(clipped_term, mean_of_rows),
+    "dr_grpo": policy_loss(clipped_term, mean_of_positions),
+    "dapo": policy_loss(clipped_term, mean_of_tokens),
+    "cispo": policy_loss(cispo_term, mean_of_tokens),
+    "sapo": policy_loss(sapo_term, mean_of_rows),
     "distill": distillation,
     "sft": cross_entropy,
 }

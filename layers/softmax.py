@@ -275,7 +275,7 @@ class Surrogate(NamedTuple):
         """The `grpo.clipped_term` of each token."""
         old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
         ratio = grpo.importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
-        return grpo.clipped_term(ratio, self.advantages, self.objective)[0]
+        return grpo.clipped_term(ratio, logprobs, self.advantages, self.objective)[0]
 
 
 class RowLosses(NamedTuple):

@@ -77,12 +77,12 @@ class Reader:
         self.all_teach = bool(self.objective.beta or config.objective.teacher or loss is not None)
         self.may_fuse = by_token and loss is None and self.head == "frozen"
 
-    def cut(self, prompts: list[list[int]], rollout: Rollout, advantages: np.ndarray, turn: int) -> list[MicroBatch]:
+    def cut(self, prompts: list[list[int]], rollout: Rollout, advantages: np.ndarray, step: int) -> list[MicroBatch]:
         """
         The micro-batches of a step, by mini-batch. A row whose advantage is 0 has no gradient and is left out, unless
         `all_teach`.
 
-        One in MEASURED_OF of these rows, others every turn, is measured for all of them, by their share of the tokens.
+        One in MEASURED_OF of these rows, others every step, is measured for all of them, by their share of the tokens.
         prompts: N, one per row; advantages: (B, G), or (B, G, K) of turns.
         """
         lengths, weights = np.array(list(map(len, rollout.ids))), np.ones(len(prompts))
@@ -90,7 +90,7 @@ class Reader:
         idle = np.flatnonzero(has_none & (lengths > 0) & (not self.all_teach))
         if len(idle):
             num = math.ceil(len(idle) / MEASURED_OF)  # neighbours, which mostly share a prompt
-            measured = idle.take(range(turn * num, (turn + 1) * num), mode="wrap")
+            measured = idle.take(range(step * num, (step + 1) * num), mode="wrap")
             weights[idle] = 0
             weights[measured] = lengths[idle].sum() / lengths[measured].sum()
         num, budget = self.config.optimizer.mini_batches, self.sizes.train_token_budget

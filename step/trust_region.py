@@ -29,9 +29,9 @@ MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, a
 Weights = dict[str, mx.array]  # float32 masters by name
 
 
-def make_probe(batches: list[MicroBatch], turn: int) -> list[MicroBatch]:
+def make_probe(batches: list[MicroBatch], step: int) -> list[MicroBatch]:
     """
-    A k-th of the micro-batches, or of each one's rows if there are too few, another every turn. Rows that share a
+    A k-th of the micro-batches, or of each one's rows if there are too few, another every step. Rows that share a
     prompt stay together, as it is computed once.
 
     Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
@@ -39,9 +39,9 @@ def make_probe(batches: list[MicroBatch], turn: int) -> list[MicroBatch]:
     num_tokens = sum(int((batch.mask > 0).sum()) for batch in batches)
     stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
     if len(batches) >= stride:
-        return batches[turn % stride :: stride]
+        return batches[step % stride :: stride]
     stride = min(stride, max(len(batch.rows) for batch in batches))
-    places = [_part(batch, turn % stride, stride) for batch in batches]
+    places = [_part(batch, step % stride, stride) for batch in batches]
     return [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some]
 
 
@@ -93,17 +93,16 @@ def hold(
     after: Weights,
     probe: list[MicroBatch],
     target: float,
-    place: Callable[[Weights], list[mx.array]],
+    logprobs_under: Callable[[Weights], list[mx.array]],
 ) -> BoundedStep:
     """
     Shortens the step from `before` to `after` until the policy has moved at most SLACK times the target.
 
-    place: puts weights into the model and returns the probe's log-probabilities under them. A step that is too long at
-    every try is dropped.
+    logprobs_under: of the probe; puts the weights into the model. A step that is too long at every try is dropped.
     """
     share = 1.0
     for repeats in range(MOST_TRIES):
-        present = place(after)
+        present = logprobs_under(after)
         moved = world.first(functools.partial(distance, probe, present))
         if moved <= SLACK * target:
             return BoundedStep(after, share, moved, repeats, _pushes(probe, present))
@@ -111,7 +110,7 @@ def hold(
         factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         share *= factor
         after = {name: old + factor * (after[name] - old) for name, old in before.items()}
-    present = place(before)
+    present = logprobs_under(before)
     return BoundedStep(before, share, world.first(functools.partial(distance, probe, present)), MOST_TRIES, {})
 
 

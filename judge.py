@@ -42,7 +42,7 @@ from settings.sources import given, of_environment
 
 class Judge(Grader):
     """
-    Scores completions by a rubric, using a local model with its adapters switched off.
+    Answers what `Grader.score` asks, using a local model with its adapters switched off.
 
     The model's other weights must not change. rubric: a path to YAML, or its content. chunk_size: evaluations at once,
     halved when memory runs out and slowly grown back. mode: "logits" or "decode". think: most tokens of thought before
@@ -98,24 +98,23 @@ class Judge(Grader):
         self._check_room(texts)
         prompts: dict[int, Prompt] = {}  # by index of their question
         for place, (prompt, completion, column) in enumerate(questions):
-            own = self.prompts.tails[column][self.prompts.num_common :]
-            prompts[place] = (tuple(texts[prompt]), tuple(answers[completion]), tuple(own))
+            tail = self.prompts.tails[column][self.prompts.num_common :]
+            prompts[place] = (tuple(texts[prompt]), tuple(answers[completion]), tuple(tail))
             if len(self.prompts.head) + sum(map(len, prompts[place])) > self.room:
                 del prompts[place]
                 context = self.model.config.max_position_embeddings
                 said = f"(nothing, as the answer does not fit into its context of {context} tokens)"
                 tell(place, Evaluation(math.nan, 0.0, said))
-        place_of = list(prompts)
         with lora.disabled(self.model), alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress:
 
-            def read(ends: list[int], hidden: mx.array, cache: TreeCache) -> None:
+            def read(places: list[int], hidden: mx.array, cache: TreeCache) -> None:
                 logits = hidden @ self.model.head_weight.T
                 found = self._read_logits(logits) if self.mode == "logits" else self._read_replies(logits, cache)
-                for end, evaluation in zip(ends, found, strict=True):
-                    tell(place_of[end], evaluation)
-                progress.update(len(ends))
+                for place, evaluation in zip(places, found, strict=True):
+                    tell(place, evaluation)
+                progress.update(len(places))
 
-            self.tree.walk(list(prompts.values()), read)
+            self.tree.walk(prompts, read)
         self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
@@ -192,14 +191,7 @@ def make(
     if settings.url:
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     model, tokenizer = load()
-    return Judge(
-        model,
-        tokenizer,
-        rubric,
-        settings.chunk_size,
-        settings.mode,
-        think=settings.think,
-    )
+    return Judge(model, tokenizer, rubric, settings.chunk_size, settings.mode, think=settings.think)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -69,14 +69,14 @@ class PromptTree:
         mx.eval(end, cache.arrays())
         return cache, end
 
-    def walk(self, prompts: Sequence[Prompt], read: Read) -> None:
+    def walk(self, prompts: dict[int, Prompt], read: Read) -> None:
         """
         Runs N prompts through the model and calls `read` once for each.
 
-        prompts: without the head, all with the same number of runs. If memory runs out, the chunks of the remaining
-        prompts are smaller. Raises ValueError if memory is too small for one prompt.
+        prompts: by place, without the head, all with the same number of runs. If memory runs out, the chunks of the
+        remaining prompts are smaller. Raises ValueError if memory is too small for one prompt.
         """
-        left = dict(enumerate(prompts))
+        left = dict(prompts)
 
         def finish(places: list[int], hidden: mx.array, cache: TreeCache) -> None:
             read(places, hidden, cache)

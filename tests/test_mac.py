@@ -374,7 +374,7 @@ def test_a_rollout_survives_errors_in_flight_and_samples_the_same(monkeypatch, c
 
 @pytest.mark.parametrize("num_errors", ERRORS)
 def test_a_judge_survives_errors_in_flight_and_reads_the_same(monkeypatch, num_errors):
-    model, prompts = gwen.random_model("random:2m"), [((1, 2), (3, 4 + row)) for row in range(6)]
+    model, prompts = gwen.random_model("random:2m"), {row: ((1, 2), (3, 4 + row)) for row in range(6)}
 
     def walk(tree):
         found = {}

@@ -46,7 +46,7 @@ def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
             assert len(places) <= chunk_size and not found.keys() & set(places)
             found.update(zip(places, np.array(hidden), strict=True))
 
-        tree.walk(prompts, read)
+        tree.walk(dict(enumerate(prompts)), read)
         assert found.keys() == set(range(len(prompts)))
         np.testing.assert_allclose([found[place] for place in range(len(prompts))], expected, atol=1e-3)
         assert distinct <= tree.num_tokens <= 1.1 * distinct

@@ -1,5 +1,5 @@
 """
-Tasks: prompts in, chat ids out, and rewards that a program can verify. One task per section.
+Tasks: prompts in, chat ids out, and rewards that a program can verify. A file a task.
 
 A task names its training prompts, its held-out problems, its rubric and its verifier, and what its prompts look like.
 `make` puts in their place what a user brings: data, reward functions, a rubric. No model is known here. Whatever a
@@ -277,6 +277,7 @@ def _check_arguments(task: Task, is_own: bool) -> None:
             raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
 
 
+# a task; its own sides; what reads a file of --data for it
 _TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], list[Example]]]] = {
     "demo": (demo.DEMO, demo.bundled, load_data),
     "values": (values.VALUES, values.bundled, load_data),

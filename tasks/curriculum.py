@@ -26,8 +26,6 @@ PRIOR_COUNT = 2.0  # completions that this counts for
 VISITS = 2  # in a row that a prompt must be solved whole before it rests
 REST = 2.0  # epochs that it rests; also after how many half of the evidence is forgotten
 WINDOW = 32  # problems of a data set whose pass rate raises its level
-
-
 MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
 
 
@@ -69,7 +67,7 @@ class Epochs:
         return {}
 
 
-class Memory(Epochs):
+class BySignal(Epochs):
     """
     Prompts in proportion to the signal that they promise: the variance of the reward within their groups.
 
@@ -241,4 +239,4 @@ def make(
     """What draws the prompts of a run. render: ids of the prompts of examples that `prompt_ids` does not have."""
     if task.problems is not None:
         return Endless(config, task.problems, render)
-    return (Memory if config.sampling.curriculum else Epochs)(config, task.train, prompt_ids)
+    return (BySignal if config.sampling.curriculum else Epochs)(config, task.train, prompt_ids)

@@ -5,20 +5,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from problems.examples import (
-    Example,
-    prompt_text,
-)
-from problems.rewards import (
-    NUMBER_WORD,
-    number_words,
-    numbers_in,
-)
+from problems.examples import Example, prompt_text
+from problems.rewards import NUMBER_WORD, number_words, numbers_in
 from tasks.task import DATA, Sides, Task
 
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]
-
-
 _THINGS = ["apples", "books", "coins", "eggs"]
 
 

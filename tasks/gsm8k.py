@@ -1,19 +1,7 @@
 """School mathematics; the answer is a number."""
 
-from problems.examples import (
-    Example,
-    Records,
-    hub_records,
-    make_examples,
-    one_line,
-    read_records,
-    short,
-)
-from problems.rewards import (
-    boxed_once,
-    math_correct,
-    read_number,
-)
+from problems.examples import Example, Records, hub_records, make_examples, one_line, read_records, short
+from problems.rewards import boxed_once, math_correct, read_number
 from tasks.task import Sides, Task
 
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."

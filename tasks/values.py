@@ -1,9 +1,6 @@
 """Three epistemic virtues, judged by a rubric."""
 
-from problems.examples import (
-    load_data,
-    split_examples,
-)
+from problems.examples import load_data, split_examples
 from tasks.task import DATA, Sides, Task
 
 

@@ -12,14 +12,14 @@ from small_run import SMALL, make_config
 import train
 from problems.examples import epoch_indices
 from tasks import curriculum, rg
-from tasks.curriculum import PRIOR, Epochs, Memory
+from tasks.curriculum import PRIOR, BySignal, Epochs
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
 IDS = [[n] for n in range(40)]
 
 
 def memory(*flags, num=40):
-    return Memory(make_config("--batch", "4", "--groups", "8", *flags), PROMPTS[:num], IDS[:num])
+    return BySignal(make_config("--batch", "4", "--groups", "8", *flags), PROMPTS[:num], IDS[:num])
 
 
 def earned(rewards):

@@ -114,7 +114,7 @@ class ObjectiveSettings:
     combine_rewards: Literal["sum", "normalize"] = flag("sum", "sum several rewards, or normalize each first")
     epsilon: float = flag(0.2, "the ratio is clipped at 1 - this", low=0)
     epsilon_high: float | None = flag(
-        None, "and at 1 + this; default: --epsilon; for cispo the cap on the ratio", low=0
+        None, "the ratio is clipped at 1 + this; default: --epsilon; for cispo the cap on the ratio", low=0
     )
     beta: float = flag(0.0, "weight of the KL term against the model before training", low=0, first=True)
     truncated: Literal["keep", "mask", "punish"] = flag(

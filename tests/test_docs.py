@@ -33,6 +33,15 @@ FOREIGN_FILES = {
 }  # a user's, and llama.cpp's
 
 
+def explained(title):
+    """The meanings in the table of one section of the reference, by key."""
+    section = reference.PAGE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", section, re.M))
+
+
+METRICS, EVALUATION_METRICS = explained("metrics.jsonl"), explained("eval.jsonl")
+
+
 def without_meaning(record, known):
     """The keys of a record that no entry names; what is in capitals there stands for any name."""
     patterns = [re.sub(r"\b[A-Z]+\b", "[^/]+", name).replace("_K", "_[0-9]+") for name in known]
@@ -42,19 +51,14 @@ def without_meaning(record, known):
 
 def always_there():
     """The keys of metrics.jsonl that every step has, whatever the method; null where it does not measure them."""
-    sometimes = {name for name, meaning in reference.METRICS.items() if meaning.startswith("[Several machines]")}
-    fixed = {
-        name for name in reference.METRICS if name == name.lower() and not name.startswith(("curriculum/", "tools/"))
-    }
+    sometimes = {name for name, meaning in METRICS.items() if meaning.startswith("[Several machines]")}
+    fixed = {name for name in METRICS if name == name.lower() and not name.startswith(("curriculum/", "tools/"))}
     return fixed - sometimes
 
 
-def test_the_reference_is_up_to_date():
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `uv run python -m docs.reference`"
-
-
-def test_the_tables_of_trl_s_names_are_up_to_date():
-    assert reference.TRL.read_text(encoding="utf-8") == reference.trl_page(), "run `uv run python -m docs.reference`"
+def test_the_tables_of_flags_and_of_trl_s_names_are_up_to_date():
+    for path, made in ((reference.PAGE, reference.page()), (reference.TRL, reference.trl_page())):
+        assert path.read_text(encoding="utf-8") == made, "run `uv run python -m docs.reference`"
 
 
 def test_the_reference_has_every_flag():
@@ -75,9 +79,9 @@ def test_every_metric_of_a_run_has_a_meaning(tmp_path):
     list(train.train(run.config, run))
     metrics, evaluations = read_log(tmp_path / "metrics.jsonl"), read_log(tmp_path / "eval.jsonl")
     assert len(metrics) == 1 and len(evaluations) == 2
-    assert without_meaning(metrics[0], reference.METRICS) == []
+    assert without_meaning(metrics[0], METRICS) == []
     assert always_there() <= metrics[0].keys()
-    assert without_meaning(evaluations[-1], reference.EVALUATION_METRICS) == []
+    assert without_meaning(evaluations[-1], EVALUATION_METRICS) == []
 
 
 @functools.cache

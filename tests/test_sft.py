@@ -14,7 +14,7 @@ from conftest import message_of, read_log
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
-from test_docs import always_there, without_meaning
+from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
 
 import evaluate
 import gwen
@@ -23,7 +23,6 @@ import train
 import update
 from config import Config, Sizes
 from disk import checkpoint, hub, run_files
-from docs import reference
 from problems import chat_template
 from reporting import page
 from settings.sources import given, parse
@@ -288,7 +287,7 @@ def test_a_run_lowers_the_held_out_loss_and_records_the_keys_of_any_run(finished
     steps, evals = records(finished / "metrics.jsonl"), records(finished / "eval.jsonl")
     assert [record["step"] for record in evals] == [0, 2, 4]
     assert evals[-1]["eval/loss"] < 0.8 * evals[0]["eval/loss"]
-    assert without_meaning(steps[0], reference.METRICS) == without_meaning(evals[0], reference.EVALUATION_METRICS) == []
+    assert without_meaning(steps[0], METRICS) == without_meaning(evals[0], EVALUATION_METRICS) == []
     assert always_there() <= json.loads((finished / "metrics.jsonl").read_text().splitlines()[0]).keys()
     assert steps[0]["reward/mean"] is None and steps[0]["grad_norm"] > 0
     assert {"adapter", "adapter-best", "report.html", "config.yaml"} <= {path.name for path in finished.iterdir()}

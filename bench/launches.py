@@ -16,10 +16,8 @@ long reduction, attention over many keys), and copies that its own operations ma
 """
 
 import contextlib
-import functools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -74,22 +72,23 @@ class View(NamedTuple):
         shown = [n for n, stride in zip(self.layout.shape, self.layout.strides, strict=True) if stride]
         return math.prod(shown) * self.itemsize if self.layout.size else 0
 
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.size * self.itemsize
+
 
 # ---- the stand-ins for mx.fast
 
 
-@functools.cache
-def _kernel(maker: Any, name: str, num_inputs: int) -> Any:
-    inputs = [f"x{place}" for place in range(num_inputs)]
-    return maker(FAST + name, inputs, ["out"], "// never run", ensure_row_contiguous=False)
-
-
-def _launch(name: str, operands: Sequence[mx.array], shape: Sequence[int]) -> mx.array:
-    grid = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    made = _kernel(mx.fast.metal_kernel, name, len(operands))(
-        inputs=list(operands), output_shapes=[tuple(shape)], output_dtypes=[operands[0].dtype], **grid
-    )
-    return made[0]
+def _launch(
+    name: str, operands: Sequence[mx.array], shapes: Sequence[Sequence[int]], dtype: mx.Dtype
+) -> list[mx.array]:
+    """One launch that makes arrays of these shapes."""
+    inputs, outputs = [f"x{place}" for place in range(len(operands))], [f"y{place}" for place in range(len(shapes))]
+    kernel: Any = mx.fast.metal_kernel(FAST + name, inputs, outputs, "// never run", ensure_row_contiguous=False)
+    how = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_dtypes": [dtype] * len(shapes)}
+    made: list[mx.array] = kernel(inputs=list(operands), output_shapes=[tuple(shape) for shape in shapes], **how)
+    return made
 
 
 def stand_in(name: str) -> Callable[..., mx.array]:
@@ -104,11 +103,11 @@ def stand_in(name: str) -> Callable[..., mx.array]:
 
         def forward(*moved: mx.array) -> mx.array:
             shape = (*x.shape[:-1], moved[2].shape[-1]) if of_values else x.shape
-            return _launch(name + causal, [*moved, *fixed], shape)
+            return _launch(name + causal, [*moved, *fixed], [shape], x.dtype)[0]
 
         def backward(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
             primals, d_out = _listed(primals), _listed(cotangents)
-            d_first = _launch(f"{name}_vjp", [*primals, *d_out, *fixed], primals[0].shape)
+            (d_first,) = _launch(f"{name}_vjp", [*primals, *d_out, *fixed], [primals[0].shape], x.dtype)
             # the others come of the same launches: views of its result
             return [d_first, *(_view_of(d_first, primal) for primal in primals[1:])]
 
@@ -122,14 +121,7 @@ def stand_in(name: str) -> Callable[..., mx.array]:
 
 def gated_delta_update(*arrays: mx.array) -> list[mx.array]:
     """Stands in for MLX's: one launch, of what it finds and of the memory. Its gradient is that of its expression."""
-    made: Any = mx.fast.metal_kernel(
-        f"{FAST}gated_delta", [f"x{place}" for place in range(6)], ["out", "memory"], "// never run"
-    )
-    values, memory = arrays[2], arrays[5]
-    grid = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    return list(
-        made(inputs=list(arrays), output_shapes=[values.shape, memory.shape], output_dtypes=[mx.float32] * 2, **grid)
-    )
+    return _launch("gated_delta", arrays, [arrays[2].shape, arrays[5].shape], mx.float32)
 
 
 def _view_of(x: mx.array, like: mx.array) -> mx.array:
@@ -373,26 +365,13 @@ def trace(function: Callable[..., Any], *inputs: mx.array, on_gpu: bool = True) 
         views = views_of(node, [one.layout for one in found])
         for place, ((name, shape, dtype), view) in enumerate(zip(node["outputs"], views, strict=True)):
             layout, source = row_major(shape) if view is None else view, place if node["name"] == "Depends" else 0
-            is_own = view is None and not _writes_in_place(node)
+            is_own = view is None and node["name"] not in WRITES_IN_PLACE
             held[name] = View(name if is_own else found[source].buffer, layout, dtype.size)
             assert layout.shape == tuple(shape), node
         outputs = [held[name] for name, *_ in node["outputs"]]
-        made = tuple((one.buffer, one.layout.size * one.itemsize) for one in outputs)
+        made = tuple((one.buffer, one.num_bytes) for one in outputs)
         launches += [one._replace(made=made) for one in launches_of(node, found, outputs)]
     return launches
-
-
-def count(function: Callable[..., Any], *inputs: mx.array) -> Counter[str]:
-    """The launches of one call on a GPU, by kind; arguments as for `trace`."""
-    return Counter(launch.kind for launch in trace(function, *inputs))
-
-
-def per_layer(step: Callable[[int], tuple[Callable[..., Any], list[mx.array]]]) -> Counter[str]:
-    """What one layer adds: `step(n)` gives a function with n layers, and its inputs."""
-    one, two = (count(function, *inputs) for function, inputs in (step(1), step(2)))
-    added = two.copy()
-    added.subtract(one)
-    return added
 
 
 # Of zeros, which MLX gives as the gradient of what was cut off: these are zeros too.
@@ -423,8 +402,7 @@ def _is_nothing(node: dict[str, Any], held: dict[str, View], zeros: set[str]) ->
 def _fill(name: str, held: dict[str, View]) -> Launch:
     """The launch that makes zeros."""
     held[name] = View(name, row_major(held[name].layout.shape), held[name].itemsize)
-    size = held[name].layout.size
-    return Launch("fill", "Full", 0, size * held[name].itemsize, 0, ((name, size),))
+    return Launch("fill", "Full", 0, held[name].num_bytes, 0, ((name, held[name].layout.size),))
 
 
 def row_major(shape: Sequence[int]) -> np.ndarray:
@@ -432,29 +410,17 @@ def row_major(shape: Sequence[int]) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), tuple(shape), tuple(map(int, strides)))
 
 
-def is_row_major(layout: np.ndarray) -> bool:
-    return layout.flags.c_contiguous
-
-
-def _writes_in_place(node: dict[str, Any]) -> bool:
-    return node["name"] in WRITES_IN_PLACE
-
-
 def launches_of(node: dict[str, Any], inputs: list[View], outputs: list[View]) -> list[Launch]:
     """The launches of one node of a graph."""
     name, arguments = node["name"], node["arguments"]
-    written = sum(out.layout.size * out.itemsize for out in outputs)
+    written = sum(out.num_bytes for out in outputs)
     buffers = tuple((one.buffer, one.layout.size) for one in (*inputs, *outputs))
     if name in VIEWS:
-        views = views_of(node, [one.layout for one in inputs])
-        return (
-            [Launch("copy", name, inputs[0].touched, written, 0, buffers)]
-            if any(view is None for view in views)
-            else []
-        )
+        is_copy = outputs[0].buffer not in (one.buffer for one in inputs)
+        return [Launch("copy", name, inputs[0].touched, written, 0, buffers)] * is_copy
     if name == "Concatenate":
         return [
-            Launch("copy", name, part.touched, part.layout.size * part.itemsize, 0, (buffers[place], buffers[-1]))
+            Launch("copy", name, part.touched, part.num_bytes, 0, (buffers[place], buffers[-1]))
             for place, part in enumerate(inputs)
         ]
     if name == "CustomKernel":
@@ -465,8 +431,8 @@ def launches_of(node: dict[str, Any], inputs: list[View], outputs: list[View]) -
         flops = 2 * outputs[0].layout.size * inputs[0].layout.shape[-1]
     elif name in ("Gather", "GatherAxis"):  # of the source what comes out
         read = written + sum(one.touched for one in inputs[1:])
-    elif _writes_in_place(node) or name.startswith("Scatter"):
-        read, written = sum(one.touched for one in inputs[1:]), inputs[1].layout.size * inputs[1].itemsize
+    elif name in WRITES_IN_PLACE or name.startswith("Scatter"):
+        read, written = sum(one.touched for one in inputs[1:]), inputs[1].num_bytes
     return [Launch(kind, name, read, written, flops, buffers)]
 
 
@@ -474,7 +440,7 @@ def _launches_of_kernel(
     arguments: Any, inputs: list[View], outputs: list[View], buffers: tuple[tuple[str, int], ...]
 ) -> list[Launch]:
     name, wants_row_major = arguments[0].removeprefix("custom_kernel_"), arguments[9]
-    written = sum(out.layout.size * out.itemsize for out in outputs)
+    written = sum(out.num_bytes for out in outputs)
     read, flops, shapes = sum(one.touched for one in inputs), 0, [one.layout.shape for one in inputs]
     if name.startswith(FAST):
         name = name.removeprefix(FAST)
@@ -486,7 +452,7 @@ def _launches_of_kernel(
         one = Launch("fast", name, read, written, flops, buffers)
         return [one] + [one._replace(read=0, written=0, flops=0)] * (MOST_LAUNCHES.get(short, 1) - 1)
     name = name.removeprefix("gwen_")
-    copies = [one for one in inputs if wants_row_major and not is_row_major(one.layout)]
+    copies = [one for one in inputs if wants_row_major and not one.layout.flags.c_contiguous]
     grid, threadgroup = arguments[2:5], arguments[5:8]
     num_groups = math.prod(-(-x // y) for x, y in zip(grid, threadgroup, strict=True))
     own = Launch("kernel", name, read, written, flops, buffers, threadgroups=num_groups)
@@ -500,7 +466,7 @@ def _launches_of_kernel(
             effort=effort_of(kind, num_queries, size),
         )
     return [
-        *(Launch("copy", "Contiguous", one.touched, one.layout.size * one.itemsize, 0, buffers) for one in copies),
+        *(Launch("copy", "Contiguous", one.touched, one.num_bytes, 0, buffers) for one in copies),
         own,
     ]
 
@@ -549,29 +515,6 @@ def command_buffers(
             made.append(current)
             current, elements, bound = [], 0, set()
     return made + [current] * bool(current)
-
-
-MOST_IN_FLIGHT = 10  # command buffers; with more MLX waits for one (MAX_ACTIVE_TASKS in its transforms.cpp)
-
-
-def copied_slices(step: Sequence[Launch], most_operations: int = 40, most_elements: int = 40) -> list[Launch]:
-    """
-    The slices that a step, queued right behind another like it, cannot write in place: MLX copies their buffers whole.
-
-    A slice is written in place if nobody else holds its buffer, and a command buffer holds what its kernels read until
-    it has run. Nothing is known to have run but what is more command buffers away than MLX has in flight. The limits
-    are those of `command_buffers`. Source: `is_donatable` in MLX's array.h, `eval` in its backend/metal/eval.cpp.
-    """
-    queued = command_buffers(step, most_operations, most_elements)
-    readers: dict[str, int] = {}  # the command buffer that last reads each buffer
-    copied = []
-    for number, held in enumerate(queued + queued):
-        for launch in held:
-            target = launch.buffers[0][0] if launch.name in WRITES_IN_PLACE else ""
-            if number >= len(queued) and readers.get(target, -MOST_IN_FLIGHT) > number - 1 - MOST_IN_FLIGHT:
-                copied.append(launch)
-            readers |= {name: number for name, _ in launch.buffers if name != target}
-    return copied
 
 
 MOST_BUFFERS = 499_000  # that Metal lets a process hold; MLX gives an error beyond

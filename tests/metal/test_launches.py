@@ -22,6 +22,19 @@ X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts
 
 
+def count(function: Callable[..., Any], *inputs: mx.array) -> Counter[str]:
+    """The launches of one call on a GPU, by kind."""
+    return Counter(launch.kind for launch in launches.trace(function, *inputs))
+
+
+def per_layer(step: Callable[[int], tuple[Callable[..., Any], list[mx.array]]]) -> Counter[str]:
+    """What one layer adds: `step(n)` gives a function with n layers, and its inputs."""
+    one, two = (count(function, *inputs) for function, inputs in (step(1), step(2)))
+    added = two.copy()
+    added.subtract(one)
+    return added
+
+
 @pytest.mark.parametrize(
     "function, expected",
     [
@@ -41,7 +54,7 @@ mx.eval(WEIGHT)  # else it is made by a launch that counts
     ],
 )
 def test_launches_are_those_counted_by_hand(function: Callable[..., Any], expected: dict[str, int]) -> None:
-    assert launches.count(function, X) == Counter(expected)
+    assert count(function, X) == Counter(expected)
 
 
 def test_attention_is_one_launch_with_the_width_of_the_values() -> None:
@@ -51,20 +64,20 @@ def test_attention_is_one_launch_with_the_width_of_the_values() -> None:
         return out
 
     q, k, v = mx.zeros((1, 8, 1, 64)), mx.zeros((1, 2, 9, 64)), mx.zeros((1, 2, 9, 32))
-    assert launches.count(attend, q, k, v) == Counter(fast=1)
+    assert count(attend, q, k, v) == Counter(fast=1)
 
 
 @pytest.mark.parametrize("contiguous, copies", [(True, 1), (False, 0)])
 def test_a_custom_kernel_copies_an_input_that_is_not_row_major_if_it_asks_to(contiguous: bool, copies: int) -> None:
     kernel = mx.fast.metal_kernel("k", ["x", "y"], ["out"], "out[0] = x[0] + y[0];", ensure_row_contiguous=contiguous)
     call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    found = launches.count(lambda x: kernel(inputs=[x, x.T], **call), X)
+    found = count(lambda x: kernel(inputs=[x, x.T], **call), X)
     assert found == Counter(kernel=1) + Counter(copy=copies)
 
 
 def test_outside_of_a_count_mlx_is_as_it_was() -> None:
     before = mx.fast.rms_norm, mx.default_device
-    launches.count(lambda x: mx.fast.rms_norm(x, None, 1e-5), X)
+    count(lambda x: mx.fast.rms_norm(x, None, 1e-5), X)
     assert (mx.fast.rms_norm, mx.default_device) == before
 
 
@@ -90,17 +103,42 @@ def decode_step(num_layers: int, rank: int = 0) -> tuple[Callable[..., Any], lis
 def test_a_layer_of_a_decode_step_adds_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one writes it from the paper, with `mx.fast` where that has a function, it adds 21."""
     # norm and rope, swiglu, two of residual and norm | attention | keys and values into the cache
-    assert +launches.per_layer(decode_step) == Counter(matmul=4, kernel=4, fast=1, copy=2)
+    assert +per_layer(decode_step) == Counter(matmul=4, kernel=4, fast=1, copy=2)
     monkeypatch.setenv("GWEN_KERNELS", "off")
     # qkv, attention's output, gate and up, down | two norms of the layer, that of queries and keys at once, their
     # rotation, attention | keys and values into the cache, and the weights of queries' and keys' norms put together |
     # the product with them, sigmoid, two products, two residual sums
-    assert +launches.per_layer(decode_step) == Counter(matmul=4, fast=5, copy=4, elementwise=6)
+    assert +per_layer(decode_step) == Counter(matmul=4, fast=5, copy=4, elementwise=6)
 
 
 def test_adapters_add_two_matmuls_for_each_of_the_four_projections() -> None:
     """35 launches a layer where their product is float32 beside a model in 16 bits."""
-    assert +launches.per_layer(lambda n: decode_step(n, rank=16)) == Counter(matmul=12, kernel=4, fast=1, copy=2)
+    assert +per_layer(lambda n: decode_step(n, rank=16)) == Counter(matmul=12, kernel=4, fast=1, copy=2)
+
+
+MOST_IN_FLIGHT = 10  # command buffers; with more MLX waits for one (MAX_ACTIVE_TASKS in its transforms.cpp)
+
+
+def copied_slices(
+    step: list[launches.Launch], most_operations: int = 40, most_elements: int = 40
+) -> list[launches.Launch]:
+    """
+    The slices that a step, queued right behind another like it, cannot write in place: MLX copies their buffers whole.
+
+    A slice is written in place if nobody else holds its buffer, and a command buffer holds what its kernels read until
+    it has run. Nothing is known to have run but what is more command buffers away than MLX has in flight. The limits
+    are those of `command_buffers`. Source: `is_donatable` in MLX's array.h, `eval` in its backend/metal/eval.cpp.
+    """
+    queued = launches.command_buffers(step, most_operations, most_elements)
+    readers: dict[str, int] = {}  # the command buffer that last reads each buffer
+    copied = []
+    for number, held in enumerate(queued + queued):
+        for launch in held:
+            target = launch.buffers[0][0] if launch.name in launches.WRITES_IN_PLACE else ""
+            if number >= len(queued) and readers.get(target, -MOST_IN_FLIGHT) > number - 1 - MOST_IN_FLIGHT:
+                copied.append(launch)
+            readers |= {name: number for name, _ in launch.buffers if name != target}
+    return copied
 
 
 def test_a_slice_is_copied_where_its_buffer_was_read_in_the_last_ten_command_buffers() -> None:
@@ -110,10 +148,10 @@ def test_a_slice_is_copied_where_its_buffer_was_read_in_the_last_ten_command_buf
     write, read = launch("SliceUpdate", "ring", "new"), launch("Attention", "ring", "out")
     rest = [launch("Add", f"x{place}") for place in range(98)]
     step = [write, read, *rest]  # two operations a command buffer end it with the second
-    assert launches.copied_slices(step, most_operations=1) == []  # 50 command buffers a step
-    assert launches.copied_slices(step, most_operations=9) == [write]  # 10
-    assert launches.copied_slices(step, most_operations=8) == []  # 12, the first of which has run
-    assert launches.copied_slices([write, *rest], most_operations=100) == []  # nobody else reads it
+    assert copied_slices(step, most_operations=1) == []  # 50 command buffers a step
+    assert copied_slices(step, most_operations=9) == [write]  # 10
+    assert copied_slices(step, most_operations=8) == []  # 12, the first of which has run
+    assert copied_slices([write, *rest], most_operations=100) == []  # nobody else reads it
 
 
 QWEN = {  # hidden size, layers, mlp, heads, kv heads, head dim
@@ -147,16 +185,16 @@ def test_a_decode_step_of_qwen_writes_its_keys_in_place(name: str, rank: int, ba
         function, inputs = ledger.decode(work, layers)
         step = launches.trace(function, *inputs)
     for most in (40, 50):  # of base chips, and of Pro and Max
-        assert len(launches.copied_slices(step, most, most)) <= share * 2 * layers
+        assert len(copied_slices(step, most, most)) <= share * 2 * layers
 
 
 def test_sampling_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms, heat = mx.zeros((4, 151_936)), mx.zeros((4, 4)), mx.array([0.7])
     mx.eval(heat)
     monkeypatch.setattr(gpu, "constant", lambda *_: heat)
-    assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
+    assert count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms) == Counter(kernel=1)
     monkeypatch.setenv("GWEN_KERNELS", "off")
-    assert launches.count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms).total() > 40
+    assert count(lambda x, u: softmax.sample_token(x, u, 0.7), logits, uniforms).total() > 40
 
 
 def test_sampling_with_top_p_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +202,7 @@ def test_sampling_with_top_p_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     mx.eval(scalar)
     monkeypatch.setattr(gpu, "constant", lambda *_: scalar)
     params = sampler.SamplingParams(top_p=0.9)
-    found = launches.count(lambda x, u: sampler.choose_token(x, u, params), logits, uniforms)
+    found = count(lambda x, u: sampler.choose_token(x, u, params), logits, uniforms)
     # to float32, by the temperature, what is below the least kept one, in its place -inf
     assert found == Counter(kernel=2, elementwise=4)
 
@@ -184,5 +222,5 @@ def test_the_head_of_an_update_makes_its_logits_once(
 
     ids, hidden, head = mx.zeros((6,), dtype=mx.int32), mx.zeros((6, 8)), mx.zeros((90, 8))
     mx.eval(ids)
-    found = launches.count(gradient, hidden, head)
+    found = count(gradient, hidden, head)
     assert (found["matmul"], found["kernel"]) == (matmuls, kernels)

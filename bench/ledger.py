@@ -192,16 +192,9 @@ def make_model(work: StepWork, num_layers: int) -> gwen.Model:
     return model
 
 
-def closed(
-    model: gwen.Model,
-    run: Callable[..., Any],
-    given: list[mx.array],
-    places: Sequence[tuple[Any, str]] = (),
-    *,
-    learns: bool = False,
-) -> Traced:
+def closed(model: gwen.Model, run: Callable[..., Any], given: Sequence[mx.array], *, learns: bool = False) -> Traced:
     """
-    `run` as a function of the model's weights, of arrays that objects hold in these places, and of what is given.
+    `run` as a function of the model's weights and of what is given.
 
     learns: adapters are among the weights; else they are fixed, with the copies that they make of themselves.
     """
@@ -214,23 +207,15 @@ def closed(
 
     def function(*arrays: mx.array) -> Any:
         model.update(tree_unflatten(list(zip(names, arrays[: len(names)], strict=True))))
-        rest = arrays[len(names) :]
-        for (holder, name), array in zip(places, rest, strict=False):
-            setattr(holder, name, array)
-        return run(*rest[len(places) :])
+        return run(*arrays[len(names) :])
 
-    return function, [*weights, *(getattr(holder, name) for holder, name in places), *given]
+    return function, [*weights, *given]
 
 
 def empty_state(work: StepWork, num_rows: int) -> tuple[mx.array, mx.array]:
     """What a gated delta net keeps of so many rows."""
     assert work.model.delta is not None
     return work.model.delta.empty_state(num_rows, work.dtype)
-
-
-def places_of(held: Any) -> list[tuple[Any, str]]:
-    """Where a layer's state has its arrays, for `closed`."""
-    return [(held, name) for name in (("inputs", "memory") if isinstance(held, DeltaState) else ("keys", "values"))]
 
 
 def prefill(work: StepWork, num_layers: int) -> Traced:
@@ -268,14 +253,17 @@ def decode(work: StepWork, num_layers: int) -> Traced:
     for layer in cache.layers:
         if isinstance(layer, DeltaState):
             layer.update(*empty_state(work, num_rows))
-    places = [place for held in (*prompts.layers, *cache.layers) for place in places_of(held)]
+    layers = [*prompts.layers, *cache.layers]
+    places = [(one, n) for one in layers for n in vars(one) if n in ("keys", "values", "inputs", "memory")]
     mx.eval(cache.first_position, [array for array in cache.readers[:2] if array is not None] if share else [])
     params = sampler.SamplingParams(work.config.sampling.max_tokens)
 
     steps: list[gwen.Step] = []
 
     @gpu.without_gradients()
-    def run(logits: mx.array, numbers: mx.array) -> list[mx.array]:
+    def run(logits: mx.array, numbers: mx.array, *held: mx.array) -> list[mx.array]:
+        for (layer, name), array in zip(places, held, strict=True):
+            setattr(layer, name, array)
         drawn = sampler.choose_token(logits, numbers, params)
         if not steps:  # with the weights that are given
             steps.append(gwen.decode_step(model))
@@ -283,7 +271,7 @@ def decode(work: StepWork, num_layers: int) -> Traced:
         return [*drawn[:2], hidden[:, -1] @ model.head_weight.T, *cache.arrays()]
 
     given = [mx.zeros((num_rows, config.vocab_size), work.dtype), mx.zeros((num_rows, 4))]
-    return closed(model, run, given, places)
+    return closed(model, run, [*given, *(getattr(*place) for place in places)])
 
 
 def judge(work: StepWork, num_layers: int) -> Traced:
@@ -292,36 +280,23 @@ def judge(work: StepWork, num_layers: int) -> Traced:
     num_criteria = max(work.config.judge.chunk_size // NUM_CRITERIA, 1) * NUM_CRITERIA
     num_answers = num_criteria // NUM_CRITERIA
     num_questions = max(num_answers // work.config.sampling.groups, 1)
+    kinds, roots = config.layer_kinds[:num_layers], [0] * num_questions
+    above = [(1, JUDGE_HEAD, None), (num_questions, work.prompt_tokens, roots)]  # levels: rows, tokens, parents
+    levels: list[mx.array] = []  # of each level and layer two: keys and values, or what a gated delta net keeps
+    for num_rows, length, _ in above:
+        keys = mx.zeros((num_rows, config.num_key_value_heads, length, config.head_dim), work.dtype)
+        for kind in kinds:
+            levels += empty_state(work, num_rows) if kind == "linear_attention" else (keys, keys)
 
-    kinds = config.layer_kinds[:num_layers]
-
-    class Level:
-        """Keys and values of a level of one layer."""
-
-        def __init__(self, num_rows: int, length: int):
-            shape = (num_rows, config.num_key_value_heads, length, config.head_dim)
-            self.keys = self.values = mx.zeros(shape, work.dtype)
-
-    def level(num_rows: int, length: int) -> list[Any]:
-        is_linear = (kind == "linear_attention" for kind in kinds)
-        return [DeltaState(*empty_state(work, num_rows)) if one else Level(num_rows, length) for one in is_linear]
-
-    def put(cache: TreeCache, held: list[Any], length: int) -> None:
-        """As if a level had been computed."""
-        for layer, one in zip(cache.layers, held, strict=True):
-            layer.update(*(getattr(*place) for place in places_of(one)))
-        cache.advance(length)
-
-    levels = [level(1, JUDGE_HEAD), level(num_questions, work.prompt_tokens)]
-    places = [place for made in levels for held in made for place in places_of(held)]
-
-    def run(answers: mx.array, criteria: mx.array) -> mx.array:
-        cache = TreeCache(kinds).child([JUDGE_HEAD])
-        put(cache, levels[0], JUDGE_HEAD)
-        cache = cache.child([work.prompt_tokens] * num_questions, [0] * num_questions)
-        put(cache, levels[1], work.prompt_tokens)
-        parents = [row * num_questions // num_answers for row in range(num_answers)]
-        cache = cache.child([work.config.sampling.max_tokens] * num_answers, parents)
+    def run(answers: mx.array, criteria: mx.array, *levels: mx.array) -> mx.array:
+        cache, held = TreeCache(kinds), iter(zip(levels[::2], levels[1::2], strict=True))
+        for num_rows, length, parents in above:  # as if these had been computed
+            cache = cache.child([length] * num_rows, parents)
+            for layer in cache.layers:
+                layer.update(*next(held))
+            cache.advance(length)
+        asked = [row * num_questions // num_answers for row in range(num_answers)]
+        cache = cache.child([work.config.sampling.max_tokens] * num_answers, asked)
         with lora.disabled(model):
             model.hidden(answers, cache)
             cache = cache.child([JUDGE_CRITERION] * num_criteria, [row // NUM_CRITERIA for row in range(num_criteria)])
@@ -329,7 +304,7 @@ def judge(work: StepWork, num_layers: int) -> Traced:
         return softmax.log_softmax(ends @ model.head_weight.T)
 
     tokens = [(num_answers, work.config.sampling.max_tokens), (num_criteria, JUDGE_CRITERION)]
-    return closed(model, run, [mx.zeros(shape, mx.int32) for shape in tokens], places)
+    return closed(model, run, [*(mx.zeros(shape, mx.int32) for shape in tokens), *levels])
 
 
 def step_of(work: StepWork) -> tuple[list[micro_batch.MicroBatch], policy.Targets]:
@@ -365,12 +340,8 @@ def gradient(work: StepWork, num_layers: int) -> Traced:
         (loss, logprobs, sums), part = update.share_and_gradient(learner, batches[0], targets)
         flat = [array.astype(mx.float32) / learner.loss_scale.value for _, array in tree_flatten(part)]
         joined = flat if len(batches) == 1 else [a + b for a, b in zip(so_far, flat, strict=True)]
-        return [
-            loss,
-            logprobs,
-            *sums.values(),
-            *reversed(joined),
-        ]  # as the chain of gradients runs, from the last layer
+        # as the chain of gradients runs, from the last layer
+        return [loss, logprobs, *sums.values(), *reversed(joined)]
 
     return closed(model, run, so_far, learns=True)
 

@@ -23,13 +23,18 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+import grpo
 import gwen
+import lora
+import preflight
+import sampler
+import update
 from config import Config
 from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, gpu
 from settings.sources import resolve
-from step import micro_batch
+from step import micro_batch, policy
 
 # ---- flags and the work
 
@@ -80,6 +85,55 @@ def settings(args: argparse.Namespace, model: str) -> Config:
 def rewards(args: argparse.Namespace) -> list[float]:
     """Rewards that differ within every group, so that every completion has a gradient."""
     return [(place * 7 % 5) / 4 for place in range(args.groups)] * args.batch
+
+
+class Learning(NamedTuple):
+    """A model with adapters that takes such steps."""
+
+    args: argparse.Namespace
+    config: Config
+    model: gwen.Model
+    tokenizer: Any
+
+    @property
+    def demand(self) -> preflight.Demand:
+        lengths = [self.args.prompt_tokens] * self.args.batch
+        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths)
+
+    def rows(self, num_rows: int) -> list[list[int]]:
+        """The prompts of so many rows, in groups as large as a step's where they suffice."""
+        size = min(num_rows, self.args.groups)
+        prompts = random_prompts(self.model.config, num_rows // size, self.args.prompt_tokens, self.args.seed)
+        return [prompt for prompt in prompts for _ in range(size)]
+
+    def rollout(self, num_rows: int, key: int = 0) -> sampler.Rollout:
+        """Completions of exactly `--max-tokens` tokens, so many rows at once."""
+        size, params = min(num_rows, self.args.groups), sampler.SamplingParams(self.args.max_tokens)
+        prompts = self.rows(num_rows)[::size]
+        return sampler.rollout(self.model, prompts, params, group_size=size, key=key, batch_size=num_rows)
+
+    def updates(self) -> Callable[[sampler.Rollout, mx.array, float], update.UpdateResult]:
+        """A function that updates by a rollout of a whole step, by advantages and a rate."""
+        sizes, rows = preflight.settle(self.demand), self.rows(self.args.batch * self.args.groups)
+        learner = update.Learner(self.model, self.config, policy.Reader(self.config, sizes))
+
+        def once(rollout: sampler.Rollout, advantages: mx.array, rate: float) -> update.UpdateResult:
+            batches = micro_batch.micro_batches(rows, rollout, sizes.train_token_budget, self.args.share_prefix)
+            return update.update(learner, batches, update.targets_of(learner, batches, rollout, advantages), rate)
+
+        return once
+
+
+def learning(args: argparse.Namespace, config: Config, dtype: mx.Dtype | None = None) -> Learning:
+    model, tokenizer = gwen.load(config.model.name, dtype)
+    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
+    return Learning(args, config, model, tokenizer)
+
+
+def advantages(args: argparse.Namespace) -> mx.array:
+    """Those of the rewards, row by row."""
+    by_group = np.array(rewards(args)).reshape(args.batch, args.groups)
+    return mx.array(grpo.group_advantages(by_group).reshape(-1))
 
 
 def describe(args: argparse.Namespace) -> str:

@@ -37,19 +37,13 @@ import cpu_blas
 import datasets
 import mlx.core as mx
 import mlx.optimizers as optim
-import numpy as np
 
-import grpo
 import gwen
-import lora
-import preflight
 import sampler
-import update
 from bench import harness
 from disk import hub
 from flags import Parser, fail, flag_of
 from machine import gpu
-from step import micro_batch, policy
 
 PHASES = ("rollout", "reward", "update")
 ROOT = Path(__file__).parent.parent
@@ -83,16 +77,8 @@ class Steps(list[dict[str, float]]):
         self[-1]["cpu"] += time.process_time()
 
 
-def peer_with_adapters(directory: Path, rank: int) -> Any:
-    """mlx_lm's model in our default dtype, frozen, with mlx_lm's adapters on all projections."""
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-
-    peer = harness.load_peer(directory, gwen.default_dtype())
-    peer.freeze()
-    shape = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": PROJECTIONS}
-    linear_to_lora_layers(peer, len(peer.layers), shape)
-    mx.eval(peer.parameters())
-    return peer
+def prompts_of(args: argparse.Namespace, directory: Path) -> list[list[int]]:
+    return harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
 
 
 def make_reward(args: argparse.Namespace) -> Callable[..., list[float]]:
@@ -111,35 +97,18 @@ def check_lengths(args: argparse.Namespace, completions: Any) -> None:
 
 def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     """Steps as `train.py` takes them, with its defaults."""
-    config = harness.settings(args, str(directory))
-    model, tokenizer = gwen.load(directory)
-    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-    prompts = harness.random_prompts(model.config, args.batch, args.prompt_tokens, args.seed)
-    rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
-    lengths = [len(prompt) for prompt in prompts]
-    sizes = preflight.settle(preflight.Demand(model.config, model.head_weight.dtype, config, lengths))
-    learner = update.Learner(model, config, policy.Reader(config, sizes))
-    params = sampler.SamplingParams(config.sampling.max_tokens)
-    batch_size, steps = config.sampling.rollout_batch_size or len(rows), Steps()
-
-    def roll(step: int) -> sampler.Rollout:
-        return sampler.rollout(
-            model, prompts, params, group_size=config.sampling.groups, key=step, batch_size=batch_size
-        )
+    ours, num_rows = harness.learning(args, harness.settings(args, str(directory))), args.batch * args.groups
+    update, steps = ours.updates(), Steps()
 
     def reward(rollout: sampler.Rollout) -> mx.array:
-        sampler.texts(tokenizer, rollout, ())
-        by_group = np.array(make_reward(args)(completion_ids=rollout.ids)).reshape(
-            config.sampling.batch, config.sampling.groups
-        )
-        return mx.array(grpo.group_advantages(by_group).reshape(-1))
+        sampler.texts(ours.tokenizer, rollout, ())
+        check_lengths(args, rollout.ids)
+        return harness.advantages(args)
 
     for step in range(num_steps):
         steps.begin()
-        rollout = steps.timed(roll, "rollout")(step)
-        advantages = steps.timed(reward, "reward")(rollout)
-        batches = micro_batch.micro_batches(rows, rollout, sizes.train_token_budget, args.share_prefix)
-        update.update(learner, batches, update.targets_of(learner, batches, rollout, advantages), RATE)
+        rollout = steps.timed(ours.rollout, "rollout")(num_rows, step)
+        update(rollout, steps.timed(reward, "reward")(rollout), RATE)
         steps.end()
     return steps
 
@@ -147,13 +116,16 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps
 def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     """Steps of mlx_lm_lora's own loop."""
     from mlx_lm.tokenizer_utils import load as load_tokenizer
+    from mlx_lm.tuner.utils import linear_to_lora_layers
 
     trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
-    model: Any = peer_with_adapters(directory, args.lora_rank)
+    model = harness.load_peer(directory, gwen.default_dtype())
+    model.freeze()
+    shape = {"rank": args.lora_rank, "scale": 2.0, "dropout": 0.0, "keys": PROJECTIONS}
+    linear_to_lora_layers(model, len(model.layers), shape)
     tokenizer: Any = load_tokenizer(directory)
     tokenizer.eos_token_ids = []  # every completion has all its tokens
-    prompts = harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
-    steps = Steps()
+    prompts, steps = prompts_of(args, directory), Steps()
 
     def batches(**_: Any) -> Any:
         while True:
@@ -197,13 +169,12 @@ def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     callback: Any = transformers.TrainerCallback
     torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
     dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
-    prompts = harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
+    prompts, steps = prompts_of(args, directory), Steps()
     how: Any = {"per_device_train_batch_size": args.batch * args.groups, "num_generations": args.groups}
     how |= {"generation_kwargs": {"min_new_tokens": args.max_tokens}}  # every completion has all its tokens
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "beta": 0.0, "learning_rate": RATE}
     how |= {"max_steps": num_steps, "gradient_checkpointing": False, "bf16": False, "report_to": []}
     how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
-    steps = Steps()
 
     class Timer(callback):
         on_step_begin, on_step_end = staticmethod(steps.begin), staticmethod(steps.end)
@@ -237,12 +208,11 @@ def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -
     load = loader.FastMLXModel
     model, tokenizer = load.from_pretrained(str(directory), length + 1, dtype=dtype, load_in_4bit=False)
     model = load.get_peft_model(model, r=args.lora_rank, lora_alpha=2 * args.lora_rank, max_seq_length=length + 1)
-    prompts = harness.random_prompts(gwen.load_config(directory), args.batch, args.prompt_tokens, args.seed)
+    prompts, steps = prompts_of(args, directory), Steps()
     how: Any = {"per_device_train_batch_size": args.batch * args.groups, "gradient_accumulation_steps": 1}
     how |= {"num_generations": args.groups, "max_completion_length": args.max_tokens, "max_seq_length": length + 1}
     how |= {"max_steps": num_steps, "warmup_steps": 0, "learning_rate": RATE}
     how |= {"compile": gpu.on_gpu()}  # on a CPU MLX calls g++ for every shape, minutes of it
-    steps = Steps()
     generate = steps.timed(grpo_module.generate_module.generate_batch, "rollout")
 
     def generate_batch(*positional: Any, defaults: Any, **named: Any) -> Any:

@@ -17,51 +17,29 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
-import grpo
 import gwen
 import lora
 import preflight
-import sampler
 import update
 from bench import harness, judging, ledger
+from bench.harness import Learning
 from config import Config
 from flags import Parser, fail
 from layers import attention, lm_head
 from machine import gpu
-from step import micro_batch, policy
+from step import policy
 
 QUICK = {"batch": 2, "groups": 4, "prompt_tokens": 64, "max_tokens": 32, "runs": 1}  # two minutes on a laptop
 ROWS = (1, 4, 16, 64)  # at which decoding is timed
 FEW = {"batch": 1, "groups": 2, "prompt_tokens": 16, "max_tokens": 16}  # a CPU's 16-bit matmuls are slow
 PHASES = ("prefill_s", "decode_s", "judge_s", "update_s")
-
-
-class Subject(NamedTuple):
-    """What is measured."""
-
-    args: argparse.Namespace
-    config: Config
-    model: gwen.Model
-    tokenizer: Any
-
-    @property
-    def demand(self) -> preflight.Demand:
-        lengths = [self.args.prompt_tokens] * self.config.sampling.batch
-        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths)
-
-    def rows(self, num_rows: int) -> list[list[int]]:
-        """The prompts of so many rows, in groups as large as a step's where they suffice."""
-        size = min(num_rows, self.args.groups)
-        prompts = harness.random_prompts(self.model.config, num_rows // size, self.args.prompt_tokens, self.args.seed)
-        return [prompt for prompt in prompts for _ in range(size)]
 
 
 def seconds(function: Callable[[], Any], runs: int) -> float:
@@ -74,18 +52,11 @@ def seconds(function: Callable[[], Any], runs: int) -> float:
     return statistics.median(marks[1:])
 
 
-def rollout(subject: Subject, num_rows: int) -> sampler.Rollout:
-    """Completions of exactly T tokens, so many rows at once."""
-    size = min(num_rows, subject.args.groups)
-    prompts, params = subject.rows(num_rows)[::size], sampler.SamplingParams(subject.args.max_tokens)
-    return sampler.rollout(subject.model, prompts, params, group_size=size, key=0, batch_size=num_rows)
-
-
-def rollouts(subject: Subject) -> dict[str, Any]:
+def rollouts(subject: Learning) -> dict[str, Any]:
     """Tokens a second of decoding at each number of rows, and of the prefill of a step."""
     args, rates, most = subject.args, {}, subject.args.batch * subject.args.groups
     for num_rows in sorted({*(rows for rows in ROWS if rows < most), most}):
-        stats = [rollout(subject, num_rows).stats for _ in range(args.runs + 1)][1:]  # the first makes the kernels
+        stats = [subject.rollout(num_rows).stats for _ in range(args.runs + 1)][1:]  # the first makes the kernels
         decode_s = statistics.median(one.decode_s for one in stats)
         rates[num_rows] = num_rows * (args.max_tokens - 1) / decode_s
     prefill_s = statistics.median(one.prefill_s for one in stats)
@@ -93,7 +64,7 @@ def rollouts(subject: Subject) -> dict[str, Any]:
     return {"decode_tok_s": rates, "decode_s": decode_s, "prefill_s": prefill_s, "prefill_tok_s": prefill_tok_s}
 
 
-def judged(subject: Subject) -> dict[str, float]:
+def judged(subject: Learning) -> dict[str, float]:
     """Evaluations a second of a judge that reads the probabilities of scores, its preamble included."""
     work = judging.make_work(subject.args, subject.tokenizer)
     how: dict[str, Any] = {"model": subject.model, "tokenizer": judging.Legible(subject.tokenizer)}
@@ -102,25 +73,17 @@ def judged(subject: Subject) -> dict[str, float]:
     return {"judge_s": judge_s, "judge_eval_s": len(work.segments) / judge_s}
 
 
-def updates(subject: Subject) -> dict[str, Any]:
+def updates(subject: Learning) -> dict[str, Any]:
     """Tokens a second of an update, and what its first one found of the policy that sampled against the trainer's."""
-    args, config, num_rows = subject.args, subject.config, subject.args.batch * subject.args.groups
-    sizes, held, rows = preflight.settle(subject.demand), rollout(subject, num_rows), subject.rows(num_rows)
-    learner = update.Learner(subject.model, config, policy.Reader(config, sizes))
-    rewards = np.array(harness.rewards(args)).reshape(args.batch, args.groups)
-    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
-    found: list[update.UpdateResult] = []
-
-    def once() -> None:
-        batches = micro_batch.micro_batches(rows, held, sizes.train_token_budget, "auto")
-        found.append(update.update(learner, batches, update.targets_of(learner, batches, held, advantages), 1e-6))
-
-    update_s, means = seconds(once, args.runs), found[0].means
+    args, found = subject.args, list[update.UpdateResult]()
+    held, once = subject.rollout(args.batch * args.groups), subject.updates()
+    update_s = seconds(lambda: found.append(once(held, harness.advantages(args), 1e-6)), args.runs)
+    means = found[0].means
     agreement = {f"mismatch/{name}": means[name] for name in policy.MISMATCH} | {"kl": means["kl"]}
     return {"update_s": update_s, "update_tok_s": held.mask.size / update_s, "agreement": agreement}
 
 
-def gradient_errors(subject: Subject) -> dict[str, float]:
+def gradient_errors(subject: Learning) -> dict[str, float]:
     """
     How far the adapters' gradient on one prompt is off with Gwen's gradient of attention, and with MLX's own.
 
@@ -147,7 +110,7 @@ def gradient_errors(subject: Subject) -> dict[str, float]:
     return dict(zip(("gwen", "mlx"), errors, strict=True))
 
 
-def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
+def in_16_bits(subject: Learning) -> dict[str, dict[str, float]]:
     """What a first update of few tokens finds of the policy that sampled, by type of 16 bits other than the model's."""
     few = {name: min(most, getattr(subject.args, name)) for name, most in FEW.items()}
     args = argparse.Namespace(**vars(subject.args) | few | {"runs": 1})
@@ -155,13 +118,11 @@ def in_16_bits(subject: Subject) -> dict[str, dict[str, float]]:
     found = {}
     for name, dtype in gwen.DTYPES.items():
         if dtype not in (mx.float32, subject.model.head_weight.dtype):
-            model, _ = gwen.load(config.model.name, dtype)
-            lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-            found[name] = updates(Subject(args, config, model, subject.tokenizer))["agreement"]
+            found[name] = updates(harness.learning(args, config, dtype))["agreement"]
     return found
 
 
-def predictions(subject: Subject, peaks: dict[str, float]) -> dict[str, float]:
+def predictions(subject: Learning, peaks: dict[str, float]) -> dict[str, float]:
     """Seconds of each phase of a step by the ledger, and its peak memory by the pre-flight."""
     (_, config, model, _), prompt_tokens, dtype = subject, subject.args.prompt_tokens, subject.model.head_weight.dtype
     chip = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
@@ -179,11 +140,9 @@ def predictions(subject: Subject, peaks: dict[str, float]) -> dict[str, float]:
 def measure(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     """All figures of one model on this machine."""
     begin = time.perf_counter()
-    model, tokenizer = gwen.load(config.model.name)
+    subject = harness.learning(args, config)
     figures: dict[str, Any] = {"load_s": time.perf_counter() - begin}
-    dtype = model.head_weight.dtype
-    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-    subject = Subject(args, config, model, tokenizer)
+    dtype = subject.model.head_weight.dtype
     bandwidth, rate = harness.memory_bandwidth(), harness.matmul_rate(dtype)
     figures["peaks"] = {"bandwidth_gb_s": bandwidth / 1e9, "matmul_tflops": rate / 1e12}
     mx.reset_peak_memory()

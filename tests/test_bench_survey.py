@@ -48,7 +48,7 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_
 def test_every_row_of_a_rollout_has_all_its_tokens():
     parser = survey.Parser("", "")
     args = harness.parse(parser, TINY, harness.add_step(parser))
-    subject = survey.Subject(args, harness.settings(args, "random:2m"), gwen.random_model("random:2m"), None)
+    subject = harness.learning(args, harness.settings(args, "random:2m"))
     for rows in (1, 2, 4):
-        held = survey.rollout(subject, rows)
+        held = subject.rollout(rows)
         assert held.mask.shape == (rows, 4) and held.mask.sum().item() == 4 * rows

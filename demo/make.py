@@ -292,6 +292,9 @@ STAGES = [
 ]
 
 
+Batch = tuple[mx.array, mx.array, mx.array]
+
+
 class Lesson(NamedTuple):
     """Token ids of a prompt, of what follows it, and what is to be predicted at places of the prompt."""
 
@@ -305,8 +308,7 @@ class Lessons:
 
     def __init__(self, tokenizer: Any, rubric: rubrics.Rubric, seed: int, stage: Stage):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
-        self.answer, self.answers_each, self.marked = stage.answer, stage.answers_each, stage.marked
-        self.num_judged, self.problem = 0, sums.problem(1, 1, 0)
+        self.stage, self.num_judged, self.problem = stage, 0, sums.problem(1, 1, 0)
         self.judge_prompts = rubrics.PromptBuilder(tokenizer, rubric)
         asked = rubrics.Rubric(rubric.preamble, [rubrics.Criterion(text, 1.0, text) for text in EXERCISES])
         self.exercises = dict(zip(EXERCISES, rubrics.PromptBuilder(tokenizer, asked).tails, strict=True))
@@ -325,10 +327,10 @@ class Lessons:
 
     def judged(self) -> tuple[Example, str, list[int]]:
         """A problem, an answer to it and its scores; each problem has `answers_each` answers, one after another."""
-        if self.num_judged % self.answers_each == 0:
+        if self.num_judged % self.stage.answers_each == 0:
             self.problem = sums.problem(*draw_pair(self.rng), self.rng.randrange(3))
         self.num_judged += 1
-        return self.problem, *self.answer(self.rng, self.problem)
+        return self.problem, *self.stage.answer(self.rng, self.problem)
 
     def judge(self, criterion: int) -> Lesson:
         problem, completion, scores = self.judged()
@@ -354,7 +356,7 @@ class Lessons:
         ids = self.judge_prompts.untrusted(completion)
         ends = np.cumsum([len(self.decode(i)) for i in ids])
         found = list(NUMBER_WORD.finditer(completion))
-        if not self.marked or not found or ends[-1] != len(completion):
+        if not self.stage.marked or not found or ends[-1] != len(completion):
             return {}
         begin = len(self.judge_prompts.head) + len(self.judge_prompts.question(problem["prompt"]))
         *others, last = numbers_in(completion)
@@ -366,8 +368,16 @@ class Lessons:
         places = np.searchsorted(ends, [match.end() for match in found])
         return {begin + int(p): self.digits[5 if good else 1] for p, good in zip(places, verdicts, strict=True)}
 
+    def batches(self, _: int) -> list[Batch]:
+        """A step's lessons of the student, of the judge, and its exercises."""
+        stage = self.stage
+        student = batch([self.student() for _ in range(stage.num_student)])
+        judged = batch([self.judge(criterion) for criterion, num in enumerate(stage.num_judge) for _ in range(num)])
+        asked = [self.exercise(question) for question, num in stage.num_exercises.items() for _ in range(num)]
+        return [student, judged, batch(asked)]
 
-def batch(lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
+
+def batch(lessons: list[Lesson]) -> Batch:
     """(N, L) tokens padded on the right, flat positions that predict a learned token, and those tokens."""
     length = max(len(prompt) + len(target) for prompt, target, _ in lessons) - 1
     tokens = np.zeros((len(lessons), length), np.int32)
@@ -379,6 +389,13 @@ def batch(lessons: list[Lesson]) -> tuple[mx.array, mx.array, mx.array]:
         positions += [row * length + place for place in marks]
         targets += [*target, *marks.values()]
     return mx.array(tokens), mx.array(positions), mx.array(targets)
+
+
+def batches_by_length(lessons: list[Lesson], num_batches: int) -> list[Batch]:
+    """Lessons in batches of equal size and similar lengths."""
+    lessons.sort(key=lambda lesson: len(lesson.prompt) + len(lesson.target))
+    size = len(lessons) // num_batches
+    return [batch(lessons[begin : begin + size]) for begin in range(0, len(lessons), size)]
 
 
 def logits_of(model: gwen.Model, tokens: mx.array, positions: mx.array) -> mx.array:
@@ -410,7 +427,7 @@ def report(model: gwen.Model, lessons: Lessons) -> dict[str, float]:
         rows, truth = [], []
         for a, b in pairs:
             problem = sums.problem(a, b, rng.randrange(3))
-            completion, scores = lessons.answer(rng, problem)
+            completion, scores = lessons.stage.answer(rng, problem)
             rows.append(Lesson(lessons.judge_prompts(problem["prompt"], completion)[criterion], [0], {}))
             truth.append(scores[criterion])
         tokens, positions, _ = batch(rows)
@@ -432,24 +449,23 @@ def random_model(config: dict[str, Any], tokenizer: Any) -> gwen.Model:
     return model
 
 
-Batch = tuple[mx.array, mx.array, mx.array]
-
-
 def learn(
-    model: gwen.Model,
-    num_steps: int,
-    rate: float,
-    batches: Callable[[int], list[Batch]],
-    weights: Callable[[list[Batch]], list[float]],
+    model: gwen.Model, num_steps: int, rate: float, batches: Callable[[int], list[Batch]], *, by_tokens: bool
 ) -> Iterator[tuple[int, list[float]]]:
-    """Takes the steps of AdamW, after WARMUP a cosine to 0; gives each step's number and the losses of its batches."""
+    """
+    Takes the steps of AdamW, after WARMUP a cosine to 0; gives each step's number and the losses of its batches.
+
+    by_tokens: a batch counts as its share of the step's tokens; else all count as one.
+    """
     schedules = [optim.linear_schedule(0, rate, WARMUP), optim.cosine_decay(rate, num_steps - WARMUP)]
     schedule = optim.join_schedules(schedules, [WARMUP])
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.98], weight_decay=0.05, bias_correction=True)
 
     def objective(model: gwen.Model, batches: list[Batch]) -> tuple[mx.array, mx.array]:
         losses = [nn.losses.cross_entropy(logits_of(model, *places), ids, reduction="mean") for *places, ids in batches]
-        return (mx.stack(losses) * mx.array(weights(batches))).sum(), mx.stack(losses)
+        sizes = [len(ids) for *_, ids in batches]
+        weights = [size / sum(sizes) if by_tokens else 1.0 for size in sizes]
+        return (mx.stack(losses) * mx.array(weights)).sum(), mx.stack(losses)
 
     step_of = nn.value_and_grad(model, objective)
     for step in range(1, num_steps + 1):
@@ -468,28 +484,32 @@ def save(model: gwen.Model, out: Path, tokenizer: Any) -> None:
 
 
 def log(file: TextIO, line: dict[str, Any]) -> None:
-    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}
+    rounded = {key: value if isinstance(value, str | int) else round(float(value), 3) for key, value in line.items()}
     print(json.dumps(rounded), file=file, flush=True)
 
 
-def teach(stage: Stage, seed: int, model: gwen.Model, tokenizer: Any, rubric: rubrics.Rubric, out: Path) -> None:
-    """One stage: the model learns, `out` gets it, and `make.log` beside it a line each 100 steps."""
-    lessons = Lessons(tokenizer, rubric, seed, stage)
-    criteria = [criterion for criterion, num in enumerate(stage.num_judge) for _ in range(num)]
-    questions = [question for question, num in stage.num_exercises.items() for _ in range(num)]
-
-    def batches(_: int) -> list[Batch]:
-        student = batch([lessons.student() for _ in range(stage.num_student)])
-        judged = batch([lessons.judge(criterion) for criterion in criteria])
-        return [student, judged, batch([lessons.exercise(question) for question in questions])]
-
-    file = (out.parent / "make.log").open("w" if stage == STAGES[0] else "a")
-    for step, losses in learn(model, stage.steps, stage.lr, batches, lambda held: [1.0] * len(held)):
-        if step % 100 == 0 or step == stage.steps:
-            line = {"stage": stage.name, "step": step, "minutes": time.process_time() / 60}
-            log(file, line | dict(zip(("student", "judge", "truth"), losses, strict=True)) | report(model, lessons))
-        if step % 500 == 0 or step == stage.steps:
-            save(model, out, tokenizer)
+def in_one_stage(
+    name: str,
+    text: str,
+    make_tokenizer: Callable[[], Any],
+    make_batches: Callable[[Any], Callable[[int], list[Batch]]],
+    num_steps: int,
+    report: Callable[[gwen.Model, Any], dict[str, float]] = lambda *_: {},
+) -> None:
+    """The command that makes `demo/NAME`, and `make_NAME.log` beside it; text: what its help says."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER / name, help="of the model; its log stands beside it")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    model, batches = random_model(shape() | {"vocab_size": len(tokenizer)}, tokenizer), make_batches(tokenizer)
+    with (out.parent / f"make_{name}.log").open("w") as file:
+        for step, losses in learn(model, num_steps, 3e-3, batches, by_tokens=True):
+            if step % 50 == 0:
+                line = {"step": step, "minutes": time.process_time() / 60, "loss": sum(losses) / len(losses)}
+                log(file, line | (report(model, tokenizer) if step % 200 == 0 else {}))
+            if step % 200 == 0:
+                save(model, out, tokenizer)
 
 
 def main() -> None:
@@ -501,12 +521,20 @@ def main() -> None:
     rubric = rubrics.load_rubric(FOLDER.parent / "data" / "demo_rubric.yaml")
     args.out.mkdir(parents=True, exist_ok=True)
     seed = names.index(args.stage)
+    stage = STAGES[seed]
     if seed == 0:
         tokenizer: Any = make_tokenizer(rubric)
         model = random_model(shape(), tokenizer)
     else:
         model, tokenizer = gwen.load(args.out, mx.float32)
-    teach(STAGES[seed], seed, model, tokenizer, rubric, args.out)
+    lessons = Lessons(tokenizer, rubric, seed, stage)
+    with (args.out.parent / "make.log").open("a" if seed else "w") as file:
+        for step, losses in learn(model, stage.steps, stage.lr, lessons.batches, by_tokens=False):
+            if step % 100 == 0 or step == stage.steps:
+                line = {"stage": stage.name, "step": step, "minutes": time.process_time() / 60}
+                log(file, line | dict(zip(("student", "judge", "truth"), losses, strict=True)) | report(model, lessons))
+            if step % 500 == 0 or step == stage.steps:
+                save(model, args.out, tokenizer)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ numbers. On one machine two runs give the same files.
 The model reads other texts letter by letter and makes nothing of them.
 """
 
-import argparse
 import random
 import re
-import time
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -33,16 +30,13 @@ from demo import make
 from problems import chat_template
 from tasks import rg
 
-FOLDER = Path(__file__).parent
-STEPS, RATE = 1400, 3e-3
 FIRST = 2**33  # the number of the first lesson of a data set
 HELD_OUT = 256
 HABIT = 1200  # the step after which most lessons give the answer at once
 WORKING = {"chain_sum": 0.4, "leg_counting": 0.4, "letter_counting": 0.35, "spell_backward": 0.0}  # share from there on
 WORKED = 0.85  # and up to there, of the data sets that have any
 LESSONS = {"chain_sum": 24, "leg_counting": 20, "letter_counting": 10, "spell_backward": 10}  # a step
-NUM_BATCHES = 4
-SIZES = FOLDER.parent / "data" / "demo_rg.yaml"
+SIZES = make.FOLDER.parent / "data" / "demo_rg.yaml"
 TASK = "rg:" + ",".join(LESSONS)
 Entry = dict[str, Any]  # a problem as reasoning-gym makes it
 
@@ -154,18 +148,14 @@ class Lessons:
         return make.Lesson(prompt, [*self.tokenizer.encode(text), self.eos], {})
 
     def batches(self, step: int) -> list[make.Batch]:
-        """A step's lessons in `NUM_BATCHES` of equal size and similar lengths; see `make.batch`."""
         lessons = [self.lesson(name, step) for name, num in LESSONS.items() for _ in range(num)]
-        lessons.sort(key=lambda lesson: len(lesson.prompt) + len(lesson.target))
-        size = len(lessons) // NUM_BATCHES
-        return [make.batch(lessons[begin : begin + size]) for begin in range(0, len(lessons), size)]
+        return make.batches_by_length(lessons, num_batches=4)
 
 
-def report(model: gwen.Model, tokenizer: Any, task: tasks.Task) -> dict[str, float]:
+def report(model: gwen.Model, tokenizer: Any) -> dict[str, float]:
     """Right answers to held-out problems and the share of answers that show working, sampled, by data set."""
-    params = evaluate.EvalParams(max_tokens=64, limit=256)
-    _, details = evaluate.evaluate(model, tokenizer, task, params)
-    figures = {}
+    task, figures = tasks.make(Config.of(task=TASK, task_config=str(SIZES))), dict[str, float]()
+    _, details = evaluate.evaluate(model, tokenizer, task, evaluate.EvalParams(max_tokens=64, limit=256))
     for name in LESSONS:
         its = [detail for detail in details if detail["category"] == name]
         figures[name] = sum(detail["values"][0] for detail in its) / len(its)
@@ -174,27 +164,5 @@ def report(model: gwen.Model, tokenizer: Any, task: tasks.Task) -> dict[str, flo
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER / "rg", help="of the model; make_rg.log stands beside it")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    task, tokenizer = tasks.make(Config.of(task=TASK, task_config=str(SIZES))), make_tokenizer()
-    model, lessons = make.random_model(make.shape() | {"vocab_size": len(tokenizer)}, tokenizer), Lessons(tokenizer)
-    with (args.out.parent / "make_rg.log").open("w") as file:
-        for step, losses in make.learn(model, STEPS, RATE, lessons.batches, shares):
-            if step % 50 == 0:
-                line = {"step": step, "minutes": time.process_time() / 60, "loss": sum(losses) / len(losses)}
-                make.log(file, line | (report(model, tokenizer, task) if step % 200 == 0 else {}))
-            if step % 200 == 0:
-                make.save(model, args.out, tokenizer)
-
-
-def shares(batches: list[make.Batch]) -> list[float]:
-    """Of each batch in the step's tokens."""
-    num = [len(targets) for *_, targets in batches]
-    return [one / sum(num) for one in num]
-
-
 if __name__ == "__main__":
-    main()
+    make.in_one_stage("rg", str(__doc__), make_tokenizer, lambda known: Lessons(known).batches, 1400, report)

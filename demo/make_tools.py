@@ -10,12 +10,9 @@ No lesson is one of the held-out problems. On one machine two runs give the same
 letter by letter and makes nothing of them.
 """
 
-import argparse
 import functools
 import json
 import random
-import time
-from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -26,12 +23,11 @@ from problems import chat_template
 from tasks import calculator, guess
 from turns import calls, frames
 
-FOLDER = Path(__file__).parent
-STEPS, RATE, HABIT = 640, 3e-3, 460  # the files are those of step 600, the last that is saved
+HABIT = 460  # the step after which most lessons show the habits
 CALLS = {False: 0.15, True: 0.9}  # share of the problems that are computed with the calculator, by whether it is early
 HALVES = {False: 0.25, True: 0.9}  # share of the games that halve what is left; the others guess without heed
 GOES_ON = {False: 0.7, True: 0.97}  # share of the turns without heed that guess on
-NUM_LESSONS, NUM_BATCHES = {False: {"calculator": 20, "guess": 10}, True: {"calculator": 24, "guess": 6}}, 5
+NUM_LESSONS = {False: {"calculator": 20, "guess": 10}, True: {"calculator": 24, "guess": 6}}
 CONTROL = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 TOOLS: dict[str, Any] = {"calculator": calculator.calculator, "guess": guess.Guess().guess}
 SCHEMAS = {name: [calls.schema_of("demo", tool)] for name, tool in TOOLS.items()}
@@ -84,7 +80,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     texts += [text for prompt, turns in talks for text in (prompt, *(one for pair in turns for one in pair if one))]
     tokenizer = make.trained_tokenizer(texts, r" ?[A-Za-z]+|\d|\"?: \"?|\{\"|\"\}| ?[^\sA-Za-z\d]|[\s\S]", 600)
     tokenizer.add_tokens(CONTROL)
-    tokenizer.chat_template = (FOLDER / "tools" / "chat_template.jinja").read_text()
+    tokenizer.chat_template = (make.FOLDER / "tools" / "chat_template.jinja").read_text()
     return tokenizer
 
 
@@ -111,32 +107,9 @@ class Lessons:
     def batches(self, step: int) -> list[make.Batch]:
         early = step <= HABIT
         lessons = [self.lesson(name, early) for name, num in NUM_LESSONS[early].items() for _ in range(num)]
-        lessons.sort(key=lambda lesson: len(lesson.prompt))
-        size = len(lessons) // NUM_BATCHES
-        return [make.batch(lessons[begin : begin + size]) for begin in range(0, len(lessons), size)]
-
-
-def shares(batches: list[make.Batch]) -> list[float]:
-    """Of each batch in the step's tokens."""
-    num = [len(targets) for *_, targets in batches]
-    return [one / sum(num) for one in num]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER / "tools", help="of the model; make_tools.log stands beside")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
-    model, lessons = make.random_model(make.shape() | {"vocab_size": len(tokenizer)}, tokenizer), Lessons(tokenizer)
-    with (args.out.parent / "make_tools.log").open("w") as file:
-        for step, losses in make.learn(model, STEPS, RATE, lessons.batches, shares):
-            if step % 50 == 0:
-                minutes = time.process_time() / 60
-                make.log(file, {"step": step, "minutes": minutes, "loss": sum(losses) / len(losses)})
-            if step % 100 == 0:
-                make.save(model, args.out, tokenizer)
+        return make.batches_by_length(lessons, num_batches=5)
 
 
 if __name__ == "__main__":
-    main()
+    # the files are those of step 600, the last that is saved
+    make.in_one_stage("tools", str(__doc__), make_tokenizer, lambda known: Lessons(known).batches, 640)

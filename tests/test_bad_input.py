@@ -32,7 +32,6 @@ import report
 import sampler
 import tasks
 import train
-from bench import loss as bench_loss
 from bench import step as bench_step
 from config import SETTINGS
 from disk import checkpoint, run_files
@@ -453,7 +452,6 @@ OTHERS = {
         ("--model random:1b", "--model random:1b"),
         ("--model /nowhere", "--model /nowhere"),
     ],
-    bench_loss.main: [("--time 0", "--time is 0; it must be at least 1")],
     bench_step.main: [
         ("--groups 1", "--groups is 1; it must be at least 2"),
         ("--engines verl", "--engines: invalid choice"),

@@ -7,7 +7,8 @@ The system's OpenBLAS is taken if there is one, else the one of the `scipy-openb
 stands machine/blas.c, compiled once into the user's cache directory, which computes some of what MLX asks for itself.
 
 What is made so is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can
-be had, or MLX was imported first, MLX runs on its own BLAS and one line on stderr says so and why.
+be had, or MLX was imported first, MLX runs on its own BLAS and one line on stderr says so and why. So it does where the
+system's OpenBLAS serves alone.
 
 MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
@@ -18,7 +19,6 @@ set here, before MLX is imported; a value of the user's stays. As the first impo
 a Ctrl-C during the others becomes one line.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -44,6 +44,9 @@ ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"}
 # One row (a decode step, which OpenBLAS hands to its matrix-vector kernel), a small product and one beyond the 100^3 up
 # to which OpenBLAS uses other kernels for small matrices.
 _CHECKED_SHAPES = ((1, 259, 385), (17, 33, 65), (129, 259, 385))
+
+# a sum may round once after each product, and then does so everywhere
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
 
 
 def _agrees_with_numpy(library: ctypes.CDLL) -> bool:
@@ -87,7 +90,8 @@ def _packaged_library() -> str:
 
 def _shim() -> str:
     """The path of the shim for this processor, compiled on first use. OSError says what is missing."""
-    key = hashlib.sha256((SHIM.read_text() + platform.machine() + _processor()).encode()).hexdigest()[:16]
+    made_of = [SHIM.read_text(), *FLAGS, platform.machine(), _processor()]
+    key = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     cache = cache_directory()
     shim = cache / f"blas-{key}.so"
     if shim.exists():
@@ -98,11 +102,10 @@ def _shim() -> str:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built = Path(scratch) / "shim.so"
-        # a sum may round once after each product, and then does so everywhere
-        flags = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
-        done = subprocess.run([compiler, *flags, str(SHIM), "-o", str(built)], capture_output=True, text=True)
+        done = subprocess.run([compiler, *FLAGS, str(SHIM), "-o", str(built)], capture_output=True, text=True)
         if done.returncode:
-            reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+            said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
+            reason = next((line for line in said if " error: " in line), said[-1])
             raise OSError(f"{compiler} could not build the shim: {reason}")
         os.replace(built, shim)  # atomic: two first runs at once both end with a whole file
     return str(shim)
@@ -144,11 +147,15 @@ def _load() -> str:
     ):
         try:
             library = ctypes.CDLL(path := find())  # RTLD_LOCAL: not visible to MLX
-            without_shim = () if prefix else (OSError,)  # the system's MLX could use as it is
-            with contextlib.suppress(*without_shim):
+            try:
                 shim = ctypes.CDLL(_shim())
                 shim.use_blas(*(ctypes.cast(library[f"{prefix}cblas_{kind}gemm"], ctypes.c_void_p) for kind in "sd"))
                 library, path = shim, shim._name
+            except OSError as error:
+                if prefix:
+                    raise
+                name += " alone"  # which MLX can use as it is
+                print(f"gwen: MLX runs on OpenBLAS without Gwen's kernels ({error})", file=sys.stderr)
             if _agrees_with_numpy(library):
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return name

@@ -23,15 +23,15 @@ def zeros(*shape: int) -> mx.array:
 
 
 def exponentials(x: mx.array, shifts: mx.array | None = None) -> mx.array:
-    """e**(x - shifts), (..., S) and (..., 1) float32 -> (..., S); MLX knows no gradient of it."""
+    """e**(x - shifts), (..., S) and (..., 1) float32 -> (..., S); MLX takes its gradient for that of addmm."""
     rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     shifts = zeros(rows.shape[0], 1) if shifts is None else shifts.reshape(-1, 1)
     return mx.addmm(rows, shifts, zeros(1, rows.shape[1]), alpha=EXPONENTIALS).reshape(x.shape)
 
 
 def reduced(x: mx.array, alpha: float) -> mx.array:
-    """The largest (MAXIMA) or the sum (SUMS) of each row, (..., S) float32 -> (..., 1); MLX knows no gradient of it."""
-    rows = x.reshape(-1, x.shape[-1])
+    """The largest (MAXIMA) or the sum (SUMS) of each row, (..., S) float32 -> (..., 1); without a gradient too."""
+    rows = mx.contiguous(x.reshape(-1, x.shape[-1]))  # else BLAS is handed a transposed one as it lies
     return mx.addmm(zeros(rows.shape[0], 1), rows, zeros(rows.shape[1], 1), alpha=alpha).reshape(*x.shape[:-1], 1)
 
 

@@ -48,8 +48,8 @@ def has_metal() -> bool:
 
 
 def has_cpu_kernels(x: mx.array, least: int = 0) -> bool:
-    """Whether the kernels of cpu.py run here, on a float32 array of so many numbers at least."""
-    return x.dtype == mx.float32 and x.size >= least and not on_gpu() and cpu.has_kernels()
+    """Whether the kernels of cpu.py run here, on a float32 array of more than so many numbers."""
+    return x.dtype == mx.float32 and x.size > least and not on_gpu() and cpu.has_kernels()
 
 
 def exp(x: mx.array, shift: mx.array | None = None) -> mx.array:
@@ -178,7 +178,7 @@ _forward_only = [False]
 def without_gradients() -> Iterator[None]:
     """
     Inside, what has a gradient of its own is called directly, as whoever samples or judges may: a decode step is built
-    in half the time. MLX refuses the gradient of a kernel so called.
+    in half the time. MLX refuses the gradient of a Metal kernel so called; of one in cpu.py it would be wrong.
     """
     before, _forward_only[0] = _forward_only[0], True
     try:

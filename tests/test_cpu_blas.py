@@ -77,7 +77,7 @@ SLOW = "MLX's built-in reference BLAS (slow)"
 
 
 def test_the_description_says_which_blas_serves():
-    found = {"system OpenBLAS", "OpenBLAS of scipy-openblas32", SLOW}
+    found = {"system OpenBLAS", "system OpenBLAS alone", "OpenBLAS of scipy-openblas32", SLOW}
     assert cpu_blas.description in (found if sys.platform == "linux" else {"the platform's"})
 
 
@@ -89,6 +89,23 @@ def test_what_is_loaded_computes_right_and_says_nothing_when_it_is_fast():
     assert done.stderr == "" if description != SLOW else done.stderr.count("\n") == 1
 
 
+# twice the product where WRONG holds
+PLAIN_BLAS = """
+#define GEMM(name, real) \\
+void name(int o, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
+          const real* b, int ldb, real beta, real* c, int ldc) { \\
+    for (int i = 0; i < m; i++) for (int j = 0; j < n; j++) { \\
+        real sum = 0; \\
+        for (int l = 0; l < k; l++) \\
+            sum += a[ta == 111 ? i * lda + l : l * lda + i] * b[tb == 111 ? l * ldb + j : j * ldb + l]; \\
+        c[i * ldc + j] = (WRONG ? 2 : 1) * alpha * sum; \\
+    } \\
+}
+GEMM(PREFIX(sgemm), float)
+GEMM(PREFIX(dgemm), double)
+"""
+
+
 @on_linux
 @needs_compiler
 @pytest.mark.parametrize(
@@ -97,21 +114,7 @@ def test_what_is_loaded_computes_right_and_says_nothing_when_it_is_fast():
 )
 def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_path, when):
     # Both candidates then return twice the product: the system's by its name, the packaged one by that of its package.
-    wrong = """
-    #define GEMM(name, real) \\
-    void name(int o, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
-              const real* b, int ldb, real beta, real* c, int ldc) { \\
-        for (int i = 0; i < m; i++) for (int j = 0; j < n; j++) { \\
-            real sum = 0; \\
-            for (int l = 0; l < k; l++) \\
-                sum += a[ta == 111 ? i * lda + l : l * lda + i] * b[tb == 111 ? l * ldb + j : j * ldb + l]; \\
-            c[i * ldc + j] = (WRONG ? 2 : 1) * alpha * sum; \\
-        } \\
-    }
-    GEMM(PREFIX(sgemm), float)
-    GEMM(PREFIX(dgemm), double)
-    """
-    wrong = f"#define WRONG ({when})\n" + wrong
+    wrong = f"#define WRONG ({when})\n" + PLAIN_BLAS
     build("#define PREFIX(name) cblas_##name\n" + wrong, tmp_path / "libopenblas.so.0")
     build("#define PREFIX(name) scipy_cblas_##name\n" + wrong, tmp_path / "libscipy_openblas.so")
     (tmp_path / "scipy_openblas32.py").write_text(f"def get_lib_dir(): return {str(tmp_path)!r}\n")
@@ -126,9 +129,14 @@ def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_pa
 
 
 FAILING = "#!/bin/sh\necho first >&2\necho no space left >&2\nexit 1\n"
+REFUSING = "#!/bin/sh\necho 'blas.c:1:9: error: what is vec?\n  1 | vec x;\n    | ^~~' >&2\nexit 1\n"
 NO_SHIM = {  # variables, with {} for a directory, and what the line says
     "no compiler": ({"PATH": "{}/empty"}, "no C compiler (cc, gcc or clang) is on the PATH"),
     "failing": ({"PATH": "{}/bin:" + os.environ["PATH"]}, "could not build the shim: no space left)"),
+    "refusing": (
+        {"PATH": "{}/words:" + os.environ["PATH"]},
+        "could not build the shim: blas.c:1:9: error: what is vec?)",
+    ),
     "no cache": ({"XDG_CACHE_HOME": "{}/file"}, ""),
 }
 
@@ -138,9 +146,10 @@ NO_SHIM = {  # variables, with {} for a directory, and what the line says
 @pytest.mark.parametrize("case", NO_SHIM)
 def test_where_no_shim_can_be_built_one_line_says_why(tmp_path, case):
     variables, said = NO_SHIM[case]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "cc").write_text(FAILING)
-    (tmp_path / "bin" / "cc").chmod(0o755)
+    for folder, text in (("bin", FAILING), ("words", REFUSING)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "cc").write_text(text)
+        (tmp_path / folder / "cc").chmod(0o755)
     (tmp_path / "file").write_text("")
     variables = {"XDG_CACHE_HOME": "{}/cache"} | variables
     search = without_system_library(tmp_path / "lib")
@@ -148,6 +157,19 @@ def test_where_no_shim_can_be_built_one_line_says_why(tmp_path, case):
     description, error = description_and_error(done)
     assert description == SLOW and error < 1e-4
     assert done.stderr.count("\n") == 1 and said in done.stderr
+
+
+@on_linux
+@needs_compiler
+def test_the_system_s_openblas_without_a_shim_serves_alone_and_one_line_says_why(tmp_path):
+    build("#define WRONG 0\n#define PREFIX(name) cblas_##name\n" + PLAIN_BLAS, tmp_path / "libopenblas.so.0")
+    variables = {"LD_LIBRARY_PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert description_and_error(run(CHECK, **variables))[0] == "system OpenBLAS"
+    done = run(CHECK, **variables | {"XDG_CACHE_HOME": str(tmp_path / "other"), "PATH": "/nowhere"})
+    description, error = description_and_error(done)
+    assert description == "system OpenBLAS alone" and error < 1e-4
+    said = "no C compiler (cc, gcc or clang) is on the PATH"
+    assert done.stderr == f"gwen: MLX runs on OpenBLAS without Gwen's kernels ({said})\n"
 
 
 def test_a_user_without_a_home_directory_has_a_cache_too(monkeypatch):

@@ -2,6 +2,12 @@
 The kernels in the BLAS of a CPU, machine/blas.c, against float64; and the expressions where they are missing.
 """
 
+import ctypes
+import platform
+import shutil
+import subprocess
+import sys
+
 import cpu_blas
 import mlx.core as mx
 import numpy as np
@@ -9,12 +15,66 @@ import pytest
 
 from machine import cpu, gpu
 
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+needs_compiler = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="no shim is compiled here")
+
 needs_kernels = pytest.mark.skipif(not cpu.has_kernels(), reason="another BLAS serves MLX here")
 ODD = [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-40, -1e-40, -1e30, 1e30, 88.7228, 88.7229, -87.4, -103.9, -104.1]
 
 
-def test_the_kernels_are_there_wherever_openblas_serves_mlx():
-    assert cpu.has_kernels() == cpu_blas.description.startswith(("system OpenBLAS", "OpenBLAS of"))
+@needs_compiler
+def test_with_a_compiler_on_linux_the_kernels_are_there_and_no_test_of_them_is_skipped():
+    assert cpu.has_kernels(), f"MLX's BLAS is {cpu_blas.description}"
+
+
+def test_the_description_tells_whether_the_kernels_are_there():
+    with_them = ("system OpenBLAS", "OpenBLAS of scipy-openblas32")
+    assert cpu.has_kernels() == (cpu_blas.description in with_them)
+
+
+@needs_compiler
+@pytest.mark.parametrize("processor", ["native", "x86-64", "sandybridge", "haswell", "skylake-avx512"])
+def test_the_kernels_are_right_in_every_width_of_vectors(tmp_path, processor):
+    features = cpu_blas._processor().split()
+    needs = {"sandybridge": {"avx"}, "haswell": {"avx2", "fma", "bmi2"}, "skylake-avx512": {"avx512f", "avx512vl"}}
+    if processor != "native" and (platform.machine() != "x86_64" or not needs.get(processor, set()) <= {*features}):
+        pytest.skip("another processor's")
+    flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in cpu_blas.FLAGS]
+    built = str(tmp_path / "shim.so")
+    subprocess.run([str(COMPILER), *flags, str(cpu_blas.SHIM), "-o", built], check=True)
+    sgemm, rng = ctypes.CDLL(built).cblas_sgemm, np.random.default_rng(0)
+
+    def called(shape, alpha, a, b, c, transposed=111):
+        sizes, rows = [ctypes.c_int(size) for size in shape], a.shape[1]
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (a, b, c)]
+        scale, add = ctypes.c_float(alpha), ctypes.c_float(0)
+        sgemm(
+            101,
+            111,
+            transposed,
+            *sizes,
+            scale,
+            pointers[0],
+            rows,
+            pointers[1],
+            b.shape[1],
+            add,
+            pointers[2],
+            c.shape[1],
+        )
+        return c
+
+    for rows, columns, depth in ((1, 1, 128), (3, 7, 131), (8, 13, 200), (5, 24, 257)):
+        a, b = (rng.standard_normal((size, depth)).astype(np.float32) for size in (rows, columns))
+        product = called((rows, columns, depth), 1, a, b, np.zeros((rows, columns), np.float32), 112)
+        np.testing.assert_allclose(product, a.astype(np.float64) @ b.T, rtol=0, atol=3e-5)
+        shift, one = a[:, :1].copy(), np.zeros((1, depth), np.float32)
+        np.testing.assert_allclose(
+            called((rows, depth, 1), cpu.EXPONENTIALS, shift, one, a.copy()), np.exp(a - shift), rtol=1e-6
+        )
+        for alpha, exact in ((cpu.MAXIMA, a.max(1)), (cpu.SUMS, a.astype(np.float64).sum(1))):
+            found = called((rows, 1, depth), alpha, a, one.T.copy(), np.zeros((rows, 1), np.float32))
+            np.testing.assert_allclose(found[:, 0], exact, rtol=0, atol=3e-5)
 
 
 @needs_kernels
@@ -56,6 +116,24 @@ def test_the_gradient_of_exp_takes_the_shift_as_fixed(monkeypatch, kernels):
     shifted = np.exp(2 * np.array(x) - np.array(x).max(-1, keepdims=True)) * np.arange(7)
     np.testing.assert_allclose(value.item(), shifted.sum(), rtol=1e-5)
     np.testing.assert_allclose(np.array(slope), 2 * shifted, rtol=1e-5)
+
+
+@needs_kernels
+def test_the_rows_of_an_array_that_lies_otherwise_in_memory_have_their_sum_and_largest(monkeypatch):
+    monkeypatch.setattr(gpu, "WORTH_A_KERNEL", 0)
+    x, y = gpu.normal(6, 5, dtype=mx.float32), gpu.normal(3, 4, 5, dtype=mx.float32)
+    for view in (x.T, x[::2, 1:4], mx.broadcast_to(x[:1], (4, 5)).T, y.transpose(0, 2, 1), y.transpose(2, 1, 0)):
+        exact = np.array(view)
+        np.testing.assert_allclose(np.array(gpu.row_sum(view)), exact.sum(-1, keepdims=True), rtol=0, atol=1e-5)
+        assert (np.array(gpu.row_max(view)) == exact.max(-1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3)])
+def test_of_nothing_there_is_an_exp_and_a_sum_as_of_mlx(monkeypatch, shape):
+    monkeypatch.setattr(gpu, "WORTH_A_KERNEL", 0)
+    x = mx.zeros(shape)
+    assert gpu.exp(x).shape == shape
+    assert gpu.row_sum(x).tolist() == x.sum(-1, keepdims=True).tolist()
 
 
 SHAPES = [(1, 1), (4, 3), (5, 16), (2, 3, 37), (2, 2, 3, 160), (2, 3000)]

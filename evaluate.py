@@ -40,7 +40,7 @@ from problems.form import is_degenerate, repeated
 from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from problems.stop import Stop
 from settings.checks import checked
-from settings.sources import given, load_recipe, moved, resolve
+from settings.sources import given, load_recipe, moved, of_task, resolve
 from step import dispatch
 from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
 from step.policy import completion_hidden
@@ -571,7 +571,7 @@ def main(argv: list[str] | None = None) -> None:
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
-            name, why = gwen.choose_model(args.model, args.adapter)
+            name, why = gwen.choose_model(args.model, args.adapter, of_task(args.task or "", "").get("model"))
             if args.data:
                 flags = {"task": "own"} | flags
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None

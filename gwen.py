@@ -442,15 +442,17 @@ def rehearse(model: Model) -> list[gpu.Call]:
     return calls + others  # which are taken where prompts are long
 
 
-def choose_model(asked: str | None, adapter: str | Path | None = None) -> tuple[str, str]:
+def choose_model(asked: str | None, adapter: str | Path | None = None, usual: str | None = None) -> tuple[str, str]:
     """
-    The model to take and why: what was asked for, else the adapter's base, else Qwen3-0.6B on a GPU where it can be
-    had, else the demo. ValueError when there is an adapter that does not name its base.
+    The model to take and why: what was asked for, else the adapter's base, else what is usual for the task, else
+    Qwen3-0.6B on a GPU where it can be had, else the demo. ValueError for an adapter that does not name its base.
     """
     if asked:
         return asked, "as asked"
     if adapter:
         return adapters.base_of(adapter), "which the adapter was trained on"
+    if usual:
+        return usual, "the task's own"
     if not gpu.on_gpu():
         return "demo", "the default without a GPU"
     try:

@@ -490,7 +490,7 @@ def main(argv: list[str] | None = None) -> None:
     from problems import chat_template, filters
     from problems.examples import check_text, spread
     from settings.checks import checked
-    from settings.sources import given, load_recipe, resolve
+    from settings.sources import given, load_recipe, of_task, resolve
     from turns import episodes
 
     parser = Parser("sampler.py", "Sample completions of one prompt, or play held-out episodes with tools.")
@@ -517,7 +517,7 @@ def main(argv: list[str] | None = None) -> None:
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 check_text(flag, text)
-        name, why = gwen.choose_model(args.model, adapter)
+        name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
         box, asked = None, given(args, played)
         held = run_files.settings_of(args.run) if args.run else {}
         problems = [{"prompt": args.prompt, "system": args.system}] if args.prompt else []

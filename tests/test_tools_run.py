@@ -11,6 +11,7 @@ import pytest
 from conftest import message_of, read_log, write_log
 
 import evaluate
+import gwen
 import sampler
 import train
 import update
@@ -410,3 +411,12 @@ def test_evaluate_plays_held_out_episodes(tmp_path, capsys):
     evaluate.main(["--model", "demo:tools", "--task", "guess", "--limit", "6", "--max-tokens", "120"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 6 and 0 <= record["eval/score"] <= 1
+
+
+@pytest.mark.parametrize("main", [evaluate.main, sampler.main])
+@pytest.mark.parametrize("task", ["calculator", "guess"])
+def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(capsys, main, task):
+    main(["--task", task, "--max-tokens", "8", *(["--limit", "1"] if main is evaluate.main else [])])
+    trained = resolve({"task": task}, None, None, gwen.choose_model)[0].model.name
+    assert f"model: {trained}, the task's own" in capsys.readouterr().err
+    assert gwen.choose_model("smollm2", None, trained) == ("smollm2", "as asked")

@@ -414,9 +414,9 @@ _NUMBER = re.compile(  # not the 5 of "x5", the minus of "7-5", any digit of "1e
     r"(?<![0-9][eE])(?P<sign>(?<![\w)%\]])[-+])?(?<!\w)(?<![0-9]\.)(?<!\b0,)(?<![0-9][eE][-+])"
     rf"(?:(?P<whole>[0-9]{{1,9}}) (?=[0-9]{{1,2}} ?/))?(?P<top>(?>{_PLAIN}))"
     rf"(?: ?/ ?(?P<bottom>(?>{_PLAIN}))|[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?![0-9]))?(?![eE][-+]?[0-9]| ?/ ?[0-9])"
-    r"(?: (?P<scale>thousand|million|billion|trillion)\b)?"
+    r"(?: (?P<scale>hundred|thousand|million|billion|trillion)\b)?"
 )
-_SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {None: 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _LONGEST_NUMBER = 100  # characters: what is longer is no answer to a school problem
 
 _CHARACTERS = str.maketrans(
@@ -669,13 +669,18 @@ def _read_plainly(right: str, said: str | None) -> bool | None:
     ours, theirs = read_number(right), read_number(said)
     if ours and theirs:
         shorter, longer = sorted((ours.unit, theirs.unit), key=len)
-        close = abs(ours.value - theirs.value) <= abs(ours.value) / 10**6 and theirs.value.denominator >= 10**6
+        close = (
+            abs(ours.value - theirs.value) <= min(abs(ours.value), Fraction(1)) / 10**6
+            and theirs.value.denominator >= 10**6
+        )
         return longer.startswith(shorter) and (ours.value == theirs.value or close)  # 0.333333 is close to 1/3
     plain = re.sub(r"\\(?:times|cdot|div)(?![A-Za-z])", "*", plain_text(said))
-    # of 42 no sum that is left undone (6 * 7), no bound, no rows
+    # of 42 no sum that is left undone (6 * 7, \sum), no bound, no rows; of 42 cm no 42 m
     is_sum = re.fullmatch(r"[-+*/() .0-9]+", plain) and re.search(r"[0-9)] ?[-+*]", plain)
-    is_relation = re.search(r"\\\\|\\[gl]eq?(?![A-Za-z])|[<>\u2264\u2265]", said)
-    if ours and (is_sum or is_relation or _NEGATED.search(said)):
+    is_other = re.search(r"\\\\|\\(?:[gl]eq?|sum|prod|int|lim|max|min|gcd)(?![A-Za-z])|[<>\u2264\u2265]", said)
+    unit = re.fullmatch(r".*[0-9] ?([a-z])", plain.strip(" ."))
+    is_unlike = ours and ours.unit and unit and unit[1] != ours.unit[0]
+    if ours and (is_sum or is_other or is_unlike or _NEGATED.search(said)):
         return False
     return False if has_words(right) or _ENDLESS.search(said) else None
 

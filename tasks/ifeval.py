@@ -371,7 +371,13 @@ def make_verifier() -> Callable[[tuple[list[tuple[str, dict[str, Any]]], str | N
 
 
 def whole_words(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with keywords as patterns: the verifiers search, and "honesty" does not have the word "honest"."""
-    found: dict[str, Any] = {"keywords": [rf"\b{word}\b" for word in arguments.get("keywords", [])]}
-    found["keyword"] = rf"\b{arguments.get('keyword')}\b"
-    return arguments | {name: value for name, value in found.items() if name in arguments}
+    """
+    The arguments with words as patterns: the verifiers search, and "honesty" does not have the word "honest", but
+    _honest_ has it, for which a search of \\b finds no end.
+    """
+    patterns = {
+        "keywords": [rf"\b_*{word}_*\b" for word in arguments.get("keywords", [])],
+        "keyword": rf"\b_*{arguments.get('keyword')}_*\b",
+        "forbidden_words": [f"_*{word}_*" for word in arguments.get("forbidden_words", [])],
+    }
+    return arguments | {name: pattern for name, pattern in patterns.items() if name in arguments}

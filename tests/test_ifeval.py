@@ -149,6 +149,18 @@ def test_each_kind_is_told_from_its_contrary_and_half_of_two_is_half(verifiers):
 
 
 @verified
+def test_a_word_in_underscores_is_that_word(verifiers):
+    for kind, arguments, said in (
+        ("keyword", {"keywords": ["river"]}, {"A _river_.": 1, "__River__": 1, "A river_bank.": 0, "driver": 0}),
+        ("frequency", GOOD_AND_BAD["frequency"][0], {"_river_ by river": 1, "_river_ by a driver_": 0}),
+        ("forbidden", {"forbidden_words": ["is", "the"]}, {"It _is_ wet.": 0, "__The__ sea": 0, "_this_ theme": 1}),
+    ):
+        asked = [[[ifeval.KINDS[kind].verifier, arguments]], ""]
+        answers = verifiers.ask([[*asked, text] for text in said])
+        assert [answer.value for answer in answers] == list(said.values()), kind
+
+
+@verified
 def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
     ask = [[ifeval.KINDS["keyword"].verifier, {"keywords": ["river"]}]]
     for text in ("", " \n", "\0" * 9, "(" * 5000, "\ud800", "__import__('os').getpid()", "<think>river"):

@@ -14,6 +14,7 @@ LEAST_WORDS = 4  # of an answer; fewer are no copy either, as of "yes or no"
 WINDOW, LEAST_DISTINCT = 20, 0.7  # words, and the share of them that must differ; of English text 0.85 do
 COPIED_RUN = 5  # words in a row that the prompt has too; "the capital of France" has four
 MOST_COPIED = 0.5  # share of the words in such runs
+MOST_REPEATED = 0.5  # share of an answer's 4-grams: a loop may be longer than the window, or of numbers
 
 
 def words_of(text: str) -> list[str]:
@@ -53,7 +54,7 @@ def copied(text: str, prompt: str) -> float:
 
 def is_degenerate(text: str, prompt: str) -> bool:
     """Whether an answer repeats its words or copies the prompt."""
-    return distinct(text) < LEAST_DISTINCT or copied(text, prompt) > MOST_COPIED
+    return distinct(text) < LEAST_DISTINCT or repeated(text) > MOST_REPEATED or copied(text, prompt) > MOST_COPIED
 
 
 def holds(text: str, prompt: str) -> bool:

@@ -39,7 +39,7 @@ from reporting.journal import Step
 from run import GrpoRun, SftRun
 from settings.sources import parse
 from sft import tuning
-from step.groups import Draw, Rewards, by_turn, choose_groups, gather, of_tokens, weigh
+from step.groups import Choice, Draw, Rewards, by_turn, choose_groups, gather, of_tokens, weigh
 from step.policy import Targets
 from tasks.curriculum import MOST_DRAWS
 from turns.episodes import Episodes, ended
@@ -58,8 +58,7 @@ def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
     while not run.is_done:
         clock.lap()  # evaluating and saving belong to no step
         mx.reset_peak_memory()
-        draws = draw_groups(run)
-        choice = choose_groups(config, draws, run.own.advantage)  # and their advantages
+        draws, choice = draw_groups(run)
 
         with clock.phase("batch") as done:
             prompts, rollout = gather(config, draws, choice.groups)
@@ -127,11 +126,11 @@ def tune(config: Config, run: SftRun) -> Iterator[dict[str, Any]]:
         yield figures
 
 
-def draw_groups(run: GrpoRun) -> list[Draw]:
+def draw_groups(run: GrpoRun) -> tuple[list[Draw], Choice]:
     """
     Samples and rewards one batch of prompts; with --dynamic-sampling more, until B groups have a signal.
 
-    At most MOST_DRAWS batches.
+    At most MOST_DRAWS batches. Returns them, and the groups of them that are trained with their advantages.
     """
     config, clock = run.config, run.clock
     max_draws = MOST_DRAWS if config.sampling.dynamic_sampling else 1
@@ -160,9 +159,10 @@ def draw_groups(run: GrpoRun) -> list[Draw]:
                 raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
             done(rollout.completion_ids)
         draws.append(Draw(examples, prompts, rollout, reward_completions(run, examples, rollout, talk), talk))
-        if not config.sampling.dynamic_sampling or choose_groups(config, draws, run.own.advantage).is_full:
+        choice = choose_groups(config, draws, run.own.advantage)
+        if choice.is_full:
             break
-    return draws
+    return draws, choice
 
 
 def reward_completions(

@@ -112,8 +112,6 @@ def mistakes(config: Config) -> Iterator[str]:
         yield f"--mini-batches {optimizer.mini_batches} must divide --batch {sampling.batch}: a part has whole groups"
     if "" in sampling.stop:
         yield "--stop has an empty text, which every completion holds; remove it"
-    if sampling.stop and (config.tools.tools or config.tools.env):
-        yield f"--stop {sampling.stop[0]!r:.60} ends completions; with --tools or --env they have turns, leave it out"
     if sampling.temp == 0:
         yield "--temp is 0; training needs completions that differ, so it must be more than 0"
     if 0 < optimizer.target_kl < 1e-3:

@@ -163,10 +163,14 @@ def _with_tools(task: Task, config: Config) -> Task:
     if task.environments and config.data.reward_workers:
         raise ValueError("--reward-workers are other processes, where no environment is; leave it out")
     first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys
-    if (task.tools or task.environments) and any("chat_template_kwargs" in example for example in first):
-        raise ValueError("column chat_template_kwargs is for prompts without tools; leave it out, or --tools and --env")
-    if (task.tools or task.environments) and config.objective.teacher_prompt:
-        raise ValueError("--teacher-prompt stands before prompts without tools; leave it out, or --tools and --env")
+    if task.tools or task.environments:
+        if any("chat_template_kwargs" in example for example in first):
+            said = "column chat_template_kwargs is for prompts without tools"
+            raise ValueError(f"{said}; leave it out, or --tools and --env")
+        if config.objective.teacher_prompt:
+            raise ValueError("--teacher-prompt stands before prompts without tools; leave it out, or --tools and --env")
+        if stop := config.sampling.stop:
+            raise ValueError(f"--stop {stop[0]!r:.60} ends completions; with tools they have turns, leave it out")
     return task
 
 

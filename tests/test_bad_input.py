@@ -79,6 +79,7 @@ TEXTS = {  # the others stand beside their patterns
     "questions.jsonl": "".join(json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS),
     "good_rubric.yaml": yaml.safe_dump({"criteria": [CRITERION]}),
     "rewards.py": REWARDS,
+    "tools.py": 'def add(a: int) -> int:\n    """\n    Adds one.\n\n    Args:\n        a: A number.\n    """\n',
     "syntax.py": "def fn(:",
     "imports.py": "import no_such_module\ndef fn(**_): pass\n",
 }  # fmt: skip
@@ -141,7 +142,9 @@ FLAGS: list[tuple[str, str]] = [
     ("--learning-rate fast", "--learning-rate: not a number: 'fast'"),
     ("--groups 1", "--groups is 1; it must be at least 2"),
     ("--temp 0", "--temp is 0"),
-    ("--stop one --tools mine.py:add", "--stop 'one' ends completions; with --tools or --env they have turns"),
+    ("--stop one --tools {at}/tools.py:add", "--stop 'one' ends completions; with tools they have turns, leave it out"),
+    ("--stop one --task calculator", "--stop 'one' ends completions; with tools they have turns, leave it out"),
+    ("--stop one --task guess", "--stop 'one' ends completions; with tools they have turns, leave it out"),
     ("--top-p 1.5", "--top-p is 1.5; it must be at most 1"),
     ("--target-kl 1e-4", "--target-kl is 0.0001; below 0.001 it is rounding"),
     ("--batch 100000000", "--batch is 100000000; it must be at most 65536"),
@@ -334,6 +337,7 @@ def test_a_mistake_in_what_a_run_is_given_is_one_line_and_leaves_no_run_director
 
 def test_a_value_of_spaces_is_no_wish_for_the_default(refused):
     refused(evaluate.main, ["--model", " "], "--model: ' ' is empty")
+    refused(sampler.main, ["--model", "demo", "--prompt", "hi", "--stop", ""], "--stop has an empty text")
 
 
 @pytest.mark.parametrize(
@@ -379,6 +383,7 @@ OTHERS = {
         ("--prompt hi --seed -1", "--seed is -1; it must be at least 0"),
         ("--prompt hi --repetition-penalty 0", "--repetition-penalty is 0; it must be above 0, and 1 is none"),
         ("--prompt hi --logits {at}/rewards.py:gone", "rewards.py has no function 'gone'"),
+        ("--prompt hi --stop one \a", r"--stop is '\\x07'; it must hold no control characters"),
         ("--prompt hi --tmp 1", "--tmp is no flag of sampler.py; did you mean --temp?"),
         ("--prompt hi --model {at}/mistral", "model_type 'mistral'"),
         ("--prompt hi --adapter {at}/empty_directory", "empty_directory: no adapter_config.json there"),
@@ -402,6 +407,8 @@ OTHERS = {
             "--model demo:tools --task calculator --repetition-penalty 1.2",
             "--task calculator has tools; leave --logits",
         ),
+        ("--model demo:tools --task calculator --stop x", "--stop 'x' ends completions; with tools they have turns"),
+        ("--model demo:tools --task calculator --prompts {at}/sums.jsonl", "has tools; leave .* and --prompts"),
         ("--out {at}", "--out .* is no file in an existing directory"),
         ("--out {at}/nowhere/out.jsonl", "nowhere/out.jsonl is no file in an existing directory"),
         ("--task values --judge-model {at}/mistral", "model_type 'mistral'"),

@@ -224,12 +224,18 @@ class EvalParams(NamedTuple):
 
 
 def reworded(problem: Example, wording: str) -> Example:
-    """The problem asked in other words, in which "{}" stands for what the user asked; without it, a system message."""
+    """
+    The problem asked in other words, in which "{}" stands for what the user asked; without it, a system message, in
+    place of the problem's own.
+    """
+    if not wording:
+        return problem
+    messages = problem["prompt"]
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     if "{}" not in wording:
-        return problem | ({"system": wording} if wording else {})
-    prompt = problem["prompt"]
-    before = [] if isinstance(prompt, str) else prompt[:-1]
-    return problem | {"prompt": [*before, {"role": "user", "content": wording.replace("{}", prompt_text(prompt))}]}
+        return problem | {"system": wording, "prompt": [one for one in messages if one["role"] != "system"]}
+    asked = wording.replace("{}", prompt_text(messages))
+    return problem | {"prompt": [*messages[:-1], {"role": "user", "content": asked}]}
 
 
 def evaluate(
@@ -583,8 +589,8 @@ def main(argv: list[str] | None = None) -> None:
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
             print(visible(f"WARNING: {said}."), file=sys.stderr)
-        if choose and (task.tools or task.environments):
-            raise ValueError(f"--task {task.name} has tools; leave --logits and --repetition-penalty out")
+        if (choose or args.prompts) and (task.tools or task.environments):
+            raise ValueError(f"--task {task.name} has tools; leave --logits, --repetition-penalty and --prompts out")
         task = task._replace(paid=audit.middle_of(task.rewards, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
@@ -601,8 +607,8 @@ def main(argv: list[str] | None = None) -> None:
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
-        if args.prompts and (args.suite or config.tools.tools or config.tools.env):
-            raise ValueError("--prompts asks in other words, which --suite and tools do not take; leave it out")
+        if args.prompts and args.suite:
+            raise ValueError("--prompts asks in other words, which --suite does not take; leave it out")
         if args.suite and not (is_base and (adapter or args.run)):
             raise ValueError(
                 "--suite compares a model with itself before training; give a --run or --adapter of low rank"

@@ -403,7 +403,9 @@ def test_a_wording_replaces_the_last_message_or_is_the_system_message():
         {"role": "user", "content": "Now: Hi."},
     ]
     assert evaluate.reworded({"prompt": "Hi."}, "{} {}")["prompt"][0]["content"] == "Hi. Hi."
-    assert evaluate.reworded({"prompt": "Hi."}, "Be brief.") == {"prompt": "Hi.", "system": "Be brief."}
+    for prompt, before in (("Hi.", {"system": "Be kind."}), (talk, {})):  # only one of them may hold it
+        said = evaluate.reworded({"prompt": prompt} | before, "Be brief.")
+        assert said == {"prompt": talk[1:], "system": "Be brief."}
     assert evaluate.reworded({"prompt": "Hi."}, "") == {"prompt": "Hi."}
 
 

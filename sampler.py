@@ -500,19 +500,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--system", help="what stands before it")
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
-    parser.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end a completion (default: the run's)")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
     filters.add_filter_flags(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     played = ["task", *TOOLS]
-    add_flags(parser, [SETTINGS[name] for name in played])
+    add_flags(parser, [SETTINGS[name] for name in ("stop", *played)])
     args = parser.parse_args(argv)
     try:
         adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
+        checked({"stop": args.stop})
         choose = filters.load_filter(args.logits, args.repetition_penalty)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:

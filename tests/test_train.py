@@ -349,6 +349,8 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
     capsys.readouterr()
     sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"])
     assert capsys.readouterr().out == "One plus two is t\n"
+    sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "\n", " "])
+    assert capsys.readouterr().out == "One\n"
 
 
 def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypatch):

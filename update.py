@@ -143,7 +143,9 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
         if before and not measured["skipped"]:
             probe = probe or trust_region.make_probe(batches, learner.optimizer.step.item())
             held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
-            learner.trainable, learner.rate = held.weights, learner.rate * held.share
+            # earlier steps fitted at this rate, so at half of it one more would have
+            share = held.share if moved is None else max(held.share, 0.5)
+            learner.trainable, learner.rate = held.weights, learner.rate * share
             moved, repeats, pushes = held.moved, repeats + held.repeats, held.pushes
         steps.append(measured)
     keep_equal(learner)

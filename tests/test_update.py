@@ -611,6 +611,27 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
     assert all(mx.array_equal(array, weights[name]).item() for name, array in tree_flatten(run.model.parameters()))
 
 
+@pytest.mark.parametrize(("number", "rate"), [(1, 2**-5), (3, 0.5)])
+def test_a_later_step_that_finds_no_room_halves_the_rate_at_most_as_the_earlier_ones_had_it(
+    tmp_path, monkeypatch, number, rate
+):
+    run = make_run(tmp_path, "--mini-batches", "3")
+    asked = []
+
+    def hold(before, after, probe, target, place):
+        asked.append(target)
+        if len(asked) == number:
+            return trust_region.BoundedStep(before, 2**-5, target, trust_region.MOST_TRIES, {})
+        return trust_region.BoundedStep(after, 1.0, target, 0, {})
+
+    monkeypatch.setattr(trust_region, "hold", hold)
+    _, rows, rollout = sample(run)
+    advantages = np.array([[1, -1, 1, -1]] * 3)
+    batches = run.learner.reader.cut(rows, rollout, advantages, 0)
+    take_step(run, batches, rollout, mx.array(advantages.reshape(-1), mx.float32), 1e-4)
+    assert (len(asked), run.learner.rate) == (3, rate)
+
+
 def test_the_target_follows_the_schedule_as_the_square_of_its_rate(tmp_path, monkeypatch):
     """So a step that the bound shortens is as much shorter at the schedule's end as one that it leaves alone."""
     targets = []

@@ -30,7 +30,7 @@ import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, fail, visible
+from flags import Parser, add_flags, check_least, fail, read_text, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu
@@ -493,12 +493,10 @@ def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def read_wordings(path: Path | None) -> list[str]:
     """The task's own words, "", and the lines of a file of others. ValueError for a file without lines."""
-    others = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()] if path else []
-    if path and not others:
-        raise ValueError(
-            f"--prompts {path} has no line; each is a system message, or a prompt with {{}} for the task's"
-        )
-    return ["", *others]
+    text = read_text(path, f"--prompts {path}", 1) if path else ""
+    if path and not text.strip():
+        raise ValueError(f"--prompts {path} has no line; each is a system message, or a prompt, with {{}} for ours")
+    return ["", *(line for line in text.splitlines() if line.strip())]
 
 
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
@@ -567,9 +565,11 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        choose = filters.load_filter(args.logits, args.repetition_penalty)
-        if choose and args.suite:
-            raise ValueError("--suite measures models as they are; leave --logits and --repetition-penalty out")
+        choose, wordings = filters.load_filter(args.logits, args.repetition_penalty), read_wordings(args.prompts)
+        if (choose or args.prompts) and args.suite:
+            raise ValueError(
+                "--suite measures models as they are; leave --logits, --repetition-penalty and --prompts out"
+            )
         adapter = run_files.settle(args)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
@@ -607,8 +607,6 @@ def main(argv: list[str] | None = None) -> None:
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
-        if args.prompts and args.suite:
-            raise ValueError("--prompts asks in other words, which --suite does not take; leave it out")
         if args.suite and not (is_base and (adapter or args.run)):
             raise ValueError(
                 "--suite compares a model with itself before training; give a --run or --adapter of low rank"
@@ -635,7 +633,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         reference = base if is_base and (adapter or args.run) else None
         details: list[dict[str, Any]] = []
-        for wording in read_wordings(args.prompts):
+        for wording in wordings:
             asked = {"wording": wording} if args.prompts else {}
             record, answers = evaluate(
                 *(model, tokenizer, task, params._replace(wording=wording)),

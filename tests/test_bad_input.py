@@ -408,6 +408,8 @@ OTHERS = {
             "--task calculator has tools; leave --logits",
         ),
         ("--model demo:tools --task calculator --stop x", "--stop 'x' ends completions; with tools they have turns"),
+        ("--prompts {at}/model/model.safetensors", "--prompts .*model.safetensors cannot be read: .*decode"),
+        ("--prompts {at}/pipe.yaml", "--prompts .*pipe.yaml cannot be read: it is no file of at most 1 MB"),
         ("--model demo:tools --task calculator --prompts {at}/sums.jsonl", "has tools; leave .* and --prompts"),
         ("--out {at}", "--out .* is no file in an existing directory"),
         ("--out {at}/nowhere/out.jsonl", "nowhere/out.jsonl is no file in an existing directory"),

@@ -389,8 +389,8 @@ def test_other_words_reach_the_model_and_not_the_verifier(runs, capsys, tmp_path
     assert [record.pop("wording") for record in records] == ["", "{}", "{} {}", "Tell me the capital of France."]
     assert records[0] == records[1] == usual and usual["eval/accuracy"] > 0
     assert records[2] != usual != records[3]
-    asked.write_text(" \n")
-    for flags, said in ((), "has no line"), (["--suite"], "--prompts asks in other words"):
+    for text, flags, said in ((" \n", [], "has no line"), ("{}", ["--suite"], "--suite measures models as they are")):
+        asked.write_text(text)
         with pytest.raises(SystemExit) as stopped:
             evaluate.main(["--run", str(runs / "demo"), "--prompts", str(asked), *flags])
         assert stopped.value.code == 2 and said in capsys.readouterr().err

@@ -135,9 +135,7 @@ class Earned(NamedTuple):
     values: np.ndarray  # (N,): 1 for a right answer, nan where none is known; or the weighted sum of the rewards
     rewards: dict[str, np.ndarray]  # (N,) each, before weighting
     scores: np.ndarray | None  # (N, J), the judge's, 1..5
-    total: np.ndarray | None = (
-        None  # (N,), the weighted sum of the rewards beside a verifier's values, if all are known
-    )
+    total: np.ndarray | None = None  # (N,), weighted sum of the rewards beside a verifier's values, if all are known
 
 
 def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
@@ -447,10 +445,7 @@ TAKEN = (
 
 
 # What `--suite` measures besides a run's own task: what was not trained, each task with its configuration.
-SUITE = {
-    "ifbench": "",
-    "rg:chain_sum,leg_counting,spell_backward,letter_counting": str(tasks.DATA / "demo_rg.yaml"),
-}
+SUITE = {"ifbench": "", "rg:chain_sum,leg_counting,spell_backward,letter_counting": str(tasks.DATA / "demo_rg.yaml")}
 
 
 def suite(

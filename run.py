@@ -360,11 +360,9 @@ class SftRun(Run):
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)
         self.sources[config.data.path] = checkpoint.digest(*train, "held out", *held_out)
-        how: dict[str, Any] = {
-            "thinking": config.sampling.thinking,
-            "context": self.model.config.max_position_embeddings,
-        }
-        how |= {"tokenizer": self.tokenizer, "end_ids": {*self.model.config.eos_ids, self.tokenizer.eos_token_id}}
+        facts = self.model.config
+        how: dict[str, Any] = {"thinking": config.sampling.thinking, "context": facts.max_position_embeddings}
+        how |= {"tokenizer": self.tokenizer, "end_ids": {*facts.eos_ids, self.tokenizer.eos_token_id}}
         self.train = chats.render_all(train, "training", **how)
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = chats.render_all(held_out, "held-out", **how)

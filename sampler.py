@@ -530,6 +530,8 @@ def main(argv: list[str] | None = None) -> None:
                 how = load_recipe(run_files.config_file(args.run)) | how
             config = checked(how) if held else resolve(how, None, None, lambda _: (name, why))[0]
             box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
+        ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
+        params = SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop, filter=choose)
         if box is not None:
             if choose or args.stop:
                 raise ValueError(
@@ -538,7 +540,6 @@ def main(argv: list[str] | None = None) -> None:
             print(visible(f"model: {name}, {why}"), file=sys.stderr)
             problems, size = (problems, args.num) if problems else (spread(tasks.make(config).held_out, args.num), 1)
             talk = box.play(problems, size, f"held out {args.seed}")
-            params = SamplingParams(args.max_tokens, args.temp, eos_ids=model.config.eos_ids)
             how = {"group_size": size, "key": args.seed, "talk": talk, "context": box.context}
             reasons = rollout(model, talk.prompts, params, **how).finish_reasons
             talk.columns()  # asks environments for their rewards
@@ -555,9 +556,6 @@ def main(argv: list[str] | None = None) -> None:
             kind="prompt",
         )
         print(visible(f"model: {name}, {why}"), file=sys.stderr)
-        stop = Stop.of(args.stop, tokenizer)
-        eos_ids = model.config.eos_ids
-        params = SamplingParams(args.max_tokens, args.temp, eos_ids=eos_ids, stop=stop, filter=choose)
         result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
     except (ValueError, OSError) as error:
         fail(error)

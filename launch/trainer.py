@@ -120,12 +120,7 @@ class Trainer:
         return journal.evaluations[-1]
 
     def sample(
-        self,
-        prompts: Sequence[Any],
-        n: int = 1,
-        *,
-        temp: float | None = None,
-        logits: filters.Filter | None = None,
+        self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None, logits: filters.Filter | None = None
     ) -> list[list[str]]:
         """
         `n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily; logits: a

@@ -486,7 +486,7 @@ def main(argv: list[str] | None = None) -> None:
     import tasks
     from config import SETTINGS, TOOLS
     from disk import run_files
-    from flags import Parser, add_flags, check_least, fail, visible
+    from flags import Parser, add_flags, check_least, fail, flag_of, visible
     from problems import chat_template, filters
     from problems.examples import check_text, spread
     from settings.checks import checked
@@ -519,6 +519,8 @@ def main(argv: list[str] | None = None) -> None:
                 check_text(flag, text)
         name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
         box, asked = None, given(args, played)
+        if args.system and not args.prompt:
+            raise ValueError("--system stands before what the user says; give --prompt too")
         held = run_files.settings_of(args.run) if args.run else {}
         problems = [{"prompt": args.prompt, "system": args.system}] if args.prompt else []
         model, tokenizer = gwen.load(name, adapter=adapter)
@@ -530,6 +532,9 @@ def main(argv: list[str] | None = None) -> None:
                 how = load_recipe(run_files.config_file(args.run)) | how
             config = checked(how) if held else resolve(how, None, None, lambda _: (name, why))[0]
             box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
+        if asked and box is None:
+            flag = min(asked)
+            raise ValueError(f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out")
         ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
         params = SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop, filter=choose)
         if box is not None:

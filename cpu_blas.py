@@ -7,8 +7,8 @@ The system's OpenBLAS is taken if there is one, else the one of the `scipy-openb
 stands machine/blas.c, compiled once into the user's cache directory, which computes some of what MLX asks for itself.
 
 What is made so is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can
-be had, or MLX was imported first, MLX runs on its own BLAS and one line on stderr says so and why. So it does where the
-system's OpenBLAS serves alone.
+be had, or MLX was imported first, MLX runs on its own BLAS, and one line on stderr says so and why; as it says where
+the system's OpenBLAS serves alone.
 
 MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of

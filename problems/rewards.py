@@ -669,10 +669,8 @@ def _read_plainly(right: str, said: str | None) -> bool | None:
     ours, theirs = read_number(right), read_number(said)
     if ours and theirs:
         shorter, longer = sorted((ours.unit, theirs.unit), key=len)
-        close = (
-            abs(ours.value - theirs.value) <= min(abs(ours.value), Fraction(1)) / 10**6
-            and theirs.value.denominator >= 10**6
-        )
+        nearly = min(abs(ours.value), Fraction(1)) / 10**6
+        close = abs(ours.value - theirs.value) <= nearly and theirs.value.denominator >= 10**6
         return longer.startswith(shorter) and (ours.value == theirs.value or close)  # 0.333333 is close to 1/3
     plain = re.sub(r"\\(?:times|cdot|div)(?![A-Za-z])", "*", plain_text(said))
     # of 42 no sum that is left undone (6 * 7, \sum), no bound, no rows; of 42 cm no 42 m

@@ -371,10 +371,7 @@ def make_verifier() -> Callable[[tuple[list[tuple[str, dict[str, Any]]], str | N
 
 
 def whole_words(arguments: dict[str, Any]) -> dict[str, Any]:
-    """
-    The arguments with words as patterns: the verifiers search, and "honesty" does not have the word "honest", but
-    _honest_ has it, for which a search of \\b finds no end.
-    """
+    """The arguments with words as patterns: to the verifiers "honesty" has the word "honest", and _honest_ has not."""
     patterns = {
         "keywords": [rf"\b_*{word}_*\b" for word in arguments.get("keywords", [])],
         "keyword": rf"\b_*{arguments.get('keyword')}_*\b",

@@ -7,14 +7,9 @@ from small_run import SMALL
 import train
 from reporting import health
 
-STEP = {
-    "sampling/signal_groups": 4,
-    "reward/mean": 0.5,
-    "entropy": 1.0,
-    "completion/mean_tokens": 10.0,
-    "completion/truncated_frac": 0.1,
-    "mismatch/over_cap_frac": 0.0,
-}
+LENGTH, TRUNCATED, OVER_CAP = "completion/mean_tokens", "completion/truncated_frac", "mismatch/over_cap_frac"
+REPEATED, DEGENERATE = "completion/repeated", "completion/degenerate_frac"
+STEP = {"sampling/signal_groups": 4, "reward/mean": 0.5, "entropy": 1.0, LENGTH: 10.0, TRUNCATED: 0.1, OVER_CAP: 0.0}
 
 
 def steps_of(key, *values, then=(), num_then=5):
@@ -31,114 +26,71 @@ def names(steps, evals=()):
     return [finding.name for finding in health.examine(list(steps), list(evals))]
 
 
-def changed_last(steps, key, value):
-    """Steps whose last three have another figure too."""
-    return steps[:-3] + [step | {key: value} for step in steps[-3:]]
-
-
-PACE = [10.0, 11, 9, 10, 12, 10]
 RISING = [0.3 + 0.01 * step + 0.02 * (step % 2) for step in range(20)]
 SCORES = [
     {"step": step, "eval/score": score, "eval/score_ci95": 0.1, "eval/witness": witness, "eval/witness_ci95": 0.1}
     for step, score, witness in ((0, 0.2, 0.3), (20, 0.8, 0.31), (40, 0.8, 0.8))
 ]
 
-COPIES = {"completion/degenerate_frac": 0.01, "completion/repeated": 0.0}
-
 
 def cheating(rewards, key, last):
     """Twenty steps with these rewards, the last ten of which have another figure."""
-    steps = [STEP | COPIES | {"step": number + 1, "reward/mean": reward} for number, reward in enumerate(rewards)]
+    steps = [step | {DEGENERATE: 0.01, REPEATED: 0.0} for step in steps_of("reward/mean", *rewards)]
     return steps[:10] + [step | {key: last} for step in steps[10:]]
 
 
 TOOLS = [STEP | {"tools/calls": 10, "tools/failures": number} for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)]
-ILL_AND_WELL = {
-    "no signal": [
-        ((steps_of("sampling/signal_groups", 3, 0, 0, 0, 0, 0),), (steps_of("sampling/signal_groups", 0, 0, 0, 0, 1),)),
-        ((steps_of("sampling/signal_groups", 0, 0, 0, 0, 0),), (steps_of("sampling/signal_groups", 0, 0, 0, 0),)),
-    ],
-    "tools fail": [((TOOLS[:5],), (TOOLS,)), ((TOOLS[:5],), (TOOLS[:4],))],
-    "reward without gain": [
-        (
-            (steps_of("reward/mean", *RISING), evals_of(0.5, 0.4)),
-            (steps_of("reward/mean", *RISING), evals_of(0.5, 0.46)),  # within both intervals
-        ),
-        (
-            (steps_of("reward/mean", *RISING), evals_of(0.5, 0.4, key="eval/score")),
-            (steps_of("reward/mean", *RISING[::-1]), evals_of(0.5, 0.4)),
-        ),
-        (
-            (steps_of("reward/mean", *RISING), evals_of(0.5, 0.45, 0.4, every=10)),
-            (steps_of("reward/mean", *[0.3, 0.6, 0.5, 0.4] * 5), evals_of(0.5, 0.4)),  # noise
-        ),
-    ],
-    "entropy": [
-        ((steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
-        ((steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
-    ],
-    "length": [
-        (
-            (steps_of("completion/mean_tokens", then=(10.0, 20.5)),),
-            (steps_of("completion/mean_tokens", *[10.0] * 9, 40.0),),  # one step is none
-        ),
-        ((steps_of("completion/mean_tokens", then=(4, 9)),), (steps_of("completion/mean_tokens", then=(10, 19)),)),
-    ],
-    "form": [
-        (
-            (cheating(RISING, "completion/degenerate_frac", 0.05),),
-            (cheating(RISING, "completion/degenerate_frac", 0.03),),
-        ),
-        (
-            (cheating(RISING, "completion/repeated", 0.04),),
-            (cheating(RISING[::-1], "completion/repeated", 0.04),),  # what no reward pays for is another illness
-        ),
-    ],
-    "truncated": [
-        (
-            (steps_of("completion/truncated_frac", then=(0.6,)),),
-            (steps_of("completion/truncated_frac", then=(0.6, 0.5)),),
-        ),
-    ],
-    "slow": [
-        ((steps_of("step/s", *PACE, 31, 40, 33),), (steps_of("step/s", *PACE, 31, 12, 33),)),
-        ((steps_of("step/s", *PACE, 31, 40, 33),), (steps_of("step/s", *PACE, 29, 29, 29),)),
-        (
-            (steps_of("step/s", *PACE, 31, 40, 33),),
-            (changed_last(steps_of("step/s", *PACE, 31, 40, 33), "completion/mean_tokens", 40.0),),  # longer
-        ),
-        (
-            (steps_of("step/s", *PACE, 31, 40, 33),),
-            (changed_last(steps_of("step/s", *PACE, 31, 40, 33), "sampling/draws", 4),),  # more of them
-        ),
-    ],
-    "mismatch": [
-        (
-            (steps_of("mismatch/over_cap_frac", then=(0.011,)),),
-            (steps_of("mismatch/over_cap_frac", then=(0.009,)),),
-        ),
-    ],
-    "collapse": [
-        (([], evals_of(0.5, 0.2)), ([], evals_of(0.5, 0.26))),
-        (([], evals_of(0.3, 0.9, 0.4)), ([], evals_of(0.3, 0.7, 0.4))),  # against the best
-        (([], evals_of(0.6, 0.2, ci95=0.2)), ([], evals_of(0.6, 0.2, ci95=0.4))),  # of few problems
-        (([], evals_of(0.2, -0.3, key="eval/score")), ([], evals_of(-0.1, -0.3, key="eval/score"))),
-    ],
-    "judge without witness": [
-        (([], SCORES[:2]), ([], SCORES)),
-        (([], SCORES[:2]), ([], [SCORES[0], SCORES[1] | {"eval/score": 0.3}])),
-    ],
-}
+
+
+def slow(*last, **last_three):
+    """Steps of a usual pace and three more."""
+    steps = steps_of("step/s", 10.0, 11, 9, 10, 12, 10, *last)
+    return [*steps[:-3], *(step | last_three for step in steps[-3:])]
+
+
+def signal(*groups):
+    return steps_of("sampling/signal_groups", *groups)
+
+
+RISEN, FALLEN = steps_of("reward/mean", *RISING), steps_of("reward/mean", *RISING[::-1])
+SLOW = slow(31, 40, 33)
+ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
+    ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
+    ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
+    ("tools fail", (TOOLS[:5],), (TOOLS,)),
+    ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
+    ("reward without gain", (RISEN, evals_of(0.5, 0.4)), (RISEN, evals_of(0.5, 0.46))),  # within both intervals
+    ("reward without gain", (RISEN, evals_of(0.5, 0.4, key="eval/score")), (FALLEN, evals_of(0.5, 0.4))),
+    (
+        "reward without gain",
+        (RISEN, evals_of(0.5, 0.45, 0.4, every=10)),
+        (steps_of("reward/mean", *[0.3, 0.6, 0.5, 0.4] * 5), evals_of(0.5, 0.4)),  # noise
+    ),
+    ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
+    ("entropy", (steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
+    ("length", (steps_of(LENGTH, then=(10.0, 20.5)),), (steps_of(LENGTH, *[10.0] * 9, 40.0),)),  # one step is none
+    ("length", (steps_of(LENGTH, then=(4, 9)),), (steps_of(LENGTH, then=(10, 19)),)),
+    ("form", (cheating(RISING, DEGENERATE, 0.05),), (cheating(RISING, DEGENERATE, 0.03),)),
+    # what no reward pays for is another illness
+    ("form", (cheating(RISING, REPEATED, 0.04),), (cheating(RISING[::-1], REPEATED, 0.04),)),
+    ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
+    *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
+    *(("slow", (SLOW,), (slow(31, 40, 33, **more),)) for more in ({LENGTH: 40.0}, {"sampling/draws": 4})),
+    ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
+    ("collapse", ([], evals_of(0.5, 0.2)), ([], evals_of(0.5, 0.26))),
+    ("collapse", ([], evals_of(0.3, 0.9, 0.4)), ([], evals_of(0.3, 0.7, 0.4))),  # against the best
+    ("collapse", ([], evals_of(0.6, 0.2, ci95=0.2)), ([], evals_of(0.6, 0.2, ci95=0.4))),  # of few problems
+    ("collapse", ([], evals_of(0.2, -0.3, key="eval/score")), ([], evals_of(-0.1, -0.3, key="eval/score"))),
+    ("judge without witness", ([], SCORES[:2]), ([], SCORES)),
+    ("judge without witness", ([], SCORES[:2]), ([], [SCORES[0], SCORES[1] | {"eval/score": 0.3}])),
+]
 
 
 def test_every_illness_is_tested():
-    assert [name for name, *_ in health.ILLNESSES] == list(ILL_AND_WELL)
+    assert [name for name, *_ in health.ILLNESSES] == list(dict.fromkeys(name for name, *_ in ILL_AND_WELL))
 
 
-@pytest.mark.parametrize(
-    ("name", "ill", "well"),
-    [(name, ill, well) for name, pairs in ILL_AND_WELL.items() for ill, well in pairs],
-)
+@pytest.mark.parametrize(("name", "ill", "well"), ILL_AND_WELL)
 def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
     assert names(*ill) == [name]
     assert names(*well) == []
@@ -157,11 +109,16 @@ def test_a_run_that_measured_nothing_yet_has_no_illness():
 # ---- in a run
 
 
-@pytest.mark.slow
-def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, capsys):
+@pytest.fixture
+def flags(tmp_path):
+    """Of a run with a constant reward."""
     (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--warmup-steps", "99"]
+    return [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0"]
+
+
+@pytest.mark.slow
+def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, flags, capsys):
+    whole, cut, flags = tmp_path / "whole", tmp_path / "cut", [*flags, "--warmup-steps", "99"]
     train.main([*flags, "--steps", "8", "--run-dir", str(whole)])
     shown = capsys.readouterr()
     (warned,) = read_log(whole / "warnings.jsonl")
@@ -181,10 +138,8 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
 
 
 @pytest.mark.slow
-def test_a_warning_of_steps_that_are_taken_back_is_given_again(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
-    flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0", "--save-every", "4"]
-    train.main([*flags, "--steps", "6", "--run-dir", str(tmp_path / "run")])
+def test_a_warning_of_steps_that_are_given_again(tmp_path, flags, capsys):
+    train.main([*flags, "--save-every", "4", "--steps", "6", "--run-dir", str(tmp_path / "run")])
     (tmp_path / "run" / "checkpoints" / "step-000006").rename(tmp_path / "gone")
     capsys.readouterr()
     train.main(["--resume", str(tmp_path / "run")])

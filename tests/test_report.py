@@ -25,12 +25,9 @@ from disk import hub, run_files
 from reporting import charts, history, page, seeds
 
 HOSTILE = (
-    *(
-        "</script><script>window.pwned=1</script>",
-        "<img src=x onerror=window.pwned=1>",
-        '" onmouseover="window.pwned=1',
-    ),
-    *("<svg/onload=window.pwned=1>", "javascript:window.pwned=1", "{{ 7 * 7 }}{% raw %}", "<!--<script>", "]]>", "-->"),
+    *("</script><script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>"),
+    *('" onmouseover="window.pwned=1', "<svg/onload=window.pwned=1>", "javascript:window.pwned=1"),
+    *("{{ 7 * 7 }}{% raw %}", "<!--<script>", "]]>", "-->"),
     *("</bdi></article>", "&lt;script&gt;", "\u202e txet", "\u2066\u2067", "\ud800", "\udfff", "\x00\x1b[2J", "\x85"),
     *("\u2028", "\u2029", "\r\n", "\ufeff", "\U000e0041", "\t", "'", "\\", "\\u003cscript\\u003e", "</style>", "<"),
     *("z\u0300\u0301\u0302" * 20, "\u05e9\u05dc\u05d5\u05dd", "\U0001f468\u200d\U0001f469", "</title>", "</svg>"),
@@ -43,27 +40,11 @@ def demo_tokenizer():
 
 
 def step_record(step):
-    return {
-        "step": step,
-        "reward/mean": step / 10,
-        "reward/std": 0.5,
-        "reward/zero_std_frac": 0.25,
-        "reward/correct": step / 20,
-        "reward/none": 0,
-        "reward/s": 0.1,
-        "sampling/draws": 1,
-        "rollout/s": 1.0,
-        "judge/s": 0.0,
-        "update/s": 0.5,
-        "other/s": 0.0,
-        "step/s": 1.6,
-        "entropy": 1.0 / step,
-        "kl": None,
-        "grad_norm": 0.3,
-        "completion/mean_tokens": 5.0,
-        "completion/truncated_frac": 0.0,
-        "mem/peak_gb": 0.25,
-    }
+    figures = {"reward/std": 0.5, "reward/zero_std_frac": 0.25, "reward/none": 0, "sampling/draws": 1, "kl": None}
+    figures |= {"reward/s": 0.1, "rollout/s": 1.0, "judge/s": 0.0, "update/s": 0.5, "other/s": 0.0, "step/s": 1.6}
+    figures |= {"grad_norm": 0.3, "completion/mean_tokens": 5.0, "completion/truncated_frac": 0.0, "mem/peak_gb": 0.25}
+    moving = {"reward/mean": step / 10, "reward/correct": step / 20, "entropy": 1.0 / step}
+    return {"step": step} | moving | figures
 
 
 def eval_record(step, accuracy):
@@ -71,36 +52,24 @@ def eval_record(step, accuracy):
 
 
 def answer_record(step, problem, text, value, reward=None):
-    return {
-        "step": step,
-        "problem": problem,
-        "prompt": f"Problem {problem}?",
-        "answer": "five",
-        "category": None,
-        "completions": [text],
-        "values": [value],
-        "rewards": {"correct": [value if reward is None else reward]},
-    }
+    rewards = {"correct": [value if reward is None else reward]}
+    asked = {"problem": problem, "prompt": f"Problem {problem}?", "answer": "five", "category": None}
+    return {"step": step} | asked | {"completions": [text], "values": [value], "rewards": rewards}
 
 
 def completion_record(step, group, member, text):
     ids = demo_tokenizer().encode(text, add_special_tokens=False).ids
     logprobs = np.linspace(-2, -0.5, len(ids)).astype("<f2")
-    return {
-        "step": step,
-        "group": group,
-        "prompt": f"Prompt {group}?",
-        "answer": "five",
-        "category": "sums",
-        "completion": text,
-        "ids": ids,
-        "logprobs": base64.b64encode(logprobs.tobytes()).decode(),
-        "reward": member / 4,
-        "rewards": {"correct": member / 4},
-        "judge_scores": [member + 1.0, None if member == 0 else 3.0, 5.0],
-        "finish_reason": "length" if member == 1 else "stop",
-        "advantage": member - 1.5,
-    }
+    asked = {"step": step, "group": group, "prompt": f"Prompt {group}?", "answer": "five", "category": "sums"}
+    said = {"completion": text, "ids": ids, "logprobs": base64.b64encode(logprobs.tobytes()).decode()}
+    earned = {"reward": member / 4, "rewards": {"correct": member / 4}, "advantage": member - 1.5}
+    scores = [member + 1.0, None if member == 0 else 3.0, 5.0]
+    return asked | said | earned | {"judge_scores": scores, "finish_reason": "length" if member == 1 else "stop"}
+
+
+def drawn(*runs):
+    """The charts of runs, by title."""
+    return {chart["title"]: chart for chart in charts.make_charts(seeds.load(runs))}
 
 
 @pytest.fixture
@@ -196,36 +165,34 @@ def test_a_character_of_several_tokens_is_one_piece(run):
 
 
 def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
-    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run]))}
-    shown = drawn["Reward"]["series"][0]
-    assert (shown["x"], shown["s"], shown["y"]) == ([1, 2, 3, 4], [1.6, 3.2, 4.8, 6.4], [0.1, 0.2, 0.3, 0.4])
-    assert drawn["Held-out"]["series"][0]["y"] == [0.25, 0.75]
-    assert [series["label"] for series in drawn["Reward by component"]["series"]] == ["correct"]
-    assert [series["label"] for series in drawn["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
-    assert [mark["step"] for mark in drawn["Entropy"]["marks"]] == [3]
+    shown = drawn(run)
+    reward = shown["Reward"]["series"][0]
+    assert (reward["x"], reward["s"], reward["y"]) == ([1, 2, 3, 4], [1.6, 3.2, 4.8, 6.4], [0.1, 0.2, 0.3, 0.4])
+    assert shown["Held-out"]["series"][0]["y"] == [0.25, 0.75]
+    assert [series["label"] for series in shown["Reward by component"]["series"]] == ["correct"]
+    assert [series["label"] for series in shown["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
+    assert [mark["step"] for mark in shown["Entropy"]["marks"]] == [3]
 
 
 def test_the_axis_of_an_accuracy_ends_at_one(run):
     write_log(run / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.97)])
-    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run]))}
-    assert drawn["Held-out"]["y_ticks"][-1][1] == "1"
+    assert drawn(run)["Held-out"]["y_ticks"][-1][1] == "1"
 
 
 def test_a_chart_that_cannot_move_is_left_out_and_the_page_says_why(run):
     write_log(run / "metrics.jsonl", [step_record(step) | {"clip_frac": 0.0} for step in range(1, 5)])
-    assert "Clipped" not in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
+    assert "Clipped" not in drawn(run)
     assert "with one optimizer step a rollout (--num-iterations 1) the ratio is 1" in page.write(run).read_text()
     settings = yaml.safe_load((run / "config.yaml").read_text())
     for name in ("num_iterations", "mini_batches"):
         (run / "config.yaml").write_text(yaml.safe_dump(settings | {name: 2}))
-        assert "Clipped" in [chart["title"] for chart in charts.make_charts(seeds.load([run]))]
+        assert "Clipped" in drawn(run)
     assert "--num-iterations 1" not in page.write(run).read_text()
 
 
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
-    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run, other]))}
-    assert [s["label"] for s in drawn["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
+    assert [s["label"] for s in drawn(run, other)["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
     alone = page.write(run)
     markup, before = alone.read_text(), alone.stat().st_mtime_ns
     both = page.write(run, others=[str(other)])
@@ -276,12 +243,12 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
 
 
 def test_the_page_of_seeds_draws_their_mean_from_lowest_to_highest(both):
-    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load(both))}
-    curves = drawn["Held-out"]["series"]
+    chart = drawn(*both)["Held-out"]
+    curves = chart["series"]
     assert [curve["label"] for curve in curves] == ["low: accuracy", "high: accuracy"]
     assert curves[0]["y"] == [0.25, pytest.approx(np.mean(ACCURACIES["low"]), abs=1e-4)]
-    assert "from the lowest to the highest" in drawn["Held-out"]["note"]
-    at = dict((label, float(y)) for y, label in drawn["Held-out"]["y_ticks"])
+    assert "from the lowest to the highest" in chart["note"]
+    at = dict((label, float(y)) for y, label in chart["y_ticks"])
     heights = sorted(float(point.split(",")[1]) for point in curves[0]["views"]["steps"]["area"].split()[1:3])
     top, bottom = (np.interp(value, [0.2, 1.0], [at["0.2"], at["1"]]) for value in (0.75, 0.5))
     assert heights == pytest.approx([top, bottom], abs=0.1)  # the band's end, over and under
@@ -388,9 +355,7 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
     with run_files.owner():
         run_files.own(run)
         assert "<dd>4 of 6</dd>" in page.write(run).read_text()
-        assert (
-            "4 of 6, stopped" in page.write(run, ended=True).read_text()
-        )  # the last page of a run that is interrupted
+        assert "4 of 6, stopped" in page.write(run, ended=True).read_text()  # the last one of an interrupted run
     for path in run.glob("*.jsonl"):
         path.write_text("")
     assert "No evaluation has been written yet." in page.write(run).read_text()
@@ -477,6 +442,11 @@ def browse(tmp_path):
     return browse
 
 
+def title_of(shown):
+    """What a program of a test says in the title."""
+    return html.unescape(re.search("<title>(.*?)</title>", shown)[1])
+
+
 @pytest.mark.slow
 def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
     """A request to a network would be an error on the console: the page's policy refuses every one."""
@@ -510,8 +480,7 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     """
     shown, errors = browse(markup, program)
     assert errors == []
-    told = re.search("<title>(.*?)</title>", shown)[1]
-    assert json.loads(told) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
+    assert json.loads(title_of(shown)) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
     assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
 
 
@@ -522,7 +491,7 @@ def test_all_links_are_seen_on_a_phone(run, browse):
         document.title = [innerWidth, right.length, Math.max(...right), document.documentElement.scrollWidth].join(" ");
     """
     shown, _ = browse(page.write(run).read_text(), program, width=390)
-    width, num_links, right, scrolled = map(float, re.search("<title>(.*?)</title>", shown)[1].split())
+    width, num_links, right, scrolled = map(float, title_of(shown).split())
     assert width < 640 and num_links == 6 and right <= width and scrolled <= width
 
 
@@ -548,7 +517,7 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
     """
     shown, errors = browse(page.write(folder, others=[str(folder)]).read_text(), program)
     assert errors == []
-    assert re.search("<title>(.*?)</title>", shown)[1] == f"undefined {800 + 3 * 60} 800"
+    assert title_of(shown) == f"undefined {800 + 3 * 60} 800"
 
 
 SMALL = ["--model", "demo", "--batch", "2", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
@@ -573,22 +542,18 @@ def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_rec
     """
     shown, errors = browse((folder / "report.html").read_text(), program)
     assert errors == []
-    texts, good, answers = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown)[1]))
+    texts, good, answers = json.loads(title_of(shown))
     written = read_log(folder / "rollouts.jsonl")
     assert len(written) == 3 * 2 * 4
-    tokenizer = demo_tokenizer()
-    expected = {}
+    groups, problems = {}, {}
     for line in sorted(written, key=lambda line: -line["advantage"]):
-        expected.setdefault((line["step"], line["group"]), []).append(
-            tokenizer.decode(line["ids"], skip_special_tokens=False)
-        )
-    assert texts == [expected[place] for place in sorted(expected)]
+        text = demo_tokenizer().decode(line["ids"], skip_special_tokens=False)
+        groups.setdefault((line["step"], line["group"]), []).append(text)
+    assert texts == [groups[place] for place in sorted(groups)]
     assert good == sum(line["reward"] >= 0.9 for line in written)
-    held_out = read_log(folder / "eval_answers.jsonl")
-    of_problem = {}
-    for line in held_out:
-        of_problem.setdefault(line["problem"], []).append(line["completions"][0])
-    assert answers == [of_problem[problem] for problem in sorted(of_problem)]
+    for line in read_log(folder / "eval_answers.jsonl"):
+        problems.setdefault(line["problem"], []).append(line["completions"][0])
+    assert answers == [problems[problem] for problem in sorted(problems)]
 
 
 @pytest.mark.slow

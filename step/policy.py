@@ -21,7 +21,7 @@ from sampler import Rollout
 from step import shared_prompts
 from step.micro_batch import MicroBatch, micro_batches
 from step.objectives import objective_of
-from step.result import MISMATCH
+from step.result import MEASURED, MISMATCH
 
 MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 MEASURED_OF = 8  # one of so many rows without a gradient is measured
@@ -158,6 +158,7 @@ class Reader:
             divergences=divergences,
         )
         loss, sums = self.loss(tokens, self.objective)
+        assert sums.keys() <= set(MEASURED), f"{sums.keys()}: step/result.py records {MEASURED}"
         measured = {"loss": loss, "entropy": (entropy * mask).sum()}
         if settings.loss_type != "sft":
             measured |= gaps(old, batch)

@@ -303,8 +303,8 @@ def _instructed(name: str) -> Task:
     return Task(
         name=name,
         held_out=problems.held_out,
-        rewards={"followed": problems.followed},
-        reward_weights={"followed": 1.0},
+        rewards={"followed": problems.followed, "on_topic": problems.on_topic},
+        reward_weights={"followed": 1.0, "on_topic": 0.5},
         verifier=problems.followed_all,
         problems=problems if trained else None,
     )

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from problems import form
 from problems.examples import Example, nearest, prompt_key
 from problems.workers import Pool
 from tasks import rg
@@ -28,6 +29,8 @@ INSTALL = "if-verifiable is not installed; begin the command with: uv run --extr
 VERIFIERS, LIMIT = 2, 5.0  # processes at most, of 90 MB each, and seconds for one completion
 HELD_OUT = 256
 PAIRS = 0.25  # share of prompts with two instructions
+
+PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}  # of topics: their ends, and those of one
 
 Sides = tuple[list[str], list[str]]  # train, held out
 
@@ -258,6 +261,13 @@ IFBENCH: dict[str, dict[str, Any]] = {  # kinds that short answers can follow, w
 }
 
 
+def names_of(topic: str) -> set[str]:
+    """The words that name a topic: of wolves also wolf, of the sea also seas."""
+    word = topic.removeprefix("the ")
+    singular = [word.removesuffix(end) + new for end, new in PLURALS.items() if word.endswith(end)]
+    return {word, *singular} if singular else {word, word + "s"}
+
+
 def parse_kinds(task: str) -> tuple[str, ...]:
     """The kinds of `ifeval` or `ifeval:words,title`. Raises ValueError naming one that is unknown or comes twice."""
     _, colon, names = task.partition(":")
@@ -297,9 +307,10 @@ class Problems:
             arguments = KINDS[name].draw(rng, side)
             said.append(rng.choice(KINDS[name].wordings[side]).format(**arguments))
             asked.append([KINDS[name].verifier, arguments])
-        ask = rng.choice(ASKS[side]).format(rng.choice(TOPICS[side]))
+        ask, topic = rng.choice(ASKS[side]), rng.choice(TOPICS[side])
         category = first if len(chosen) == 1 else "two"
-        return {"prompt": " ".join([ask, *said]), "category": category, "instructions": asked}
+        prompt = " ".join([ask.format(topic), *said])
+        return {"prompt": prompt, "category": category, "instructions": asked, "topic": topic}
 
     def followed(
         self, prompts: Sequence[str], completions: Sequence[str], instructions: Sequence[Any], **_: Any
@@ -307,6 +318,11 @@ class Problems:
         """The share of its instructions that each completion follows, by the strict verifiers."""
         questions = [list(row) for row in zip(instructions, prompts, completions, strict=True)]
         return [rg.earned(answer) for answer in self.verifiers.ask(questions)]
+
+    def on_topic(self, completions: Sequence[str], topic: Sequence[str], **_: Any) -> list[float]:
+        """1 for a completion that names the topic that its prompt asks about, else 0."""
+        words = [set(form.words_of(text)) for text in completions]
+        return [float(bool(its & names_of(one))) for its, one in zip(words, topic, strict=True)]
 
     def followed_all(self, **columns: Any) -> list[float]:
         """1 for a completion that follows all of its instructions, else 0."""
@@ -322,9 +338,9 @@ class OtherKinds(Problems):
     def _example(self, place: int, seed: str, side: int) -> Example:
         rng, names = random.Random(f"ifbench {seed}"), list(IFBENCH)
         name = names[place % len(names)]
-        ask = rng.choice(ASKS[1]).format(rng.choice(TOPICS[1]))
-        instructions = [[name, IFBENCH[name]]]
-        return {"prompt": f"{ask} {self._wording(name)}", "category": name, "instructions": instructions}
+        ask, topic = rng.choice(ASKS[1]), rng.choice(TOPICS[1])
+        prompt = f"{ask.format(topic)} {self._wording(name)}"
+        return {"prompt": prompt, "category": name, "instructions": [[name, IFBENCH[name]]], "topic": topic}
 
     def _wording(self, name: str) -> str:
         """The benchmark's own words."""

@@ -84,6 +84,33 @@ def test_kinds_that_stand_apart_never_meet(problems):
 
 
 @pytest.mark.parametrize(
+    ("text", "topic", "named"),
+    [
+        ("Lions are big cats.", "lions", 1),
+        ("A lion sleeps", "lions", 1),
+        ("*Lion*-like cats", "lions", 0),
+        ("The WOLF hunts.", "wolves", 1),
+        ("A battery, a fox.", "batteries", 1),
+        ("A battery, a fox.", "foxes", 1),
+        ("The seas are deep.", "the sea", 1),
+        ("To be or not to be", "bees", 0),
+        ("We search", "the sea", 0),
+        ("Refrain from the use of commas.", "butter", 0),
+        ("", "butter", 0),
+    ],
+)
+def test_an_answer_is_on_topic_where_it_names_it(problems, text, topic, named):
+    assert problems.on_topic(completions=[text], topic=[topic]) == [named]
+
+
+def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
+    examples = problems.make(range(2000), 2, {})
+    assert {example["topic"] for example in examples} == set(ifeval.TOPICS[0])
+    asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
+    assert problems.on_topic(completions=asked, topic=topics) == [1.0] * 2000
+
+
+@pytest.mark.parametrize(
     ("task", "why"),
     [
         ("ifeval:word", "'word' is unknown or comes twice, did you mean 'words'?"),

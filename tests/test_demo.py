@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 import gwen
@@ -73,10 +74,20 @@ def test_the_judge_learns_from_every_score_and_from_right_totals_of_wrong_sums()
     assert min(scores[1][score] for score in (1, 3, 5)) > 300 and hacks > 400
 
 
-def test_the_judge_marks_each_number_where_it_ends():
+def test_a_line_of_the_log_takes_numpys_figures(tmp_path):
+    with (tmp_path / "make.log").open("w") as file:
+        make.log(file, {"stage": "first", "step": 100, "minutes": 1.23456, "plain": np.float32(0.98765)})
+    line = '{"stage": "first", "step": 100, "minutes": 1.235, "plain": 0.988}\n'
+    assert (tmp_path / "make.log").read_text() == line
+
+
+def lessons_of(stage):
     _, tokenizer = gwen.load("demo")
-    rubric = rubrics.load_rubric(audit.RUBRIC)
-    lessons = make.Lessons(tokenizer, rubric, 0, make.STAGES[1])
+    return tokenizer, make.Lessons(tokenizer, rubrics.load_rubric(audit.RUBRIC), 0, stage)
+
+
+def test_the_judge_marks_each_number_where_it_ends():
+    tokenizer, lessons = lessons_of(make.STAGES[1])
     problem = sums.problem(27, 15, 0)
     marks = lessons.marks(problem, "Twenty-seven plus twenty is 42.")
     prompt = lessons.judge_prompts(problem["prompt"], "Twenty-seven plus twenty is 42.")[0]
@@ -86,8 +97,7 @@ def test_the_judge_marks_each_number_where_it_ends():
 
 
 def test_the_first_stage_marks_nothing_and_gives_each_problem_one_answer():
-    _, tokenizer = gwen.load("demo")
-    lessons = make.Lessons(tokenizer, rubrics.load_rubric(audit.RUBRIC), 0, make.STAGES[0])
+    _, lessons = lessons_of(make.STAGES[0])
     problems = [lessons.judged()[0] for _ in range(20)]
     assert not any(lessons.judge(0).marks for _ in range(20))
     assert all(one is not other for one, other in pairwise(problems))

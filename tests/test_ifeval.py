@@ -88,7 +88,6 @@ def test_kinds_that_stand_apart_never_meet(problems):
     [
         ("Lions are big cats.", "lions", 1),
         ("A lion sleeps", "lions", 1),
-        ("*Lion*-like cats", "lions", 0),
         ("The WOLF hunts.", "wolves", 1),
         ("A battery, a fox.", "batteries", 1),
         ("A battery, a fox.", "foxes", 1),

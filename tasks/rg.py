@@ -163,17 +163,16 @@ class Problems:
 
     def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]:
         """The examples at these places of a seed's order; `levels` of the data sets that have one."""
-        names = [self._name_at(place) for place in places]
-        first = FIRST * (1 + seed % SEEDS)
-        questions = [(name, levels.get(name), first + place) for name, place in zip(names, places, strict=True)]
-        return [
-            self._example(*question[:2], made) for question, made in zip(questions, self._ask(questions), strict=True)
-        ]
+        return self._make(places, FIRST * (1 + seed % SEEDS), levels)
 
-    def _example(self, name: str, level: int | None, made: tuple[str, Any, str]) -> Example:
-        prompt, answer, entry = made
-        example = {"prompt": prompt, "answer": answer, "system": self.mix.system or None, "category": name}
-        return example | {"level": level, "entry": entry}
+    def _make(self, places: Sequence[int], first: int, levels: dict[str, int]) -> list[Example]:
+        names = [self._name_at(place) for place in places]
+        questions = [(name, levels.get(name), first + place) for name, place in zip(names, places, strict=True)]
+        examples = []
+        for (name, level, _), (prompt, answer, entry) in zip(questions, self._ask(questions), strict=True):
+            example = {"prompt": prompt, "answer": answer, "system": self.mix.system or None, "category": name}
+            examples.append(example | {"level": level, "entry": entry})
+        return examples
 
     def _name_at(self, place: int) -> str:
         """The data set whose turn it is: in every stretch of places as often as it weighs."""
@@ -189,11 +188,7 @@ class Problems:
 
         Fewer where a data set has few: no number is tried twice.
         """
-        places = range(self.mix.num_held_out)
-        names = [self._name_at(place) for place in places]
-        questions = [(name, self.mix.levels.get(name), p) for name, p in zip(names, places, strict=True)]
-        made = self._ask(questions)
-        examples = [self._example(*question[:2], one) for question, one in zip(questions, made, strict=True)]
+        examples = self._make(range(self.mix.num_held_out), 0, self.mix.levels)
         return list({prompt_key(example): example for example in examples}.values())
 
     def score(self, completions: Sequence[str], category: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:

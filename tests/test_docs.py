@@ -96,7 +96,7 @@ def known_flags():
     }
     return (
         looped
-        | set(re.findall(r"^\| `(--[a-z-]+)", reference.page(), re.M))
+        | set(re.findall(r"(?:^\| `|also as )(--[a-z-]+)", reference.page(), re.M))
         | {
             flag.value
             for call in calls

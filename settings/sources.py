@@ -134,7 +134,7 @@ def resolve(
             fix = f"put it back, or write its new place into {resume}/config.yaml and add --allow-changes"
             raise ValueError(f"--resume {resume}: {flag_of(key)} {path} is no longer there; {fix}")
         config = checked(settings, flags)
-        return config, f"model: {config.model.name}, as before; task: {config.data.task}"
+        return config, f"model: {config.model.name}, as before; {material(config)}"
     recipe, flags = load_recipe(Path(config_path)) if config_path else None, located(flags)
     asked = merged(flags, recipe)  # a mistake is told before a model is downloaded
     model, why = choose_model(asked.model.name)
@@ -142,11 +142,16 @@ def resolve(
     usual = "env" if asked.tools.env else OWN_TASK.get(model, "values")
     task = asked.data.task or ("own" if is_own else usual)
     config = merged(flags | {"model": model, "task": task}, recipe)
-    said = f"model: {model}, {why}; task: {task}"
+    said = f"model: {model}, {why}; {material(config)}"
     if task == "own" and recipe is None and is_own:
         values = config.flat()
         said += f", at {' '.join(f'{flag_of(key)} {values[key]:g}' for key in of_task(task, model))}"
     return config, said
+
+
+def material(config: Config) -> str:
+    """What a run learns from, for its first line."""
+    return f"replies: {config.data.path}" if config.objective.loss_type == "sft" else f"task: {config.data.task}"
 
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:

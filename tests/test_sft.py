@@ -239,6 +239,11 @@ def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
     assert said in message_of(resolve, given(args))
 
 
+def test_the_first_line_names_the_replies_and_no_task():
+    _, line = resolve(given(parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl"])))
+    assert line == "model: demo, as asked; replies: x.jsonl"
+
+
 def test_sft_needs_data():
     assert "--loss-type sft needs --data" in message_of(
         resolve, given(parse(["--model", "demo", "--loss-type", "sft"]))

@@ -224,15 +224,15 @@ def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(ch
 def test_a_layer_that_is_computed_again_keeps_one_array():
     """Of N * L * C: the stream that goes in. What it adds to it would be a second."""
     tokens, peaks = mx.zeros((8, 128), mx.int32), []
-    for layers in (40, 64):
+    for layers in (10, 90):
         model = gwen.Model(hub.make_config(QWEN2 | {"num_hidden_layers": layers}))
         model.freeze()
         model.layers[0].self_attn.o_proj.unfreeze()
         gradient = nn.value_and_grad(model, lambda m, layers=layers: m.hidden(tokens, None, layers).square().mean())
         mx.eval(gradient(model))
-        # the least of some: MLX runs ahead by up to ten arrays where the machine is busy
-        peaks.append(min(peak_of(lambda gradient=gradient, model=model: gradient(model)) for _ in range(5)))
-    assert (peaks[1] - peaks[0]) / 24 < 1.5 * tokens.size * 64 * 4
+        # the least of some, over many layers: MLX runs ahead by up to twenty arrays where the machine is busy
+        peaks.append(min(peak_of(lambda gradient=gradient, model=model: gradient(model)) for _ in range(3)))
+    assert (peaks[1] - peaks[0]) / 80 < 1.5 * tokens.size * 64 * 4
 
 
 # ---- files

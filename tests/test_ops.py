@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import QWEN3, YARN, normal, relative_error
+from launched import count, per_layer
 
 import gwen
-from bench import launches
 from disk import hub
 from layers import attention, ops
 from layers.tree_cache import TreeCache
@@ -368,7 +368,7 @@ def test_a_part_is_copied_to_no_place_but_its_own():
         mx.eval([group.rows for group in layout.groups if group.rows is not None])
         keys = [part[0] for part in parts]
         mx.eval(keys)
-        found = launches.count(lambda *keys, at=layout: attention.joined([(k, k) for k in keys], at)[0], *keys)
+        found = count(lambda *keys, at=layout: attention.joined([(k, k) for k in keys], at)[0], *keys)
         assert found == copies
 
 
@@ -397,4 +397,4 @@ def test_masks_of_padded_levels_are_made_once_for_all_layers(monkeypatch):
 
         return run, [mx.zeros((4, 9), mx.int32)]
 
-    assert +launches.per_layer(judge) == {"matmul": 4, "kernel": 4, "fast": 1, "copy": 7}
+    assert +per_layer(judge) == {"matmul": 4, "kernel": 4, "fast": 1, "copy": 7}

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from conftest import QWEN3
+from launched import count, per_layer
 
 import gwen
 import kv_cache
@@ -20,19 +21,6 @@ from settings import sources
 
 X, WEIGHT = mx.zeros((4, 6)), mx.ones(6)
 mx.eval(WEIGHT)  # else it is made by a launch that counts
-
-
-def count(function: Callable[..., Any], *inputs: mx.array) -> Counter[str]:
-    """The launches of one call on a GPU, by kind."""
-    return Counter(launch.kind for launch in launches.trace(function, *inputs))
-
-
-def per_layer(step: Callable[[int], tuple[Callable[..., Any], list[mx.array]]]) -> Counter[str]:
-    """What one layer adds: `step(n)` gives a function with n layers, and its inputs."""
-    one, two = (count(function, *inputs) for function, inputs in (step(1), step(2)))
-    added = two.copy()
-    added.subtract(one)
-    return added
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 //
 // Vectors are the compiler's, so that one text serves x86 and ARM.
 
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
@@ -160,6 +161,21 @@ static void sums(int m, int k, const float* a, int lda, float* c, int ldc) {
     }
 }
 
+// One of the two above, of a transposed `a` too: its rows are gathered one by one.
+static void of_rows(void (*kernel)(int, int, const float*, int, float*, int), int ta, int m, int k, const float* a,
+                    int lda, float* c, int ldc) {
+    if (ta == 111) {
+        kernel(m, k, a, lda, c, ldc);
+        return;
+    }
+    float* row = malloc(k * sizeof(float));
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < k; j++) row[j] = a[(long)j * lda + i];
+        kernel(1, k, row, k, c + (long)i * ldc, ldc);
+    }
+    free(row);
+}
+
 // ---- what MLX calls
 
 typedef void gemm_f(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
@@ -176,8 +192,8 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
                  int ldb, float beta, float* c, int ldc) {
     const float kernel = -0x1p100f;
     if (alpha == kernel) exponentials(m, n, a, c, ldc);
-    else if (alpha == 2 * kernel) maxima(m, k, a, lda, c, ldc);
-    else if (alpha == 4 * kernel) sums(m, k, a, lda, c, ldc);
+    else if (alpha == 2 * kernel) of_rows(maxima, ta, m, k, a, lda, c, ldc);
+    else if (alpha == 4 * kernel) of_rows(sums, ta, m, k, a, lda, c, ldc);
     else if (m <= MOST_ROWS && k >= LEAST_DEPTH && order == 101 && ta == 111 && tb == 112 && alpha == 1 && beta == 0)
         few_rows(m, n, k, a, lda, b, ldb, c, ldc);
     else sgemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);

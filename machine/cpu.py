@@ -31,7 +31,7 @@ def exponentials(x: mx.array, shifts: mx.array | None = None) -> mx.array:
 
 def reduced(x: mx.array, alpha: float) -> mx.array:
     """The largest (MAXIMA) or the sum (SUMS) of each row, (..., S) float32 -> (..., 1); without a gradient too."""
-    rows = mx.contiguous(x.reshape(-1, x.shape[-1]))  # else BLAS is handed a transposed one as it lies
+    rows = x.reshape(-1, x.shape[-1])
     return mx.addmm(zeros(rows.shape[0], 1), rows, zeros(rows.shape[1], 1), alpha=alpha).reshape(*x.shape[:-1], 1)
 
 

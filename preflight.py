@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -453,17 +453,27 @@ def _gb(size: float) -> str:
 # ---- the command
 
 
-def show_audit(config: Config) -> None:
-    """Prints what each reward function of a run pays for. ValueError where there is none: a judge is not asked."""
+def audits_of(config: Config) -> Iterator[Any]:
+    """What each reward function of a run pays for, as `audit.Audit`s; judges and environments are not asked."""
     import tasks
     from problems import audit
 
     task = tasks.make(config)
-    if not task.rewards:
-        raise ValueError(f"--audit: --task {task.name} has no reward function, only a judge, which is not asked")
     for name, reward in task.rewards.items():
-        with alive.doing(f"trying {name}"):
-            found = audit.audit(name, reward, task.train or task.held_out)
+        if not audit.looks_at_episodes(reward):
+            with alive.doing(f"trying {name}"):
+                yield audit.audit(name, reward, task.train or task.held_out)
+
+
+def show_audit(config: Config) -> None:
+    """Prints what each reward function of a run pays for. ValueError where there is none."""
+    from problems import audit
+
+    audits = list(audits_of(config))
+    if not audits:
+        judged = "only a judge or an environment, which are not asked"
+        raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")
+    for found in audits:
         print(*audit.table(found), sep="\n", flush=True)
 
 
@@ -496,11 +506,21 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
         steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    yield from verdict(config, steps, answers)
+    from problems import audit
+
+    audits = list(audits_of(config))
+    yield from (f"reward {found.name}: {audit.surprise(found)}" for found in audits)
+    yield from verdict(config, steps, answers, [found.name for found in audits if found.num_changed])
 
 
-def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:
-    """What steps and answers of the model before training say of a run, the advice last."""
+def verdict(
+    config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]], by_chance: Sequence[str] = ()
+) -> Iterator[str]:
+    """
+    What steps and answers of the model before training say of a run, the advice last.
+
+    by_chance: rewards that pay the same completion otherwise when they are asked again.
+    """
 
     def mean(key: str) -> float:
         return sum(step[key] or 0.0 for step in steps) / len(steps)
@@ -524,6 +544,8 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     peak = max(step["mem/peak_gb"] for step in steps)
     yield f"{pace:.1f} s a step, {num} in {whole:.0f} s or {whole / 60:.0f} minutes without evaluations, {peak:.2f} GB"
     changes = []
+    if by_chance:
+        changes.append(f"reward {' and '.join(by_chance)} pays by chance, not for what an answer says: take another")
     if cut > MANY_CUT:
         changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
     if config.compares_rewards and signals < FEW_SIGNALS:

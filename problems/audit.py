@@ -1,11 +1,11 @@
 """
 What a reward pays for: rows of its user's data, answered rightly, wrongly, as a cheat would and as honest people might.
 
-A reward is called twice, without any model. First with each row's own `answer` and with another row's, in several
+A reward is called three times, without any model. First with each row's own `answer` and with another row's, in several
 forms; the one in which most right answers earn more counts as the reward's own. Then with what a cheat and what honest
-people say. Paid is what earns more than the middle between right and wrong. Before that it meets the answers of all
-rows, as far as it is quick, since a single odd row would end a run. Left out: judges, which cost time or money,
-and answers that nobody can make up from a row, such as programs.
+people say, and with some of that again, in another order. Paid is what earns more than the middle between right and
+wrong. Before that it meets the answers of all rows, as far as it is quick, since a single odd row would end a run. Left
+out: judges, which cost time or money, and answers that nobody can make up from a row, such as programs.
 """
 
 import inspect
@@ -21,6 +21,7 @@ from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, defined_at, number_words, read_number
 
 ROWS = 3
+AGAIN = 32  # texts that are asked twice
 AT_ONCE, PATIENCE = 64, 2.0  # rows a call, and seconds until no more are tried
 FORMS = ("The answer is %s.", "\\boxed{%s}", "#### %s", "Answer: %s", "<answer>%s</answer>", "%s")
 SENTENCE, *_, ALONE = FORMS
@@ -55,6 +56,8 @@ class Audit(NamedTuple):
     num_rows: int
     form: str  # "" where there is no answer, or right ones earn no more than wrong ones
     lines: list[Line]
+    num_again: int  # texts asked twice
+    num_changed: int  # of these, such as earn something else then
 
     @property
     def is_silent(self) -> bool:
@@ -84,7 +87,22 @@ def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
         line = lines.get(what, Line(what, is_honest, text, [], 0))
         lines[what] = line._replace(values=[*line.values, value], num_paid=line.num_paid + (value > middle))
     form = form if is_told else ""
-    return Audit(name + defined_at(reward), num_texts + len(said), len(rows), form, list(lines.values()))
+    again, changed = ask_again(name, reward, [(row, text) for row, *_, text in said], values)
+    num_texts += len(said) + again
+    return Audit(name + defined_at(reward), num_texts, len(rows), form, list(lines.values()), again, changed)
+
+
+def ask_again(name: str, reward: Reward, asked: list[tuple[Row, str]], values: list[float]) -> tuple[int, int]:
+    """
+    How many of the texts, `AGAIN` at most, were given to a reward once more in another order, and for how many it
+    changed its mind: by more than half of what its values differ by, so what an LLM's noise adds does not count.
+    """
+    readable = [value for value in values if not math.isnan(value)]
+    least = (max(readable) - min(readable)) / 2 if readable else 0.0
+    places = spread(list(range(len(asked))), AGAIN)[::-1]
+    repeated = earn(name, reward, [asked[place] for place in places])
+    pairs = zip(repeated, (values[place] for place in places), strict=True)
+    return len(places), sum(abs(one - other) > least for one, other in pairs)
 
 
 def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[float], int]:
@@ -226,7 +244,9 @@ def honest(row: Row, form: str) -> dict[str, str]:
 
 def table(audit: Audit) -> Iterator[str]:
     """The whole audit, line by line."""
-    yield f"reward {audit.name}: 2 calls with {audit.num_texts} completions made up of {audit.num_rows} rows"
+    yield f"reward {audit.name}: 3 calls with {audit.num_texts} completions made up of {audit.num_rows} rows"
+    if audit.num_changed:
+        yield f"  {surprise(audit)}"
     if not audit.form:
         yield f"  {_alike(audit)}; what it gives:"
     for line in audit.lines:
@@ -259,16 +279,21 @@ def first_surprises(rewards: Mapping[str, Reward], examples: Sequence[Example], 
     if audits and len(audits) == len(rewards) and not judged and all(each.is_silent for each in audits):
         names = ", ".join(each.name for each in audits)
         raise ValueError(f"reward {names} gave only None for {audits[0].num_texts} made-up completions; return numbers")
+    is_told = judged or any(each.form for each in audits)
     for each, num in zip(audits, tried, strict=True):
-        said = "no surprise"
-        if each.surprises:
-            first = each.surprises[0]
-            verb = "does not pay" if first.is_honest else "pays"
-            said = f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(each.surprises)}"
-        elif not each.form and not judged and not any(other.form for other in audits):
-            said = _alike(each)
-        made_up = f"2 calls with {each.num_texts} made-up completions, and the answers of {num} rows"
-        yield f"audit: reward {each.name}, {made_up}: {said}"
+        made_up = f"3 calls with {each.num_texts} made-up completions, and the answers of {num} rows"
+        yield f"audit: reward {each.name}, {made_up}: {surprise(each, is_told=is_told)}"
+
+
+def surprise(audit: Audit, *, is_told: bool = False) -> str:
+    """The worst of what a reward does. is_told: another one, or a judge, may tell right from wrong."""
+    if audit.num_changed:
+        return f"{audit.num_changed} of {audit.num_again} completions earn something else when they are asked again"
+    if audit.surprises:
+        first = audit.surprises[0]
+        verb = "does not pay" if first.is_honest else "pays"
+        return f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(audit.surprises)}"
+    return "no surprise" if audit.form or is_told else _alike(audit)
 
 
 def _alike(audit: Audit) -> str:

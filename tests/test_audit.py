@@ -88,7 +88,7 @@ def test_a_reward_that_looks_for_the_answer_is_found_to_pay_six_cheats(tmp_path)
     (line,) = audit.first_surprises(
         {"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS, judged=False
     )
-    said = "mine.py:1), 2 calls with 96 made-up completions, and the answers of 4 rows: it pays for 'The answer is def"
+    said = "mine.py:1), 3 calls with 128 made-up completions, and the answers of 4 rows: it pays for 'The answer is def"
     assert said in line
 
 
@@ -135,7 +135,30 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_
         assert next(iter(audit.first_surprises(own, examples, judged=False))).endswith("no surprise")
 
 
-def test_a_reward_is_called_twice_with_the_columns_of_its_rows_and_made_up_tokens(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "num_changed"),
+    [
+        ("float(hash((calls, place)) % 2)", True),
+        ("float((calls + place) % 2)", True),
+        ("(right in text) + 0.2 * ((calls + place) % 2)", False),  # as an LLM that wavers
+        ("None if (calls + place) % 2 else 1.0", False),
+    ],
+)
+def test_a_reward_that_pays_by_chance_is_found_by_asking_again(tmp_path, value, num_changed):
+    body = "calls = 0\ndef score(completions, answer, **_):\n global calls; calls += 1\n return ["
+    found = audited(tmp_path, f"{body}{value} for place, (text, right) in enumerate(zip(completions, answer))]")
+    assert 20 < found.num_again <= 32 and (found.num_changed > 0) is num_changed
+    told = f"{found.num_changed} of {found.num_again} completions earn something else when they are asked again"
+    assert (told in "\n".join(audit.table(found))) is num_changed
+
+
+def test_the_control_of_a_coin_pays_by_chance_and_no_other_reward_does():
+    names = {"length": [9], "soft_overlong": [90, 10], "format": [32]}
+    given = {name: make(*names.get(name, [])) for name, make in rewards.GENERIC_REWARDS.items()}
+    assert {name for name, reward in given.items() if audit.audit(name, reward, PRODUCTS).num_changed} == {"random"}
+
+
+def test_a_reward_is_called_thrice_with_the_columns_of_its_rows_and_made_up_tokens(tmp_path):
     body = (
         "calls = []\ndef score(prompts, completions, completion_ids, num_tokens, level, trainer_state, **_):\n"
         "    calls.append((set(prompts), set(level), [len(ids) for ids in completion_ids] == num_tokens))\n"
@@ -145,7 +168,7 @@ def test_a_reward_is_called_twice_with_the_columns_of_its_rows_and_made_up_token
     name, fn = rewards.load_reward(f"{tmp_path}/mine.py:score")
     audit.audit(name, fn, [row | {"level": place} for place, row in enumerate(PRODUCTS)])
     prompts = {PRODUCTS[place]["prompt"] for place in (0, 1, 2)}
-    assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 2
+    assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 3
 
 
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():

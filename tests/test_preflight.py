@@ -179,13 +179,19 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
 
+def test_a_trial_refuses_a_reward_that_pays_by_chance():
+    answers = [{"reward": reward, "prompt": "What?", "completion": "That."} for reward in HALF]
+    *_, said = preflight.verdict(make_config(batch=4), [TRIED] * 3, answers, ["luck"])
+    assert said == "change: reward luck pays by chance, not for what an answer says: take another"
+
+
 @pytest.mark.slow
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "TRY_STEPS", 2)
     preflight.main(["--try", "--model", "demo", "--batch", "2", "--groups", "4", "--max-tokens", "3", "--steps", "9"])
     out = capsys.readouterr().out
-    assert "2 steps, 16 answers: " in out
+    assert "2 steps, 16 answers: " in out and "reward correct: " in out
     assert out.splitlines()[-1].startswith("change: raise --max-tokens above 3")
     assert not list(tmp_path.iterdir())
 

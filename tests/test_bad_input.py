@@ -444,7 +444,7 @@ OTHERS = {
         ("--model random:7b", "--model random:7b: the random models are"),
         ("--checkpoint-layers some", "--checkpoint-layers is 'some'; it must be auto, on, off or a number"),
         ("--colour red", "--colour is no flag of train.py"),
-        ("--audit --model demo --task values", "only a judge, which is not asked"),
+        ("--audit --model demo --task values", "only a judge or an environment, which are not asked"),
     ],
     report.main: [
         ("", "error: name a run, as runs/NAME"),

@@ -180,25 +180,47 @@ def told_apart(answers: Answers, earned: Earned, apart: np.ndarray) -> str:
     )
 
 
-def divergence(reference: gwen.Model, prompts: list[list[int]], rollout: sampler.Rollout, temperature: float) -> float:
+def logprobs_under(model: gwen.Model, answers: Answers, samples: int, temperature: float) -> np.ndarray:
+    """Log-probabilities of the completions' tokens under another model, (N, T) float64, 0 outside them."""
+
+    def logprobs_of(batch: MicroBatch) -> mx.array:
+        hidden, head_weight = completion_hidden(model, batch), model.head_weight
+        ids = batch.completion_ids
+        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
+
+    rows = [prompt for prompt in answers.prompts for _ in range(samples)]
+    batches = my_part(micro_batches(rows, answers.rollout, REFERENCE_TOKENS))
+    found = ((batch, [logprobs_of(batch)]) for batch in alive.Bar(batches, desc="reference", unit="part"))
+    (logprobs,) = in_rows(found, [mx.zeros(answers.rollout.mask.shape)])
+    return np.array(logprobs, np.float64)
+
+
+def divergence(reference: gwen.Model, answers: Answers, samples: int, temperature: float) -> float:
     """
     KL(sampling policy, `reference` before training) in nats per token; see `lora.before_training`.
 
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
-    prompts: one per row. Source: see `grpo.kl_term`.
+    Source: see `grpo.kl_term`.
     """
-
-    def logprobs_of(batch: MicroBatch) -> mx.array:
-        hidden, head_weight = completion_hidden(reference, batch), reference.head_weight
-        ids = batch.completion_ids
-        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
-
-    batches = alive.Bar(my_part(micro_batches(prompts, rollout, REFERENCE_TOKENS)), desc="reference", unit="part")
     with lora.before_training(reference):
-        (logprobs,) = in_rows(((batch, [logprobs_of(batch)]) for batch in batches), [mx.zeros(rollout.mask.shape)])
-    difference = np.array(logprobs, np.float64) - np.array(rollout.logprobs, np.float64)
-    mask = np.array(rollout.mask)
+        logprobs = logprobs_under(reference, answers, samples, temperature)
+    difference, mask = logprobs - np.array(answers.rollout.logprobs, np.float64), np.array(answers.rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
+
+
+def replies_lost(model: gwen.Model, before: Answers, samples: int, temperature: float) -> str:
+    """
+    A row of `suite`: perplexity of the answers before training, under the model that gave them and under `model`.
+
+    The change, and its 95% interval over problems, are those of its logarithm, nats per token.
+    """
+    mask = np.array(before.rollout.mask)
+    new, old = logprobs_under(model, before, samples, temperature), np.array(before.rollout.logprobs, np.float64)
+    off = by_problem((((old - new) * mask).sum(axis=1) / mask.sum(axis=1)), samples)
+    perplexities = [math.exp(min(-(logprobs * mask).sum() / mask.sum(), 700.0)) for logprobs in (old, new)]
+    change, half = off.mean(), half_width(off) or 0.0
+    said = f"{change:+.3f} ± {half:.3f} nats a token" if abs(change) > half else "no change"
+    return f"perplexity of the answers before | {perplexities[0]:.3f} | {perplexities[1]:.3f} | {said}"
 
 
 # ---- an evaluation
@@ -259,6 +281,23 @@ def evaluate(
     Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
+    answered = answer_all(model, tokenizer, task, params)
+    record, details = measure_all(
+        task, answered, params, grader=grader, witness=witness, reference=reference, warn=warn
+    )
+    return record | {"eval/s": time.perf_counter() - begin}, details
+
+
+class Answered(NamedTuple):
+    """The problems of an evaluation and what was said to them."""
+
+    numbers: list[int]  # P, their places among the task's held-out ones
+    sampled: Answers
+    greedy: Answers
+
+
+def answer_all(model: gwen.Model, tokenizer: Any, task: tasks.Task, params: EvalParams) -> Answered:
+    """Answers the task's held-out problems. ValueError: see `evaluate`."""
     numbers = spread(list(range(len(task.held_out))), params.limit)
     problems = [task.held_out[number] for number in numbers]
     if not problems:
@@ -277,8 +316,22 @@ def evaluate(
     )
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
-    sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
+    return Answered(numbers, *answer_both(model, tokenizer, problems, prompts, params))
 
+
+def measure_all(
+    task: tasks.Task,
+    answered: Answered,
+    params: EvalParams,
+    *,
+    grader: Grader | None = None,
+    witness: Grader | None = None,
+    reference: gwen.Model | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`evaluate` of answers that are there."""
+    numbers, sampled, greedy = answered
+    problems = sampled.problems[:: params.samples]
     earned = earn(task, grader, sampled)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
@@ -301,16 +354,14 @@ def evaluate(
     for name, values in measured.items():
         record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
     mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
-    rows = [prompt for prompt in sampled.prompts for _ in range(samples)]
     record |= {
         "eval/kl": None
         if reference is None or params.filter  # which the reference has not
-        else divergence(reference, rows, sampled.rollout, temperature),
+        else divergence(reference, sampled, samples, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         "eval/num": len(problems),
         "eval/known": int((~np.isnan(measured[task.metric])).sum()),
         "eval/samples": samples,
-        "eval/s": time.perf_counter() - begin,
     }
     record = run_files.finite(record)
     scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
@@ -323,7 +374,7 @@ def evaluate(
         | {name: None if held is None else listed(held, place, samples) for name, held in scores.items()}
         | {"greedy": text, "greedy_value": None if math.isnan(value) else float(value)}
         for place, number, problem, (text, value) in zip(
-            range(0, len(rows), samples), numbers, problems, greedily, strict=True
+            range(0, len(sampled.texts), samples), numbers, problems, greedily, strict=True
         )
     ]
     return record, details
@@ -450,9 +501,9 @@ SUITE = {"ifbench": "", "rg:chain_sum,leg_counting,spell_backward,letter_countin
 
 def suite(
     model: gwen.Model, tokenizer: Any, config: Config, own: tasks.Task, params: EvalParams
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str]]:
     """
-    A task, its record before training and the one after, of the run's own task and of `SUITE`.
+    A task, its record before training, the one after and `replies_lost`, of the run's own task and of `SUITE`.
 
     The model's adapters are what was trained. A task whose library is missing is left out, and a line says so. No judge
     is asked: a task without a verifier is left out too.
@@ -471,8 +522,9 @@ def suite(
             continue
         its = params if task is own else params._replace(toolbox=None)
         with lora.before_training(model):
-            before = evaluate(model, tokenizer, task, its)[0]
-        yield name, before, evaluate(model, tokenizer, task, its, reference=model)[0]
+            answered = answer_all(model, tokenizer, task, its)
+        before, after = measure_all(task, answered, its)[0], evaluate(model, tokenizer, task, its, reference=model)[0]
+        yield name, before, after, replies_lost(model, answered.sampled, its.samples, its.temperature or 1.0)
 
 
 def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -621,10 +673,10 @@ def main(argv: list[str] | None = None) -> None:
         )
         if args.suite:
             print("| task | figure | before | after | change |\n|---|---|---|---|---|")
-            for name, before, after in suite(model, tokenizer, config, task, params):
+            for name, before, after, lost in suite(model, tokenizer, config, task, params):
                 for figure in ("accuracy", "greedy", "tokens", "truncated_frac", "refusals", "repeated", "degenerate"):
                     print(f"| {name} | {change(figure, before, after)} |", flush=True)
-                print(f"| {name} | kl, nats a token | 0 | {after['eval/kl']:.3f} | |", flush=True)
+                print(f"| {name} | kl, nats a token | 0 | {after['eval/kl']:.3f} | |\n| {name} | {lost} |", flush=True)
             return
         reference = base if is_base and (adapter or args.run) else None
         details: list[dict[str, Any]] = []

@@ -192,6 +192,31 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     assert record["eval/tokens"] == pytest.approx(len(terms) / 24)
 
 
+def test_what_training_did_to_the_replies_before_it_is_their_perplexity_by_full_logits(demo):
+    model, tokenizer = gwen.load("demo")
+    lora.apply(model, 4, 2.0)
+    params = evaluate.EvalParams(12, limit=6, samples=2, temperature=0.8)
+    before = evaluate.answer_all(model, tokenizer, tasks.load("demo"), params).sampled
+    said = evaluate.replies_lost(model, before, 2, 0.8).split(" | ")
+    assert said[0] == "perplexity of the answers before" and said[1] == said[2] and said[3] == "no change"
+    for index, (_, layer) in enumerate(lora.layers(model)):
+        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
+    said = evaluate.replies_lost(model, before, 2, 0.8).split(" | ")
+    losses: list[list[float]] = [[], []]
+    for row, tokens in enumerate(before.num_tokens):
+        prompt, ids = before.prompts[row // 2], np.array(before.rollout.completion_ids)[row, :tokens]
+        for one, its in zip((demo[0], model), losses, strict=True):
+            logits = np.array(one(mx.array([prompt + ids.tolist()]))[0, len(prompt) - 1 : -1], np.float64) / 0.8
+            logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            its.append(-logprobs[np.arange(tokens), ids])
+    for found, its in zip(said[1:3], losses, strict=True):
+        assert float(found) == pytest.approx(np.exp(np.concatenate(its).mean()), abs=2e-3, rel=1e-3)
+    off = np.array([new.mean() - old.mean() for old, new in zip(*losses, strict=True)]).reshape(6, 2).mean(1)
+    half = 1.96 * off.std(ddof=1) / 6**0.5
+    changed = [float(word) for word in said[3].removesuffix(" nats a token").split(" ± ")]
+    assert off.mean() > half and changed == pytest.approx([off.mean(), half], abs=2e-3)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -426,7 +451,7 @@ def test_the_suite_measures_both_sides_of_training_and_names_what_it_leaves_out(
     evaluate.main(["--run", str(runs / "demo"), "--suite", "--limit", "8"])
     shown = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in shown.out.splitlines()[2:]]
-    assert {row[0] for row in rows} == {"demo"} and len(rows) == 8
+    assert {row[0] for row in rows} == {"demo"} and len(rows) == 9
     found = {row[1]: row[2:4] for row in rows}
     for step, side in (("0", 0), ("2", 1)):
         evaluate.main(["--run", str(runs / "demo"), "--step", step, "--limit", "8"])

@@ -258,36 +258,6 @@ def reworded(problem: Example, wording: str) -> Example:
     return problem | {"prompt": [*messages[:-1], {"role": "user", "content": asked}]}
 
 
-def evaluate(
-    model: gwen.Model,
-    tokenizer: Any,
-    task: tasks.Task,
-    params: EvalParams,
-    *,
-    grader: Grader | None = None,
-    witness: Grader | None = None,
-    reference: gwen.Model | None = None,
-    warn: Callable[[str], None] = lambda text: None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """
-    The record of `eval.jsonl` (without `step`) and one record per held-out problem.
-
-    Accuracy (or score) counts each problem's first completion. The other figures average all completions;
-    `eval/pass_at_1` is unbiased.
-
-    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
-    model before training, or one that `lora.before_training` makes it; None if unavailable. warn: is called where the
-    reward disagrees with the verifier.
-    Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
-    """
-    begin = time.perf_counter()
-    answered = answer_all(model, tokenizer, task, params)
-    record, details = measure_all(
-        task, answered, params, grader=grader, witness=witness, reference=reference, warn=warn
-    )
-    return record | {"eval/s": time.perf_counter() - begin}, details
-
-
 class Answered(NamedTuple):
     """The problems of an evaluation and what was said to them."""
 
@@ -319,18 +289,31 @@ def answer_all(model: gwen.Model, tokenizer: Any, task: tasks.Task, params: Eval
     return Answered(numbers, *answer_both(model, tokenizer, problems, prompts, params))
 
 
-def measure_all(
+def evaluate(
+    model: gwen.Model,
+    tokenizer: Any,
     task: tasks.Task,
-    answered: Answered,
     params: EvalParams,
     *,
     grader: Grader | None = None,
     witness: Grader | None = None,
     reference: gwen.Model | None = None,
+    answered: Answered | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`evaluate` of answers that are there."""
-    numbers, sampled, greedy = answered
+    """
+    The record of `eval.jsonl` (without `step`) and one record per held-out problem.
+
+    Accuracy (or score) counts each problem's first completion. The other figures average all completions;
+    `eval/pass_at_1` is unbiased.
+
+    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
+    model before training, or one that `lora.before_training` makes it; None if unavailable. answered: what
+    `answer_all` gave, else it is asked. warn: is called where the reward disagrees with the verifier.
+    Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
+    """
+    begin = time.perf_counter()
+    numbers, sampled, greedy = answered or answer_all(model, tokenizer, task, params)
     problems = sampled.problems[:: params.samples]
     earned = earn(task, grader, sampled)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
@@ -362,6 +345,7 @@ def measure_all(
         "eval/num": len(problems),
         "eval/known": int((~np.isnan(measured[task.metric])).sum()),
         "eval/samples": samples,
+        "eval/s": time.perf_counter() - begin,
     }
     record = run_files.finite(record)
     scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
@@ -523,7 +507,8 @@ def suite(
         its = params if task is own else params._replace(toolbox=None)
         with lora.before_training(model):
             answered = answer_all(model, tokenizer, task, its)
-        before, after = measure_all(task, answered, its)[0], evaluate(model, tokenizer, task, its, reference=model)[0]
+        before = evaluate(model, tokenizer, task, its, answered=answered)[0]
+        after = evaluate(model, tokenizer, task, its, reference=model)[0]
         yield name, before, after, replies_lost(model, answered.sampled, its.samples, its.temperature or 1.0)
 
 

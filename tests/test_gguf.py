@@ -73,7 +73,9 @@ def metadata(config, tokenizer, **other):
         "tokenizer.chat_template": tokenizer.chat_template,
     }
     if "head_dim" in config:
-        held[f"{kind}.attention.key_length"] = mx.array(config["head_dim"], mx.uint32)
+        held |= {
+            f"{kind}.attention.{part}_length": mx.array(config["head_dim"], mx.uint32) for part in ("key", "value")
+        }
     return {key: value for key, value in (held | other).items() if value is not None}
 
 

@@ -212,13 +212,16 @@ def replies_lost(model: gwen.Model, before: Answers, samples: int, temperature: 
     """
     A row of `suite`: perplexity of the answers before training, under the model that gave them and under `model`.
 
-    The change, and its 95% interval over problems, are those of its logarithm, nats per token.
+    The change is that of its logarithm, nats per token, with the 95% interval over problems of a ratio of sums.
     """
     mask = np.array(before.rollout.mask)
     new, old = logprobs_under(model, before, samples, temperature), np.array(before.rollout.logprobs, np.float64)
-    off = by_problem((((old - new) * mask).sum(axis=1) / mask.sum(axis=1)), samples)
-    perplexities = [math.exp(min(-(logprobs * mask).sum() / mask.sum(), 700.0)) for logprobs in (old, new)]
-    change, half = off.mean(), half_width(off) or 0.0
+    tokens = mask.reshape(-1, samples * mask.shape[1]).sum(axis=1)  # by problem
+    losses = [-(logprobs * mask).reshape(len(tokens), -1).sum(axis=1) for logprobs in (old, new)]
+    perplexities = [math.exp(min(loss.sum() / tokens.sum(), 700.0)) for loss in losses]
+    off = losses[1] - losses[0]
+    change = off.sum() / tokens.sum()
+    half = len(tokens) * (half_width(off - change * tokens) or 0.0) / tokens.sum()
     said = f"{change:+.3f} ± {half:.3f} nats a token" if abs(change) > half else "no change"
     return f"perplexity of the answers before | {perplexities[0]:.3f} | {perplexities[1]:.3f} | {said}"
 

@@ -211,10 +211,15 @@ def test_what_training_did_to_the_replies_before_it_is_their_perplexity_by_full_
             its.append(-logprobs[np.arange(tokens), ids])
     for found, its in zip(said[1:3], losses, strict=True):
         assert float(found) == pytest.approx(np.exp(np.concatenate(its).mean()), abs=2e-3, rel=1e-3)
-    off = np.array([new.mean() - old.mean() for old, new in zip(*losses, strict=True)]).reshape(6, 2).mean(1)
-    half = 1.96 * off.std(ddof=1) / 6**0.5
+    change = np.diff([np.concatenate(its).mean() for its in losses])[0]
+    both = [
+        np.concatenate([new - old for old, new in zip(*losses, strict=True)][row : row + 2]) for row in range(0, 12, 2)
+    ]
+    half = (
+        1.96 * np.std([(of_problem - change).sum() for of_problem in both], ddof=1) * 6**0.5 / before.num_tokens.sum()
+    )
     changed = [float(word) for word in said[3].removesuffix(" nats a token").split(" ± ")]
-    assert off.mean() > half and changed == pytest.approx([off.mean(), half], abs=2e-3)
+    assert change > half and changed == pytest.approx([change, half], abs=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,8 @@ def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp
     messages = [{"role": "user", "content": "How many legs have 3 spiders?"}]
     with served(hub.smollm2_file()) as ask:
         for text in texts:
-            assert tokenizer.encode(text, add_special_tokens=False) == ask("tokenize", content=text)["tokens"], repr(
-                text
-            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert ids == ask("tokenize", content=text)["tokens"], repr(text)
         prompt = ask("apply-template", messages=messages)["prompt"]
         ids = ask("tokenize", content=prompt, parse_special=True)["tokens"]
     assert chat_template.chat_ids(tokenizer, messages) == ids

@@ -248,7 +248,7 @@ def _init() -> Any:
         raise ValueError("MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs under it, so unset it")
     if os.environ.get("MLX_RANK", "0") == "0":
         print(
-            f"waiting up to {JOIN:.0f} s for the other machines; see docs/several-macs.md", file=sys.stderr, flush=True
+            f"waiting up to {JOIN:.0f} s for the other machines; see docs/runs.md", file=sys.stderr, flush=True
         )
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
     with open(os.devnull, "w") as nowhere:
@@ -258,7 +258,7 @@ def _init() -> Any:
         try:
             return mx.distributed.init(strict=True)
         except RuntimeError as error:
-            raise ValueError(f"the machines did not find each other: {error}; see docs/several-macs.md") from error
+            raise ValueError(f"the machines did not find each other: {error}; see docs/runs.md") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
             signal.signal(signal.SIGINT, before)

@@ -270,4 +270,4 @@ def test_a_first_machine_that_stays_alone_says_what_it_waits_for_and_ends(tmp_pa
     with Machines(2, tmp_path, "-c", ALONE) as machines:
         machines.processes[1].kill()
         (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
-    assert status == 1 and errors == "waiting up to 2 s for the other machines; see docs/several-macs.md\n"
+    assert status == 1 and errors == "waiting up to 2 s for the other machines; see docs/runs.md\n"

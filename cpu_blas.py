@@ -19,12 +19,15 @@ set here, before MLX is imported; a value of the user's stays. As the first impo
 a Ctrl-C during the others becomes one line.
 """
 
+import atexit
 import ctypes
+import functools
 import hashlib
 import itertools
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -73,10 +76,29 @@ def _agrees_with_numpy(library: ctypes.CDLL) -> bool:
 
 
 def cache_directory() -> Path:
-    """Where the user's machine keeps what Gwen can make again; without a home directory, where temporary files are."""
+    """
+    Where the user's machine keeps what Gwen can make again: a directory in which only this user may write, since
+    programs are loaded from it. Where there is none, one for this process.
+    """
     home = os.path.expanduser("~")
     usual = Path(home, "Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or (usual if home != "~" else tempfile.gettempdir())) / "gwen"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or (usual if home != "~" else tempfile.gettempdir())) / "gwen"
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = cache.lstat()
+    except OSError as error:
+        return _own_directory(f"{cache} cannot be used ({error.strerror})")
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        return _own_directory(f"{cache} is not yours alone (chown, chmod 700)")
+    return cache
+
+
+@functools.cache
+def _own_directory(why: str) -> Path:
+    directory = tempfile.mkdtemp(prefix="gwen-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    print(f"gwen: {why}; nothing is kept for later runs", file=sys.stderr)
+    return Path(directory)
 
 
 def _packaged_library() -> str:
@@ -99,7 +121,6 @@ def _shim() -> str:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
-    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built = Path(scratch) / "shim.so"
         done = subprocess.run([compiler, *FLAGS, str(SHIM), "-o", str(built)], capture_output=True, text=True)

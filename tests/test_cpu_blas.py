@@ -137,7 +137,6 @@ NO_SHIM = {  # variables, with {} for a directory, and what the line says
         {"PATH": "{}/words:" + os.environ["PATH"]},
         "could not build the shim: blas.c:1:9: error: what is vec?)",
     ),
-    "no cache": ({"XDG_CACHE_HOME": "{}/file"}, ""),
 }
 
 
@@ -150,7 +149,6 @@ def test_where_no_shim_can_be_built_one_line_says_why(tmp_path, case):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "cc").write_text(text)
         (tmp_path / folder / "cc").chmod(0o755)
-    (tmp_path / "file").write_text("")
     variables = {"XDG_CACHE_HOME": "{}/cache"} | variables
     search = without_system_library(tmp_path / "lib")
     done = run(CHECK, LD_LIBRARY_PATH=search, **{name: text.format(tmp_path) for name, text in variables.items()})
@@ -172,10 +170,38 @@ def test_the_system_s_openblas_without_a_shim_serves_alone_and_one_line_says_why
     assert done.stderr == f"gwen: MLX runs on OpenBLAS without Gwen's kernels ({said})\n"
 
 
-def test_a_user_without_a_home_directory_has_a_cache_too(monkeypatch):
+def test_a_user_without_a_home_directory_has_a_cache_too(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where nobody knows the home
-    assert cpu_blas.cache_directory() == Path(tempfile.gettempdir()) / "gwen"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cpu_blas.cache_directory() == tmp_path / "gwen"
+    assert (tmp_path / "gwen").stat().st_mode & 0o777 == 0o700
+
+
+def another_s(cache, monkeypatch):
+    cache.mkdir(mode=0o755)
+    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
+
+
+def open_to_others(cache, monkeypatch):
+    cache.mkdir()
+    cache.chmod(0o777)
+
+
+def a_link(cache, monkeypatch):
+    cache.with_name("aim").mkdir(mode=0o700)
+    cache.symlink_to("aim")
+
+
+@pytest.mark.parametrize("make", [another_s, open_to_others, a_link, lambda cache, _: cache.write_text("")])
+def test_a_cache_in_which_others_may_write_is_not_used(monkeypatch, tmp_path, capsys, make):
+    make(tmp_path / "gwen", monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = cpu_blas.cache_directory()
+    assert tmp_path not in cache.parents and not list(cache.iterdir())
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert cpu_blas.cache_directory() == cache  # once a process
+    assert capsys.readouterr().err.count("nothing is kept for later runs\n") == 1
 
 
 @on_linux

@@ -65,7 +65,7 @@ class Run:
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
         stop = Stop.of(s.stop, self.tokenizer)
         self.sampling = sampler.SamplingParams(
-            s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, entropy=True, stop=stop
+            s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, stop=stop
         )
         with alive.doing("reading the weights for their digest"):
             digest = checkpoint.digest_of_model(self.model)

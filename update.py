@@ -110,12 +110,11 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     optimizer, num_items = learner.config.optimizer, targets.num_items
     if not batches:  # every row was truncated and left out
         nothing = dict.fromkeys(MEASURED)
-        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing, {})
+        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing)
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     bounded = lr and targets.advantages is not None
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
-    pushes: dict[int, np.ndarray] = {}
     num, batches = optimizer.mini_batches, list(batches)
     num_rows, its_own = targets.num_rows // num, targets.part(num)  # of a mini-batch
     parts = [[p for p, batch in enumerate(batches) if int(batch.rows[0]) // num_rows == n] for n in range(num)]
@@ -146,7 +145,7 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
             # earlier steps fitted at this rate, so at half of it one more would have
             share = held.share if moved is None else max(held.share, 0.5)
             learner.trainable, learner.rate = held.weights, learner.rate * share
-            moved, repeats, pushes = held.moved, repeats + held.repeats, held.pushes
+            moved, repeats = held.moved, repeats + held.repeats
         steps.append(measured)
     keep_equal(learner)
     dtype = learner.model.head_weight.dtype
@@ -165,7 +164,6 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
         rate=rate,
         num_skipped=learner.num_skipped,
         loss_scale=learner.loss_scale.value,
-        pushes=pushes,
         num_items=round(num_items),
         num_taught=targets.num_taught,
         moved=moved,

@@ -33,7 +33,6 @@ from step.groups import Choice, Draw
 from step.result import UpdateResult
 from turns.seats import spans
 
-RECORDED_TOKENS = 3500  # tokens of a step whose entropy and change are recorded for the page
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
 
@@ -171,16 +170,13 @@ def tool_metrics(draws: list[Draw]) -> dict[str, float]:
 def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
     trained = {group: place for place, group in enumerate(step.choice.groups)}
-    entropies, pushes = Allowance(RECORDED_TOKENS), Allowance(RECORDED_TOKENS)
     first = 0  # the draw's first group
     for draw in step.draws:
         rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
         ids, logprobs, total = rollout.ids, np.array(rollout.logprobs), rewards.total.reshape(-1)
-        entropy = None if rollout.entropy is None else np.array(rollout.entropy)
         for row, completion in enumerate(rewards.completions):
             group, member = divmod(row, config.sampling.groups)
             example, num, place = draw.examples[group], len(ids[row]), trained.get(first + group)
-            pushed = None if place is None else step.result.pushes.get(place * config.sampling.groups + member)
             yield {
                 "step": step.number,
                 "group": first + group,
@@ -199,28 +195,12 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
                 "finish_reason": rollout.finish_reasons[row],
                 # where turns have their own, the first one's: it is of the whole conversation
                 "advantage": None if place is None else step.choice.advantages[place, member].flat[0].item(),
-                "entropies": entropies.pack(None if entropy is None else entropy[row, :num]),
-                "pushes": pushes.pack(pushed),
             }
         first += len(draw.examples)
 
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-class Allowance:
-    """How many tokens more of a step are recorded in one respect: whole completions, as long as they fit."""
-
-    def __init__(self, num_tokens: int):
-        self.num_tokens = num_tokens
-
-    def pack(self, values: np.ndarray | None) -> str | None:
-        """A completion's values as they are recorded, None without any, and where they are too many."""
-        if values is None or len(values) > self.num_tokens:
-            return None
-        self.num_tokens -= len(values)
-        return packed(values)
 
 
 def packed(values: np.ndarray) -> str:

@@ -40,7 +40,6 @@ MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabil
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
 ALARMING = 0.05  # share of the last answers that are wrong and get the most a reward gives
 NUM_FIRST = 6  # problems on the first screen
-SHADES = ("logprobs", "entropies", "pushes")  # what tokens are shaded by, as far as it is recorded
 CHEATED = "wrong, yet paid most"  # where that is alarmingly often, these stand first
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
@@ -207,7 +206,7 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
             pieces, last = pieces + decode(ids[begin:end]), end
         ends = np.cumsum([number for _, number in pieces]).astype(int)
         row = {"tokens": [visible(text) for text, _ in pieces]} | ({"told": told} if told else {})
-        row |= {name: summed(line[name], ends) for name in SHADES if line.get(name) is not None}
+        row["logprobs"] = summed(line["logprobs"], ends)
     scores, values = line.get("judge_scores") or [], line["rewards"].values()
 
     def short(value: float | None, digits: int) -> float | None:

@@ -7,8 +7,6 @@ Left out: the update itself (update.py), the figures of rollouts and rewards (re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import numpy as np
-
 # the policy before the update against the sampler's
 MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 # measured at each step: means over the counted tokens; `_max` is the largest
@@ -24,7 +22,6 @@ class UpdateResult(NamedTuple):
     loss_scale: float  # after the last step
     # over the counted tokens; `_max` is the largest
     means: dict[str, float | None]
-    pushes: dict[int, np.ndarray]  # see `trust_region.BoundedStep`
     num_items: int = 0  # counted tokens
     num_taught: int = 0  # rows with a gradient
     loss: float | None = None

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 import grpo
 from machine import world
@@ -85,7 +84,6 @@ class BoundedStep(NamedTuple):
     share: float  # of the requested step that was kept; the caller multiplies its rate by it
     moved: float  # nats per token
     repeats: int  # tries that went too far and were undone
-    pushes: dict[int, np.ndarray]  # change in nats of each token's log-probability, by row of the step, of the probe
 
 
 def hold(
@@ -102,23 +100,12 @@ def hold(
     """
     share = 1.0
     for repeats in range(MOST_TRIES):
-        present = logprobs_under(after)
-        moved = world.first(functools.partial(distance, probe, present))
+        moved = world.first(functools.partial(distance, probe, logprobs_under(after)))
         if moved <= SLACK * target:
-            return BoundedStep(after, share, moved, repeats, _pushes(probe, present))
+            return BoundedStep(after, share, moved, repeats)
         # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
         factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         share *= factor
         after = {name: old + factor * (after[name] - old) for name, old in before.items()}
-    present = logprobs_under(before)
-    return BoundedStep(before, share, world.first(functools.partial(distance, probe, present)), MOST_TRIES, {})
-
-
-def _pushes(probe: list[MicroBatch], present: list[mx.array]) -> dict[int, np.ndarray]:
-    found = {}
-    for batch, new in zip(probe, present, strict=True):
-        assert batch.old_logprobs is not None
-        lengths, changes = np.array(batch.mask > 0).sum(-1), np.array(new - batch.old_logprobs)
-        for place, row in enumerate(np.array(batch.rows)):
-            found[int(row)] = changes[place, : lengths[place]]
-    return found
+    moved = world.first(functools.partial(distance, probe, logprobs_under(before)))
+    return BoundedStep(before, share, moved, MOST_TRIES)

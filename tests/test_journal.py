@@ -1,9 +1,6 @@
 """The clock bills work to its phase; logs survive a crash."""
 
-import base64
-
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from config import Config
@@ -93,14 +90,3 @@ def test_a_log_refuses_numbers_that_are_not_json(tmp_path):
 def test_the_environment_names_versions_device_and_blas():
     record = gpu.environment("some BLAS")
     assert record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]
-
-
-def test_of_a_step_so_many_tokens_are_recorded_in_whole_completions():
-    allowance = journal.Allowance(10)
-    held = [allowance.pack(values) for values in (np.arange(6) / 8, None, np.arange(5) / 8, np.arange(4) / 8)]
-    assert [text is not None for text in held] == [True, False, False, True]
-    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(held[0]), "<f2"), np.arange(6) / 8)
-
-
-def test_what_is_recorded_for_shading_takes_at_most_2_mb_in_100_steps():
-    assert 100 * 2 * len(journal.packed(np.zeros(journal.RECORDED_TOKENS))) <= 2e6

@@ -621,8 +621,8 @@ def test_a_later_step_that_finds_no_room_halves_the_rate_at_most_as_the_earlier_
     def hold(before, after, probe, target, place):
         asked.append(target)
         if len(asked) == number:
-            return trust_region.BoundedStep(before, 2**-5, target, trust_region.MOST_TRIES, {})
-        return trust_region.BoundedStep(after, 1.0, target, 0, {})
+            return trust_region.BoundedStep(before, 2**-5, target, trust_region.MOST_TRIES)
+        return trust_region.BoundedStep(after, 1.0, target, 0)
 
     monkeypatch.setattr(trust_region, "hold", hold)
     _, rows, rollout = sample(run)
@@ -638,7 +638,7 @@ def test_the_target_follows_the_schedule_as_the_square_of_its_rate(tmp_path, mon
     monkeypatch.setattr(
         trust_region,
         "hold",
-        lambda _, after, __, target, ___: targets.append(target) or trust_region.BoundedStep(after, 1.0, 0.0, 0, {}),
+        lambda _, after, __, target, ___: targets.append(target) or trust_region.BoundedStep(after, 1.0, 0.0, 0),
     )
     run = make_run(tmp_path, "--learning-rate", "0.01", "--target-kl", "0.04", "--warmup-steps", "2", "--steps", "12")
     for run.step in (0, 1, 2, 12):
@@ -751,16 +751,3 @@ def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, mon
     doubled, _ = gradient_of_update(run, batches, rollout, advantages)
     assert doubled.loss == pytest.approx(2 * plain.loss, rel=1e-5)
     assert doubled.grad_norm == pytest.approx(2 * plain.grad_norm, rel=1e-5)
-
-
-def test_pushes_are_what_the_update_added_to_the_log_probability_of_each_token(tmp_path):
-    run = make_run(tmp_path, "--target-kl", "0.02")
-    _, rows, rollout = sample(run)
-    batches = micro_batch.micro_batches(rows, rollout, 100_000)
-    before = whole_step(run, batches, rollout.mask.shape)
-    result = update_once(run)
-    after = whole_step(run, batches, rollout.mask.shape)
-    lengths = rollout.lengths
-    assert result.pushes and any(np.abs(push).max() > 1e-3 for push in result.pushes.values())
-    for row, push in result.pushes.items():
-        np.testing.assert_allclose(push, np.array(after - before)[row, : lengths[row]], atol=1e-5)

@@ -94,11 +94,6 @@ for (const figure of document.querySelectorAll(".chart")) {
 const form = document.getElementById("choose");
 const groups = data.completions.groups;
 const MOST_SHOWN = 60;
-const SHADES = { // what tokens may be shaded by, and how dark a value makes them, 0 to 1
-  logprobs: { word: "log-probability", share: (value) => 1 - Math.exp(value) },
-  entropies: { word: "entropy", share: (value) => Math.min(value / 2, 1) },
-  pushes: { word: "change by the update", share: (value) => Math.min(Math.abs(value) / 0.1, 1) },
-};
 
 function card(group, row, withPrompt) {
   const made = element("article", "row");
@@ -117,19 +112,13 @@ function card(group, row, withPrompt) {
   const text = element("bdi", "text");
   text.tabIndex = 0;
   if (row.tokens) {
-    const by = form.elements.shade.value;
-    if (by && !row[by]) figures.append(element("span", "", `${SHADES[by].word} not recorded`));
     const told = new Map(row.told); // what it was told between its turns, by the token that comes after
     row.tokens.forEach((token, i) => {
       if (told.has(i)) text.append(element("span", "told", told.get(i)));
       const piece = element("span", "", token);
-      if (row[by]) {
-        piece.dataset.p = "";
-        piece.style.setProperty("--p", SHADES[by].share(row[by][i]).toFixed(2));
-        if (by === "pushes" && row[by][i] > 0) piece.dataset.up = "";
-      }
-      const known = Object.keys(SHADES).filter((name) => row[name]);
-      piece.title = known.map((name) => `${SHADES[name].word} ${row[name][i]}`).join(", ");
+      piece.dataset.p = "";
+      piece.style.setProperty("--p", (1 - Math.exp(row.logprobs[i])).toFixed(2)); // 0 to 1, how dark
+      piece.title = `log-probability ${row.logprobs[i]}`;
       text.append(piece);
     });
   } else {

@@ -41,8 +41,9 @@ SHIM = Path(__file__).with_name("machine") / "blas.c"
 
 # With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
 # (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
-# default rounds what it multiplies to 10 bits.
-ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"}
+# default rounds what it multiplies to 10 bits. By the third the forward pass of attention is the same kernel under a
+# gradient, which is ours, as without one; MLX 0.32.4 else has scores in 16 bits there for an array mask.
+ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0", "MLX_SDPA_VJP_FALLBACK": "1"}
 
 # One row (a decode step, which OpenBLAS hands to its matrix-vector kernel), a small product and one beyond the 100^3 up
 # to which OpenBLAS uses other kernels for small matrices.

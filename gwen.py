@@ -10,6 +10,7 @@ Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F ml
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -21,13 +22,12 @@ from typing import Any, NamedTuple
 import cpu_blas
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from flags import Parser, fail
 from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
-from layers import attention, delta, ops, softmax
+from layers import attention, delta, ops, probe, softmax
 from layers.delta_state import DeltaState
 from layers.tree_cache import TreeLayer
 from machine import alive, gpu
@@ -409,20 +409,41 @@ def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
 
 
 def check_kernels(model: Model) -> None:
-    """Before the first step: kernels agree with their expressions at this model's sizes, or are off and named."""
-    if gpu.has_metal() and gpu.is_wanted():
+    """
+    Before the first step, at this model's sizes: what MLX computes itself is told where it is wrong, and kernels agree
+    with their expressions, or are off and named.
+    """
+    if not gpu.has_metal():
+        return
+    line, well = of_mlx(model)
+    if not well:
+        print(f"gwen: MLX's own arithmetic is {line}; see {MLX_BUGS}, or take another MLX", file=sys.stderr)
+    if gpu.is_wanted():
         gpu.check_calls(rehearse(model))
+
+
+MLX_BUGS = "mlx #3585, #3586, #3797 and #4411"
+
+
+def of_mlx(model: Model) -> tuple[str, bool]:
+    """A line on what MLX itself computes at the sizes of a model's weights, and whether it is right."""
+    kinds, config = model.config.layer_kinds, model.config
+    firsts = [model.layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
+    arrays = [array for layer in firsts for _, array in tree_flatten(layer.parameters())]
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return probe.look([*(array for array in arrays if array.ndim == 2), model.head_weight], heads)
 
 
 def rehearse(model: Model) -> list[gpu.Call]:
     """What a layer of each kind and the draw of a token call in a prefill and a decode step, on a few tokens."""
     layers, head, kinds = model.layers, model.head_weight, model.config.layer_kinds
-    ids = mx.array([[1, 2, 3], [3, 2, 1]]) % model.config.vocab_size
+    length = 9 if model.config.delta else 3  # a gated delta net has another kernel beyond 8 tokens
+    ids = mx.stack([mx.arange(length), mx.arange(length)[::-1]]) % model.config.vocab_size
     firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
     model.layers = list(firsts.values())
     try:
         with gpu.recording() as calls:
-            prompts = KVCache(list(firsts), 3, mx.array([1, 0]))
+            prompts = KVCache(list(firsts), length, mx.array([1, 0]))
             model.hidden(ids, prompts)
             for share, starts in ((True, [0] * 4), (True, [0, 0, 1, 1]), (False, [0] * 4)):
                 slots = SlotCache(prompts, 4, 4, share)
@@ -578,27 +599,12 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 # ---- the doctor
 
 
-def rope_error(dtype: mx.Dtype) -> float:
-    """
-    The largest error of one token a row at three positions, in float64.
-
-    MLX before 0.32 rotated such batches wrongly on Metal.
-    """
-    rope, offsets = ops.Rope(128, 1e6), [0, 40, 700]
-    x = gpu.normal(3, 1, 3, rope.size, dtype=dtype)
-    queries, _, _ = ops.norm_rope_ref(x, ops.Heads(1, None, 0.0, rope.at(mx.array(offsets), 1)))
-    low, high = np.split(np.array(x.astype(mx.float32)).astype(np.float64)[:, 0, :1], 2, axis=-1)
-    angles = np.array(offsets)[:, None, None] * rope.frequencies
-    parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
-    return float(np.abs(np.array(queries.astype(mx.float32))[:, :, 0] - np.concatenate(parts, axis=-1)).max())
-
-
 def doctor() -> Iterator[tuple[str, bool]]:
     """What a user of this machine should know, a line each as soon as it is known, and whether that is well."""
     found, dtype = gpu.environment(cpu_blas.description), default_dtype()
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     wired = os.environ.get(gpu.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186")
-    error, limit = rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
+    error, limit = probe.rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
     yield f"versions: Python {found['python']}, {versions}", True
     yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
     yield f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process", True
@@ -607,6 +613,11 @@ def doctor() -> Iterator[tuple[str, bool]]:
     yield f"BLAS: {found['blas']}", True
     well = error < limit
     yield f"rope: {'right' if well else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700", well
+    usual = "random:0.6b" if gpu.has_metal() else "random:2m"
+    shape = Model(dataclasses.replace(random_config(usual), layer_kinds=("full_attention",)))
+    shape.set_dtype(dtype)
+    line, well = of_mlx(shape)
+    yield f"MLX: {line}; at the sizes of {usual}", well
     for line in hub.describe_cache():
         yield line, True
     yield f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}", True

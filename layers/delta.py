@@ -146,43 +146,57 @@ def chunked(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
     return out[:, :, :length].swapaxes(1, 2), memory
 
 
-def gated_delta_ref(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
-) -> tuple[mx.array, mx.array]:
-    """`recurrence` for one token a row, else `chunked`; the arguments are those of `Tokens` and the memory."""
-    form = recurrence if values.shape[1] == 1 else chunked
-    return form(Tokens(queries, keys, values, log_decay, beta), memory)
+def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    """
+    `recurrence` of the fields of `Tokens` and the memory, by one operation for one token a row and by another for more.
+
+    MLX has a kernel for few tokens and one for many: where one is off, the other may run.
+    """
+    return (gated_delta_step if arrays[2].shape[1] == 1 else gated_delta_pass)(*arrays)
 
 
-def _launch_gated_delta(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
-) -> tuple[mx.array, mx.array]:
+def gated_delta_step_ref(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    return recurrence(Tokens(*arrays[:5]), arrays[5])
+
+
+def gated_delta_pass_ref(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    return chunked(Tokens(*arrays[:5]), arrays[5])
+
+
+def _launch_gated_delta_step(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     """
-    MLX's own, in one launch where it has a kernel: for heads of 128, and some numbers of them. Elsewhere it takes one
-    step a token, which is no worse for one token alone. All is float32: a decay near 1 would be 1 in 16 bits.
+    MLX's own, in one launch where it has a kernel: for heads of 128, in some numbers (16 and 16, 16 and 32, ...).
+    Elsewhere it takes one step a token. All is float32: a decay near 1 would be 1 in 16 bits.
     """
-    if values.shape[1] > 1 and (keys.shape[-1], values.shape[-1]) != (128, 128):
-        return gated_delta_ref(queries, keys, values, log_decay, beta, memory)
+    queries, keys, values, log_decay, beta, memory = arrays
     out, memory = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_decay), beta, memory)
     return out, memory
 
 
-def example(num_rows: int, length: int, key_heads: int, heads: int, sizes: tuple[int, int]) -> tuple[mx.array, ...]:
-    """Arguments of `gated_delta`, float32, with decays near 1 and a token that repeats."""
-    key_dim, value_dim = sizes
-    draws = [gpu.normal(num_rows, length, key_heads, key_dim, dtype=mx.float32, seed=seed) for seed in (0, 1)]
-    queries, keys = (
-        mx.concatenate([unit(x)[:, : length // 2], mx.repeat(unit(x)[:, :1], length - length // 2, 1)], 1)
-        for x in draws
-    )
-    values = gpu.normal(num_rows, length, heads, value_dim, dtype=mx.float32, seed=2)
-    gates = gpu.normal(2, num_rows, length, heads, dtype=mx.float32, seed=3)
-    memory = gpu.normal(num_rows, heads, value_dim, key_dim, dtype=mx.float32, seed=4)
-    return queries * key_dim**-0.5, keys, values, -0.02 * mx.exp(gates[0]), mx.sigmoid(gates[1]), memory
+def _launch_gated_delta_pass(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    """As one token, for heads of 128; others have no kernel, and matmuls are faster than a step a token."""
+    has_kernel = arrays[1].shape[-1] == arrays[2].shape[-1] == 128
+    return (_launch_gated_delta_step if has_kernel else gated_delta_pass_ref)(*arrays)
 
 
-def _example_of_gated_delta(_: mx.Dtype, large: bool) -> list[tuple[mx.array, ...]]:
-    return [example(4, length, 2 if large else 1, 2, (128, 128)) for length in ([512] if large else [1, 9])]
+def example(length: int, heads: int = 16, size: int = 128) -> tuple[mx.array, ...]:
+    """
+    Arguments of `gated_delta` for two rows, float32, with decays near 1 and a token that repeats.
+
+    In a size that MLX has kernels for: of others it computes the definition, which shows nothing.
+    """
+
+    def repeated(seed: int) -> mx.array:
+        x = unit(gpu.normal(2, length, heads, size, dtype=mx.float32, seed=seed))
+        return mx.concatenate([x[:, : length // 2], mx.repeat(x[:, :1], length - length // 2, 1)], 1)
+
+    values = gpu.normal(2, length, heads, size, dtype=mx.float32, seed=2)
+    gates = gpu.normal(2, 2, length, heads, dtype=mx.float32, seed=3)
+    memory = gpu.normal(2, heads, size, size, dtype=mx.float32, seed=4)
+    return repeated(0) * size**-0.5, repeated(1), values, -0.02 * mx.exp(gates[0]), mx.sigmoid(gates[1]), memory
 
 
-gated_delta = gpu.Op(gated_delta_ref, _launch_gated_delta, _example_of_gated_delta)
+gated_delta_step = gpu.Op(gated_delta_step_ref, _launch_gated_delta_step, lambda *_: [example(1)])
+gated_delta_pass = gpu.Op(  # beyond 8 tokens MLX runs another kernel
+    gated_delta_pass_ref, _launch_gated_delta_pass, lambda _, large: [example(n) for n in ([512] if large else [9, 40])]
+)

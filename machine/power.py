@@ -5,10 +5,10 @@ import platform
 import re
 import subprocess
 
-PRESSURE = {  # what a warning names, and where sysctl and pmset say it
+PRESSURE = {  # what a warning names, and where macOS's programs say it
     "memory pressure (1 normal, 2 high, 4 critical)": r"vm_pressure_level: (\d+)",
     "swap used": r"used = (\S+)",
-    "processor speed in %": r"CPU_Speed_Limit\s*= (\d+)",
+    "thermal pressure (0 nominal to 4)": r"thermalpressurelevel (\d)",
     "low power mode": r"lowpowermode\s+(\d)",
 }
 
@@ -25,7 +25,8 @@ def pressure() -> str:
     if platform.system() != "Darwin":
         return ""
     sysctl = "/usr/sbin/sysctl kern.memorystatus_vm_pressure_level vm.swapusage"
-    asked = [command.split() for command in (sysctl, "/usr/bin/pmset -g", "/usr/bin/pmset -g therm")]
+    heat = "/usr/bin/notifyutil -g com.apple.system.thermalpressurelevel"
+    asked = [command.split() for command in (sysctl, "/usr/bin/pmset -g", heat)]
     said = "".join(subprocess.run(one, capture_output=True, text=True, check=False).stdout for one in asked)
     found = {name: re.search(pattern, said) for name, pattern in PRESSURE.items()}
     return ", ".join(f"{name} {match[1]}" for name, match in found.items() if match)

@@ -247,9 +247,7 @@ def _init() -> Any:
     if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
         raise ValueError("MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs under it, so unset it")
     if os.environ.get("MLX_RANK", "0") == "0":
-        print(
-            f"waiting up to {JOIN:.0f} s for the other machines; see docs/runs.md", file=sys.stderr, flush=True
-        )
+        print(f"waiting up to {JOIN:.0f} s for the other machines; see docs/runs.md", file=sys.stderr, flush=True)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
     with open(os.devnull, "w") as nowhere:
         # elsewhere MLX is given the time for an error of its own

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MEMORY = 2**30  # bytes: of address space on Linux; of resident memory, which the owner watches, on macOS
+MEMORY = 2**30  # bytes: of address space on Linux; of what macOS counts for it, which the owner watches, there
 KEPT = (  # of the environment: no key of an API is among them
     "PATH LANG LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX"
 ).split()

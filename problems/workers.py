@@ -10,6 +10,7 @@ What is left out: the questions. A worker builds its answerer once, `module:func
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import json
@@ -196,7 +197,7 @@ class _Worker:
             self._listen()
         if self.answer is None and self.deadline <= time.monotonic():
             self._give_up(LATE)
-        if self.answer is None and self.sealed and WATCHED and _resident(self.process.pid) > seal.MEMORY:
+        if self.answer is None and self.sealed and WATCHED and _footprint(self.process.pid) > seal.MEMORY:
             self._give_up(LARGE)
         return self.answer is not None
 
@@ -264,10 +265,11 @@ def _wait(busy: Sequence[_Worker]) -> None:
     poll.poll(1000 * (min(soonest, 0.5) if WATCHED else soonest))
 
 
-def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds, as `ps` tells; 0 of one that has ended."""
-    told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-    return int(told.stdout or 0) * 1024
+def _footprint(pid: int) -> int:
+    """Bytes that macOS counts for a process, compressed pages among them; 0 of one that has ended."""
+    usage = (ctypes.c_uint64 * 20)()  # rusage_info_v2 of sys/resource.h: an id of two words, then 18 numbers
+    failed = ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage(pid, 2, usage)
+    return 0 if failed else usage[9]  # ri_phys_footprint
 
 
 @functools.cache

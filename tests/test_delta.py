@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from layers import delta
+from machine import gpu
 
 RNG = np.random.default_rng(0)
 NAMES = [*delta.Tokens._fields, "memory"]
@@ -99,5 +100,24 @@ def test_the_inverse_is_exact_in_float32_where_all_tokens_are_alike(size):
 @pytest.mark.parametrize("length", [1, 50])
 def test_mlx_s_own_form_gives_the_same(length):
     given = [one.astype(mx.float32) for one in drawn(length, True)]
-    for ours, theirs in zip(delta.gated_delta_ref(*given), delta._launch_gated_delta(*given), strict=True):
+    form = delta.gated_delta_pass_ref if length > 1 else delta.gated_delta_step_ref
+    for ours, theirs in zip(form(*given), delta._launch_gated_delta_step(*given), strict=True):
         assert mx.abs(ours - theirs).max().item() < 1e-5 * mx.abs(theirs).max().item()
+
+
+def test_a_wrong_kernel_for_many_tokens_leaves_the_one_for_a_token_on(monkeypatch, capsys):
+    """Checked in a size that MLX has kernels for: 16 key and value heads of 128, one token, 9 and 40."""
+    original, seen = mx.fast.gated_delta_update, []
+
+    def update(queries, keys, values, *others):
+        seen.append((*keys.shape[1:], *values.shape[1:]))
+        out, memory = original(queries, keys, values, *others)
+        return (out * 1.01 if values.shape[1] > 8 else out), memory
+
+    monkeypatch.setattr(mx.fast, "gated_delta_update", update)
+    monkeypatch.setattr(gpu, "has_metal", lambda: True)
+    for op in (delta.gated_delta_step, delta.gated_delta_pass):
+        monkeypatch.setattr(op, "_runs", {})
+    assert delta.gated_delta_step.runs(mx.float32) and not delta.gated_delta_pass.runs(mx.float32)
+    assert "the kernel gated_delta_pass is off for" in capsys.readouterr().err
+    assert seen == [(tokens, 16, 128, tokens, 16, 128) for tokens in (1, 9, 40)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gwen
-from layers import ops
+from layers import attention, ops, probe
 from machine import gpu
 
 ROOT = Path(gwen.__file__).parent
@@ -152,8 +152,12 @@ def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do(monkeypatch, cap
     monkeypatch.setattr(gpu, "milliseconds", lambda function: 1.0)  # of the expressions it takes a quarter of a minute
     gwen.main(["--doctor"])
     lines = dict(line.strip().split(" ", 1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == [*"versions: machine: memory: wired: device: BLAS: rope: hub: kernels:".split(), *gpu.OPS]
+    assert list(lines) == [
+        *"versions: machine: memory: wired: device: BLAS: rope: MLX: hub: kernels:".split(),
+        *gpu.OPS,
+    ]
     assert "mlx 0." in lines["versions:"] and lines["device:"] == "cpu, where models are float32"
+    assert lines["MLX:"].startswith("right, of what ") and lines["MLX:"].endswith("at the sizes of random:2m")
     assert lines["rope:"].startswith("right, within ") and "is out of reach (OfflineModeIsEnabled)" in lines["hub:"]
     assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.OPS)
 
@@ -175,7 +179,7 @@ def test_the_doctor_reports_a_kernel_that_is_wrong(double):
 
 def test_the_doctor_fails_where_rope_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "OPS", {})
-    monkeypatch.setattr(gwen, "rope_error", lambda dtype: 1.0)
+    monkeypatch.setattr(probe, "rope_error", lambda dtype: 1.0)
     with pytest.raises(SystemExit) as status:
         gwen.main(["--doctor"])
     said = capsys.readouterr()
@@ -183,7 +187,56 @@ def test_the_doctor_fails_where_rope_is_wrong(monkeypatch, capsys):
 
 
 def test_ropes_error_is_that_of_float32_and_would_show_a_wrong_position(monkeypatch):
-    assert gwen.rope_error(mx.float32) < 1e-4
+    assert probe.rope_error(mx.float32) < 1e-4
     original = ops.Rope.at
     monkeypatch.setattr(ops.Rope, "at", lambda self, offsets, length: original(self, offsets[:1] + 0 * offsets, length))
-    assert gwen.rope_error(mx.float32) > 0.5
+    assert probe.rope_error(mx.float32) > 0.5
+
+
+# ---- what MLX computes itself
+
+
+def looked(dtype):
+    return probe.look([gpu.normal(96, 64, dtype=dtype), gpu.normal(40, 64, dtype=dtype)], (4, 2, 64))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_what_mlx_computes_is_right_here(dtype):
+    line, well = looked(dtype)
+    assert well and line.startswith("right, of what mlx.core.") and "products 0.0" in line
+
+
+@pytest.mark.parametrize("kind", ["many rows", "eleven bits", "16-bit scores"])
+def test_silent_errors_of_mlx_are_found(monkeypatch, kind):
+    """Those of mlx #3585 and #3797, #4411, and of its attention under a gradient without MLX_SDPA_VJP_FALLBACK."""
+    matmul = mx.array.__matmul__
+
+    def wrong(x, y):
+        if kind == "many rows":
+            return matmul(x, y) * (1.1 if x.shape[0] > 8 else 1)
+        rounded = [array.view(mx.uint32) & 0xFFFFE000 if array.dtype == mx.float32 else array for array in (x, y)]
+        return matmul(*(array.view(mx.float32) if array.dtype == mx.uint32 else array for array in rounded))
+
+    def attend(queries, keys, values, mask):
+        scores = matmul(queries, mx.repeat(keys, 2, 1).swapaxes(-1, -2))  # in 16 bits
+        mask = mx.tri(*scores.shape[2:], scores.shape[3] - scores.shape[2], mx.bool_) if mask == "causal" else mask
+        weights = mx.softmax(mx.where(mask, scores.astype(mx.float32) / 8, -1e9), -1)
+        return (weights @ mx.repeat(values, 2, 1).astype(mx.float32)).astype(queries.dtype)
+
+    if kind == "16-bit scores":
+        monkeypatch.setattr(attention, "attention", attend)
+    else:
+        monkeypatch.setattr(mx.array, "__matmul__", wrong)
+        monkeypatch.setattr(probe, "attention_error", lambda *_: 0.0)
+    line, well = looked(mx.float16)
+    assert not well and line.startswith("WRONG")
+
+
+def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "has_metal", lambda: True)
+    monkeypatch.setattr(gpu, "is_wanted", lambda: False)
+    monkeypatch.setattr(probe, "product_error", lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)))
+    gwen.check_kernels(gwen.Model(gwen.random_config("random:2m")))
+    said = capsys.readouterr().err
+    assert said.startswith("gwen: MLX's own arithmetic is WRONG") and "float32 products 1e+04" in said
+    assert said.count("\n") == 1

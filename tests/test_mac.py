@@ -71,16 +71,35 @@ def mac(monkeypatch):
 # ---- the environment
 
 
-@pytest.mark.parametrize("given", [{}, {"MLX_ENABLE_TF32": "1", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "0"}])
-def test_the_environment_is_set_before_mlx_is_there_and_a_users_value_stays(given):
-    program = (
-        "import os, sys, cpu_blas, json\n"
-        "assert 'mlx.core' not in sys.modules\n"
-        "print(json.dumps({name: os.environ[name] for name in cpu_blas.ENVIRONMENT}))"
-    )
+SET = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0", "MLX_SDPA_VJP_FALLBACK": "1"}
+AT_MLX = """
+import json, os, runpy, sys
+class Look:
+    def find_spec(self, name, *_):
+        if name == "mlx.core":
+            print(json.dumps({name: os.environ.get(name) for name in %r}), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Look())
+sys.argv = ["program", "--help"]
+runpy.run_module(%r, run_name="__main__", alter_sys=True)
+"""
+PROGRAMS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    if '\nif __name__ == "__main__":' in path.read_text("utf-8")
+    and path.parent.name in ("", "bench", "demo", ROOT.name)
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "given"),
+    [*((name, {}) for name in PROGRAMS), ("train", {"MLX_ENABLE_TF32": "1", "MLX_SDPA_VJP_FALLBACK": "0"})],
+)
+def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays(program, given):
     clean = {name: value for name, value in os.environ.items() if name not in cpu_blas.ENVIRONMENT}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=clean | given, capture_output=True, text=True)
-    assert json.loads(done.stdout) == {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0"} | given
+    command = [sys.executable, "-c", AT_MLX % (list(cpu_blas.ENVIRONMENT), program)]
+    done = subprocess.run(command, cwd=ROOT, env=clean | given, capture_output=True, text=True)
+    assert json.loads(done.stdout) == SET | given, done.stderr
 
 
 # ---- memory
@@ -596,7 +615,8 @@ def test_only_a_mac_is_kept_awake(begun, monkeypatch):
 def test_the_warning_says_what_macos_says_of_memory_heat_and_power(monkeypatch, tmp_path, capsys):
     said = {
         "sysctl": "kern.memorystatus_vm_pressure_level: 2\nvm.swapusage: total = 8192.00M  used = 7033.50M\n",
-        "pmset": " lowpowermode         1\n\tCPU_Speed_Limit \t= 62\n",
+        "pmset": " lowpowermode         1\n",
+        "notifyutil": "com.apple.system.thermalpressurelevel 2\n",
     }
     monkeypatch.setattr(power.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(
@@ -608,7 +628,10 @@ def test_the_warning_says_what_macos_says_of_memory_heat_and_power(monkeypatch, 
         log.warn(9)
     (line,) = capsys.readouterr().err.splitlines()
     assert "took 4.0 times as long a token as usual" in line
-    assert "memory pressure (1 normal, 2 high, 4 critical) 2, swap used 7033.50M, processor speed in % 62" in line
+    assert (
+        "memory pressure (1 normal, 2 high, 4 critical) 2, swap used 7033.50M, thermal pressure (0 nominal to 4) 2"
+        in line
+    )
     assert "low power mode 1" in line
 
 

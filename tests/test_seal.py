@@ -1,14 +1,17 @@
 """The seal: what code inside a worker can do, by Python and below it; which scorers would run an answer at all."""
 
 import ast
+import ctypes
 import functools
 import json
 import os
 import pickle
+import struct
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from attacks import BELOW
@@ -127,11 +130,28 @@ def test_a_kernel_without_the_filter_is_told_once_and_the_rest_holds(monkeypatch
 
 
 def test_where_memory_is_watched_a_worker_that_takes_too_much_is_ended(sealed, monkeypatch):
+    pages = lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1])  # noqa: E731
     monkeypatch.setattr(workers, "WATCHED", True)
+    monkeypatch.setattr(workers, "_footprint", lambda pid: pages(pid) * os.sysconf("SC_PAGE_SIZE"))
     monkeypatch.setattr(seal, "MEMORY", 200 * 2**20)
     begin = time.monotonic()
     assert attack(sealed, "hoard", 300 * 2**20) == (None, LARGE, True)
     assert time.monotonic() - begin < 60
+
+
+def test_the_footprint_of_a_process_is_the_eighth_number_after_the_id_that_macos_gives(monkeypatch):
+    """As sys/resource.h has it: user and system time, two kinds of wakeups, pageins, wired, resident, footprint."""
+
+    def proc_pid_rusage(pid, flavor, usage):
+        if pid == 0:
+            return -1  # which has ended
+        given = struct.pack("=16s18Q", b"an id", *range(100, 118))
+        assert flavor == 2 and len(given) == ctypes.sizeof(usage)
+        ctypes.memmove(usage, given, len(given))
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(proc_pid_rusage=proc_pid_rusage))
+    assert workers._footprint(5) == 107 and workers._footprint(0) == 0
 
 
 # ---- what the owner takes from a worker

@@ -1,0 +1,90 @@
+"""
+MLX's own products, masked attention and rotation at a model's sizes, against float64.
+
+On Macs each was silently wrong in some release or build of 2026: products of more than 8 rows (mlx #3585, #3586), of
+2048^2 results and long sums (#3797), float32 rounded to 11 bits (#4411), rotation of a batch (#3494). Left out: kernels
+of ours, which machine/gpu.py compares.
+
+Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K kv heads, L queries, S keys, D head dim.
+"""
+
+import mlx.core as mx
+import numpy as np
+
+from layers import attention, ops
+from machine import gpu
+
+ROWS = (1, 64, 2048)  # of a product: one token, a decode step, a pass of an update
+LOOKED_AT = 16  # rows and columns of a result, spread over all of it
+
+
+def wide(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def product_error(weight: mx.array, rows: int) -> float:
+    """The largest error of x @ W.T, and of the way back y @ W, of (F, C) weights; as a share of a result's size."""
+    worst = 0.0
+    for factor in (weight.T, weight):
+        x = gpu.normal(rows, factor.shape[0], dtype=weight.dtype)
+        down, across = (slice(None, None, max(size // LOOKED_AT, 1)) for size in (rows, factor.shape[1]))
+        found, exact = wide((x @ factor)[down, across]), wide(x[down]) @ wide(factor[:, across])
+        error = np.abs(found - exact) / (np.sqrt(np.square(exact).mean()) + np.abs(exact))
+        worst = max(worst, float(np.where(np.isfinite(found), error, np.inf).max()))
+    return worst
+
+
+def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtype) -> float:
+    """
+    The error of attention while a gradient is traced, one query and many, as a share of its norm.
+
+    Keys have a norm of 779, as Qwen2.5-1.5B's: scores in 16 bits are off by 2% in float16 and 15% in bfloat16.
+    """
+    worst = 0.0
+    for length, num_keys in ((1, 160), (128, 160)):
+        queries = gpu.normal(2, num_heads, length, size, dtype=dtype)
+        keys = gpu.normal(2, num_kv_heads, num_keys, size, dtype=mx.float32, seed=1)
+        values, bias = gpu.normal(2, num_kv_heads, num_keys, size, dtype=dtype, seed=2), keys[:1, :, :1]
+        keys = (keys + 779 * bias / mx.linalg.norm(bias, axis=-1, keepdims=True)).astype(dtype)
+        causal = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
+        seen = mx.stack([causal, causal & (mx.arange(num_keys) > 20)])[:, None]  # the second row is padded
+        masks: list[tuple[mx.array | str, mx.array]] = [("causal", causal), (seen, seen)]
+        for mask, sees in masks:
+            forward = lambda *arrays, mask=mask: attention.attention(*arrays, mask)  # noqa: E731
+            (out,), _ = mx.vjp(forward, [queries, keys, values], [queries])
+            by_kv_head = wide(queries).reshape(2, num_kv_heads, -1, length, size)
+            scores = by_kv_head @ wide(keys)[:, :, None].swapaxes(-1, -2) / np.sqrt(size)
+            scores = np.where(np.array(sees).reshape(-1, 1, 1, length, num_keys), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            exact = weights / weights.sum(-1, keepdims=True) @ wide(values)[:, :, None]
+            error = float(np.linalg.norm(wide(out).ravel() - exact.ravel()) / np.linalg.norm(exact))
+            worst = max(worst, error if np.isfinite(error) else np.inf)
+    return worst
+
+
+def rope_error(dtype: mx.Dtype) -> float:
+    """The largest error of the rotation of one token a row at three positions."""
+    rope, offsets = ops.Rope(128, 1e6), [0, 40, 700]
+    x = gpu.normal(3, 1, 3, rope.size, dtype=dtype)
+    queries, _, _ = ops.norm_rope_ref(x, ops.Heads(1, None, 0.0, rope.at(mx.array(offsets), 1)))
+    low, high = np.split(wide(x)[:, 0, :1], 2, axis=-1)
+    angles = np.array(offsets)[:, None, None] * rope.frequencies
+    parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
+    return float(np.abs(wide(queries)[:, :, 0] - np.concatenate(parts, axis=-1)).max())
+
+
+def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, bool]:
+    """
+    A line on MLX's own arithmetic, and whether it is right: products by each shape of weights, masked attention by
+    (H, K, D). A figure is the largest error as a share of what its type allows; at most 1 is right.
+    """
+    dtype, shares = weights[0].dtype, {"products": 0.0, "float32 products": 0.0}
+    narrow = min(weights, key=lambda weight: weight.size).astype(mx.float32)
+    for weight in (*{weight.shape: weight for weight in weights}.values(), narrow):
+        kind = "float32 products" if weight.dtype == mx.float32 else "products"
+        for rows in (rows for rows in ROWS if rows * max(weight.shape) <= 2**27):  # of logits no more memory
+            shares[kind] = max(shares[kind], product_error(weight, rows) / gpu.TOLERANCES[weight.dtype])
+    shares["masked attention"] = attention_error(*heads, dtype) / gpu.TOLERANCES[dtype]
+    well = max(shares.values()) <= 1
+    figures = ", ".join(f"{name} {share:.2g}" for name, share in shares.items() if share)
+    return f"{'right' if well else 'WRONG'}, of what {dtype} allows off by: {figures}", well

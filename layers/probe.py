@@ -8,6 +8,8 @@ of ours, which machine/gpu.py compares.
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K kv heads, L queries, S keys, D head dim.
 """
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 
@@ -50,8 +52,7 @@ def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtyp
         seen = mx.stack([causal, causal & (mx.arange(num_keys) > 20)])[:, None]  # the second row is padded
         masks: list[tuple[mx.array | str, mx.array]] = [("causal", causal), (seen, seen)]
         for mask, sees in masks:
-            forward = lambda *arrays, mask=mask: attention.attention(*arrays, mask)  # noqa: E731
-            (out,), _ = mx.vjp(forward, [queries, keys, values], [queries])
+            (out,), _ = mx.vjp(functools.partial(attention.attention, mask=mask), [queries, keys, values], [queries])
             by_kv_head = wide(queries).reshape(2, num_kv_heads, -1, length, size)
             scores = by_kv_head @ wide(keys)[:, :, None].swapaxes(-1, -2) / np.sqrt(size)
             scores = np.where(np.array(sees).reshape(-1, 1, 1, length, num_keys), scores, -np.inf)

@@ -58,11 +58,14 @@ def trl_page() -> str:
     """The whole of `docs/trl.md`."""
     lines = []
     for title, names in foreign_names().items():
+        useful = {name: meaning for name, meaning in names.items() if meaning[0] != "not needed"}
         rows = [
             f"| {', '.join(f'`{name}`' for name in alike)} | {kind} | {said} |"
-            for (kind, said), alike in itertools.groupby(names, key=lambda name: names[name])
+            for (kind, said), alike in itertools.groupby(useful, key=lambda name: useful[name])
         ]
         lines += section(f"## {title[0].upper()}{title[1:]}", ["name", "is", "here"], rows)
+        if spared := [f"`{name}`" for name in names if name not in useful]:
+            lines += ["", f"Not needed: {', '.join(spared)}."]
     return filled(TRL, lines)
 
 

@@ -1,6 +1,7 @@
 """Kernels of several kinds against numpy: the emulator runs what the text says. On a Mac they run on the GPU."""
 
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -352,6 +353,72 @@ def test_a_wrong_number_of_arguments_is_mlx_s_own_error(metal: str) -> None:
     shape = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
     with pytest.raises(ValueError, match="inputs"):
         kernel(inputs=[], **shape)
+
+
+# ---- the checks: a body with WHAT in it on 64 threads of one threadgroup, what makes it right, what makes it wrong, and
+# ---- the check that then fails
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+REVERSE = f"threadgroup float a[64]; a[i] = x[i]; {BARRIER} out[i] = a[63 - i];".replace(BARRIER, "WHAT")
+PART = f"threadgroup float a[64]; if (i < WHAT) a[i] = 1; {BARRIER} out[i] = a[i];"
+POINTER = f"threadgroup float a[64]; threadgroup float* p = a; a[i] = 1; {BARRIER} out[i] = p[i + WHAT];"
+PAIRS = {
+    "no barrier": (REVERSE, BARRIER, "", "race uninitialised"),
+    "a barrier of other memory": (REVERSE, BARRIER, BARRIER.replace("mem_threadgroup", "mem_device"), "race"),
+    "a barrier of a simdgroup": (REVERSE, BARRIER, BARRIER.replace("threadgroup_", "simdgroup_", 1), "race"),
+    "a read out of bounds": ("out[i] = x[i + WHAT];", "0", "1", "out-of-bounds"),
+    "a write out of bounds": ("out[i + WHAT] = x[i];", "0", "1", "out-of-bounds"),
+    "an index out of threadgroup memory": (POINTER, "0", "1", "out-of-bounds"),
+    "an index out of private memory": ("float a[4] = {0, 1, 2, 3}; out[i] = a[i % WHAT];", "4", "5", "undefined"),
+    "memory that nobody wrote": (PART, "64", "63", "uninitialised"),
+    "an output that nobody wrote": ("if (i < WHAT) out[i] = 1;", "64", "63", "unwritten"),
+    "a write to an input": ("WHAT out[i] = 1;", "", "((device float*)x)[i] = 1;", "input"),
+    "a barrier in a branch": (f"if (i < WHAT) {{ {BARRIER} }} out[i] = 1;", "64", "32", "barrier"),
+    "a simdgroup without some lanes": (
+        f"float s = 0; if (i < WHAT) s = simd_sum(x[i]); {BARRIER} out[i] = s;", "32", "31", "divergence"
+    ),
+    "a shuffle from an absent lane": ("out[i] = simd_shuffle(x[i], WHAT);", "31", "32", "shuffle"),
+    "too much threadgroup memory": (f"threadgroup float a[WHAT]; a[i] = 1; {BARRIER} out[i] = a[63 - i];", "8192",
+                                    "8193", "limit"),
+    "a shift": ("out[i] = float(1 << int(x[i] WHAT));", "/ 3", "", "undefined"),
+    "a half that overflows": ("out[i] = half(x[i]) * half(WHAT);", "1000", "2000", "overflow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "right", "wrong", "kinds"), PAIRS.values(), ids=PAIRS)
+def test_a_bug_is_found_and_its_twin_is_right(emulated: None, body: str, right: str, wrong: str, kinds: str) -> None:
+    if "overflow" in kinds and platform.machine() != "x86_64":
+        pytest.skip("overflows of 16-bit floats are seen on x86-64 only")
+    x = mx.arange(64, dtype=mx.float32)
+    with emulator.patched():
+        elementwise(body.replace("WHAT", right), [x], mx.float32)
+        with pytest.raises(emulator.MetalRuntimeError) as error:
+            elementwise(body.replace("WHAT", wrong), [x], mx.float32)
+    assert error.value.kinds == set(kinds.split())
+
+
+@pytest.mark.parametrize(
+    ("reason", "body", "size"),
+    [
+        ("read-only", "x[i] = 1; out[i] = 1;", 8),
+        ("uninitialized", "float sum; out[i] = sum;", 8),
+        ("`double` is not in Metal", "double y = 1; out[i] = y;", 8),
+        ("`std` is not in Metal", "out[i] = std::exp(x[i]);", 8),
+        ("const device.*constant float", "const device float* p = x; out[i] = p[i];", 7),  # small inputs are constant
+        ("address space", "float y = x[i]; float& z = y; out[i] = z;", 8),
+        ("body line 2 .*undeclared", "out[i] = absent;", 8),
+    ],
+)
+def test_what_no_metal_compiler_takes_is_refused(emulated: None, reason: str, body: str, size: int) -> None:
+    with emulator.patched(), pytest.raises(emulator.MetalCompileError, match=reason):
+        elementwise(body, [mx.zeros(size)], mx.float32)
+
+
+def test_a_report_names_the_thread_and_where_its_author_finds_the_line(emulated: None) -> None:
+    with emulator.patched(), pytest.raises(emulator.MetalRuntimeError) as error:
+        elementwise("out[i] =\n x[i == 37 ? 64 : i];", [mx.zeros(64)], mx.float32)
+    assert "[out-of-bounds] read of x[64], which has 64 elements, by thread 37" in str(error.value)
+    assert "body line 3 `x[i == 37 ? 64 : i];`" in str(error.value)
 
 
 # ---- the emulator's own ways

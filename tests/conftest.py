@@ -34,6 +34,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes wou
 import mlx.core as mx
 import numpy as np
 import pytest
+from golden import golden  # noqa: F401  a fixture
 from metal import toolchain
 
 QWEN2 = {

@@ -355,8 +355,7 @@ def test_a_wrong_number_of_arguments_is_mlx_s_own_error(metal: str) -> None:
         kernel(inputs=[], **shape)
 
 
-# ---- the checks: a body with WHAT in it on 64 threads of one threadgroup, what makes it right, what makes it wrong, and
-# ---- the check that then fails
+# ---- the checks: a body with WHAT in it on 64 threads, what makes it right and wrong, and the check that then fails
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 REVERSE = f"threadgroup float a[64]; a[i] = x[i]; {BARRIER} out[i] = a[63 - i];".replace(BARRIER, "WHAT")

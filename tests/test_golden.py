@@ -1,0 +1,103 @@
+"""What holds in every run, whatever it trains on: read from the six of golden.py."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import contents, read_log
+from golden import RUNS
+from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
+from test_report import data_of
+
+import gwen
+import train
+from disk import checkpoint
+from reporting import page
+from settings import sources
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", RUNS)]
+TIMED = ("/s", "tok_s", "mem/", "eval_s")  # figures of this machine
+
+
+def figures(record):
+    """A line of a log without what a clock or the memory says."""
+    return {key: value for key, value in record.items() if not any(part in key for part in TIMED)}
+
+
+def test_each_step_has_its_line_its_figures_and_their_meanings(golden, kind):
+    metrics, evaluations = (read_log(golden(kind) / f"{log}.jsonl") for log in ("metrics", "eval"))
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    for line in metrics:
+        assert always_there() <= line.keys() and not without_meaning(line, METRICS)
+        phases = [line[f"{phase}/s"] for phase in ("rollout", "reward", "judge", "ref", "teacher", "update", "other")]
+        assert 0 < sum(seconds or 0.0 for seconds in phases) <= line["step/s"] + 1e-6
+        assert np.isfinite(line["loss"]) and line["mem/peak_gb"] > 0
+    assert all(not without_meaning(line, EVALUATION_METRICS) for line in evaluations)
+    printed = (golden(kind).parent / f"{kind}.out").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in printed if line.startswith("step ")] == [f"step {n}/3" for n in (1, 2, 3)]
+
+
+def test_what_is_recorded_of_a_completion_adds_up(golden, kind):
+    rows, settings = read_log(golden(kind) / "rollouts.jsonl"), sources.load_recipe(golden(kind) / "config.yaml")
+    assert bool(rows) == (kind != "sft")
+    groups = {}
+    for row in rows:
+        weights = settings["reward_weights"] or {}
+        total = sum(value * weights.get(name, {"rubric": 0.5}.get(name, 1.0)) for name, value in row["rewards"].items())
+        assert row["reward"] == pytest.approx(total, abs=1e-6)
+        groups.setdefault((row["step"], row["group"]), []).append(row)
+    for group in groups.values():
+        assert len(group) == 4
+        rewards, advantages = ([row[name] for row in group] for name in ("reward", "advantage"))
+        if kind != "distill":
+            assert sum(advantages) == pytest.approx(0, abs=1e-5)
+            assert (np.std(rewards) > 1e-6) == any(advantages)
+            assert np.argmax(rewards) in np.flatnonzero(np.isclose(advantages, max(advantages)))
+
+
+def test_a_run_that_stopped_after_any_step_ends_with_the_same_bytes(golden, kind, tmp_path):
+    """Except with tools, which answer when they can: what is decoded beside what, and so its roundings, may differ."""
+    whole = golden(kind)
+    for last in (1, 2) if kind != "tools" else ():
+        run = tmp_path / str(last)
+        shutil.copytree(whole, run)
+        for step in range(last + 1, 4):
+            shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+        better = ["--allow-changes"] if kind == "sft" else []  # its best adapter is that of a later step
+        train.main(["--resume", str(run), *better])
+        for log in ("metrics", "eval", "rollouts"):
+            for ours, theirs in zip(*(read_log(directory / f"{log}.jsonl") for directory in (run, whole)), strict=True):
+                assert figures(ours) == figures(theirs), log
+        for file in ("adapter", "adapter-best", "checkpoints/step-000003/state.safetensors"):
+            paths = [directory / file for directory in (run, whole)]
+            if paths[1].is_dir():
+                ours, theirs = ([*contents(path).values()] for path in paths)
+            else:
+                ours, theirs = (path.read_bytes() for path in paths)
+            assert ours == theirs, file
+
+
+def test_its_settings_are_a_recipe_of_the_same_settings(golden, kind):
+    path = golden(kind) / "config.yaml"
+    config, _ = sources.resolve({}, str(path), None, gwen.choose_model)
+    assert sources.as_yaml(config) == path.read_text()
+
+
+def test_its_adapter_is_that_of_the_last_step_and_loads(golden, kind):
+    run = golden(kind)
+    last = run / "checkpoints" / "step-000003" / "adapter"
+    assert (run / "adapter" / "adapters.safetensors").read_bytes() == (last / "adapters.safetensors").read_bytes()
+    model, _ = gwen.load(json.loads((last / "adapter_config.json").read_text())["model"], adapter=run / "adapter")
+    assert model is not None and checkpoint.load(run).step == 3
+
+
+def test_its_page_shows_what_was_said_and_the_figures(golden, kind, tmp_path):
+    markup = page.write(shutil.copytree(golden(kind), tmp_path / "run")).read_text()
+    assert "3 of 3" in markup and len(markup) > 10_000
+    shown = [row for group in data_of(markup)["completions"]["groups"] for row in group["rows"]]
+    written = read_log(golden(kind) / "rollouts.jsonl")
+    assert sorted(row["reward"] for row in shown) == pytest.approx(sorted(row["reward"] for row in written), abs=1e-3)
+    texts = ["".join(row["tokens"]) for row in shown]
+    assert all(any(text.startswith(row["completion"][:9]) for text in texts) for row in written)

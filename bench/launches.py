@@ -475,7 +475,7 @@ def effort_of(name: str, num_queries: int, size: int) -> float:
     """
     Instructions of a lane for each multiply-add that attention needs, with so many queries for a kv head of a row.
 
-    Counted in what LLVM writes, to 15%: tests/metal/test_instructions.py.
+    Counted in what LLVM writes, to 15%.
     """
     if name == "slot_attention":
         return 2.8 if size > 64 else 3.4

@@ -1,4 +1,4 @@
-"""The second bundled model: its recipe's lessons, how it is found, its format, and what it knows at first."""
+"""The second bundled model: how it is found, its format, and what it knows at first."""
 
 import json
 import os
@@ -20,78 +20,6 @@ from tasks.rg import parse_mix
 
 gym = needs("reasoning_gym", "tasks")
 SIZES = "data/demo_rg.yaml"
-NAMES = ["chain_sum", "leg_counting", "letter_counting", "spell_backward"]
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    from demo import make_rg
-
-    return make_rg
-
-
-def lessons(recipe, name, num=300):
-    stream = recipe.problems(name)
-    return [next(stream) for _ in range(num)]
-
-
-# ---- its lessons
-
-
-@gym
-def test_every_step_of_a_sum_that_is_shown_is_true_and_its_terms_are_the_problem_s(recipe):
-    for entry in lessons(recipe, "chain_sum"):
-        steps = [re.fullmatch(r"(-?\d+)([+-])(\d+)=(-?\d+)", step).groups() for step in recipe.sums(entry).split(",")]
-        totals = [int(steps[0][0]), *(int(total) for *_, total in steps)]
-        assert [int(before) for before, *_ in steps] == totals[:-1] and str(totals[-1]) == entry["answer"]
-        assert all(eval(f"{a}{sign}{b}") == int(c) for a, sign, b, c in steps)
-        said = steps[0][0] + "".join(sign + term for _, sign, term, _ in steps)
-        assert f"problem: {said} =" in entry["question"].replace(" + ", "+").replace(" - ", "-")
-
-
-@gym
-def test_the_legs_that_are_shown_add_up_and_the_last_total_is_the_answer(recipe):
-    for entry in lessons(recipe, "leg_counting"):
-        first, *steps = recipe.legs(entry).split(";")
-        total = int(first)
-        for step in steps:
-            own, after = map(int, step.split(":"))
-            assert total + own == after
-            total = after
-        assert str(total) == entry["answer"] and len(steps) + 1 == entry["metadata"]["num_animals"]
-
-
-@gym
-def test_the_words_that_are_shown_are_those_with_the_letter_each_with_the_count_so_far(recipe):
-    for entry in lessons(recipe, "letter_counting"):
-        letter, text = re.search('letter "(.)" appear in the text: "(.*)"', entry["question"]).groups()
-        shown, so_far = recipe.letters(entry).split(), ""
-        for word in (words := [word for word in text.split() if letter in word.lower()]):
-            so_far += word.lower()
-            assert shown[:2] == [word, str(so_far.count(letter))]
-            shown = shown[2:]
-        assert not shown and words and str(so_far.count(letter)) == entry["answer"]
-
-
-@gym
-def test_a_reply_ends_with_the_answer_that_the_scorer_takes_whether_it_shows_working_or_not(recipe):
-    score = rg.make_scorer(parse_mix(recipe.TASK, SIZES).settings, {})
-    for name in NAMES:
-        for entry in lessons(recipe, name, 5):
-            for working in {False, name in recipe.SHOW}:
-                text = recipe.reply(entry, working)
-                assert score((name, rg.packed(entry), rg.extract(text))) == 1
-                assert rg.answered_once([text]) == [1] and text.startswith("<answer>") != working
-
-
-@gym
-def test_no_lesson_has_a_held_out_prompt_or_the_number_of_a_problem_of_a_run(recipe):
-    mix = parse_mix(recipe.TASK, SIZES)
-    assert mix.num_held_out <= recipe.HELD_OUT and recipe.FIRST > rg.FIRST * (rg.SEEDS + 1)
-    for name in NAMES:
-        asked = {entry["question"] for entry in lessons(recipe, name, 2000)}
-        make = rg.make_maker({name: mix.settings[name]}, {})
-        assert not asked & {make((name, None, number))[0] for number in range(mix.num_held_out)}
 
 
 # ---- how it is found

@@ -461,13 +461,6 @@ def test_held_out_problems_are_none_of_the_training():
     assert not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
 
 
-def test_no_lesson_of_the_bundled_model_is_a_held_out_problem():
-    from demo import make_tools
-
-    rng = random.Random(1)
-    assert not {make_tools.sum_turns(rng, True)[0] for _ in range(3000)} & make_tools.held_out()
-
-
 def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(talker):
     box = box_of(talker, [add])
     ids = box.prompt(EXAMPLES[0])

@@ -37,7 +37,7 @@ from machine import alive, gpu
 from problems import audit, chat_template, filters
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
-from problems.rewards import Reward, call_rewards, is_refusal, reward_arguments, reward_columns
+from problems.rewards import Logged, Reward, call_rewards, is_refusal, reward_arguments, reward_columns
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, of_task, resolve
@@ -118,10 +118,12 @@ def answer(
     return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts, prompts, columns)
 
 
-def call(rewards: dict[str, Reward], answers: Answers) -> dict[str, np.ndarray]:
-    """The values of each completion, (N,), by each reward or verifier."""
-    called = call_rewards(rewards, answers.problems, answers.texts, answers.columns)
-    return {name: np.array(values) for name, values in called.items()}
+def call(
+    rewards: dict[str, Reward], answers: Answers, weights: dict[str, float] | None = None
+) -> tuple[dict[str, np.ndarray], Logged]:
+    """The values of each completion, (N,), by each reward or verifier, and what these logged."""
+    called, logged = call_rewards(rewards, answers.problems, answers.texts, answers.columns, weights)
+    return {name: np.array(values) for name, values in called.items()}, logged
 
 
 def judged(grader: Grader, answers: Answers) -> Judgement:
@@ -136,25 +138,34 @@ class Earned(NamedTuple):
     rewards: dict[str, np.ndarray]  # (N,) each, before weighting
     scores: np.ndarray | None  # (N, J), the judge's, 1..5
     total: np.ndarray | None = None  # (N,), weighted sum of the rewards beside a verifier's values, if all are known
+    logged: Logged = Logged({}, {})
 
 
 def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
-    """Calls each reward once and computes the reported value of each completion."""
-    rewards = call(task.rewards, answers)
+    """
+    Calls each reward once and computes the reported value of each completion.
+
+    As in training, an unreadable score of the judge counts as the mean of the others, and what a function gave None for
+    does not count; a completion without any value has none.
+    """
+    rewards, logged = call(task.rewards, answers, task.reward_weights)
     scores = None
     if grader is not None:
         judgement = judged(grader, answers)
         rewards["rubric"], scores = judgement.rewards, judgement.scores
-    # nan from a judge means unreadable; from a function it means that the reward does not apply
-    counted = {name: values if name == "rubric" else np.nan_to_num(values) for name, values in rewards.items()}
-    total = np.sum([task.reward_weights[name] * values for name, values in counted.items()], 0) if rewards else None
+    counted = {name: values for name, values in rewards.items() if task.reward_weights[name]}
+    total = None
+    if counted:
+        filled = {name: run_files.mean(values) or 0.0 if name == "rubric" else 0.0 for name, values in counted.items()}
+        parts = [task.reward_weights[name] * np.nan_to_num(counted[name], nan=filled[name]) for name in counted]
+        total = np.where(np.isnan(list(counted.values())).all(0), np.nan, np.sum(parts, 0))
     if task.verifier is not None:
         is_whole = grader is not None or task.rubric is None
-        is_other = any(reward is not task.verifier for reward in task.rewards.values())
-        right = call({"correct": task.verifier}, answers)["correct"]
-        return Earned(right, rewards, scores, total if is_whole and is_other else None)
+        is_other = any(reward is not task.verifier for reward in task.counted.values())
+        right = call({"correct": task.verifier}, answers)[0]["correct"]
+        return Earned(right, rewards, scores, total if is_whole and is_other else None, logged)
     # without rewards: a task of prompts alone, which a teacher scores
-    return Earned(np.full(len(answers.texts), np.nan) if total is None else total, rewards, scores)
+    return Earned(np.full(len(answers.texts), np.nan) if total is None else total, rewards, scores, None, logged)
 
 
 # ---- other measurements
@@ -345,6 +356,7 @@ def evaluate(
         if reference is None or params.filter  # which the reference has not
         else divergence(reference, sampled, samples, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
+        **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
         "eval/num": len(problems),
         "eval/known": int((~np.isnan(measured[task.metric])).sum()),
         "eval/samples": samples,
@@ -626,7 +638,7 @@ def main(argv: list[str] | None = None) -> None:
             print(visible(f"WARNING: {said}."), file=sys.stderr)
         if (choose or args.prompts) and (task.tools or task.environments):
             raise ValueError(f"--task {task.name} has tools; leave --logits, --repetition-penalty and --prompts out")
-        task = task._replace(paid=audit.middle_of(task.rewards, task.reward_weights, task.held_out))
+        task = task._replace(paid=audit.middle_of(task.counted, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
         base = model

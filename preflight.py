@@ -459,7 +459,7 @@ def audits_of(config: Config) -> Iterator[Any]:
     from problems import audit
 
     task = tasks.make(config)
-    for name, reward in task.rewards.items():
+    for name, reward in task.counted.items():
         if not audit.looks_at_episodes(reward):
             with alive.doing(f"trying {name}"):
                 yield audit.audit(name, reward, task.train or task.held_out)

@@ -355,7 +355,9 @@ class SftRun(Run):
 
     def __init__(self, config: Config, run_dir: Path):
         path = config.data.path
-        train, held_out = load_sides(path, None, lambda spec: chats.load(spec, config.data.columns or None))
+        train, held_out, notes = load_sides(path, None, lambda spec: chats.load(spec, config.data.columns or None))
+        for line in notes:
+            say(line)
         if config.evaluation.every and not held_out:
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)

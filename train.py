@@ -176,7 +176,7 @@ def reward_completions(
         columns = rollout.columns
         if talk:
             completions, columns = talk.said(completions), columns | talk.columns()
-        called = call_rewards(task.rewards, repeated, completions, columns)
+        called, logged = call_rewards(task.rewards, repeated, completions, columns, task.reward_weights)
         done()
     components = {name: np.array(values) for name, values in called.items()}
     judgement = None
@@ -186,9 +186,9 @@ def reward_completions(
             components["rubric"] = judgement.rewards
             done()
     if config.data.reward_gate == "form":
-        components = form.gated(components, repeated, completions, rollout.finish_reasons)
-    weights = [task.reward_weights[name] for name in components]
-    rewards = weigh(config, weights, components, judgement, completions)
+        counted = {name: values for name, values in components.items() if task.reward_weights[name]}
+        components |= form.gated(counted, repeated, completions, rollout.finish_reasons)
+    rewards = weigh(config, task.reward_weights, components, judgement, completions)._replace(logged=logged)
     earned = talk and talk.earned(task.reward_weights)
     return by_turn(rewards, rollout, earned) if earned else rewards
 

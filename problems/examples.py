@@ -430,9 +430,10 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 def load_sides(
     spec: str | None, held_out: str | None, read: Callable[[str], list[Example]]
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[list[Example], list[Example], list[str]]:
     """
-    What is trained on and what is held out, with no prompt on both sides: training gives way.
+    What is trained on, what is held out, and a line if rows were left out: no prompt is on both sides, as training
+    gives way, and held-out rows count once.
 
     spec: a source, of which `split_examples` holds some out, or two of them, "TRAIN,HELD_OUT". held_out: a source
     whose held-out records, or all where it knows no `split`, take the place of that side.
@@ -447,16 +448,24 @@ def load_sides(
         test = read(held_out)
         if _has_split(test):
             test = split_examples(test)[1]
-        seen = {prompt_key(example) for example in test}
-        train = [example for example in train if prompt_key(example) not in seen]
+    seen, num_train = {prompt_key(example) for example in test}, len(train)
+    train = [example for example in train if prompt_key(example) not in seen]
+    once = test
+    if not any("environment" in example for example in test):  # an environment draws a task for each row
+        once = list({repr([value for name, value in one.items() if name != "split"]): one for one in test}.values())
+    notes = []
+    if doubled := num_train - len(train):
+        notes.append(f"{doubled} training rows are left out, as their prompts are held out")
+    if repeats := len(test) - len(once):
+        notes.append(f"{repeats} held-out rows repeat another and count once")
     if spec is not None and not train:
         raise ValueError(f"--data {spec} leaves no prompt to train on, all are held out; add prompts")
-    return train, test
+    return train, once, [f"data: {'; '.join(notes)}"] if notes else []
 
 
 def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example]]:
     """
-    Splits a user's examples into (train, held out), with no prompt on both sides.
+    Splits a user's examples into (train, held out).
 
     A column `split` decides if present: "train", or "held_out", "test" or "validation". Otherwise a tenth of the
     distinct prompts is held out, from one to `MOST_HELD_OUT`. They are chosen by hash, not by place, so the choice
@@ -467,10 +476,10 @@ def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example
     if _has_split(examples):
         if wrong := [short(example["split"]) for example in examples if example["split"] not in SPLITS]:
             raise ValueError(f"column split holds {wrong[0]}; write train or held_out in all records, or rename it")
-        chosen = {prompt_key(example) for example in examples if example["split"] != "train"}
-    else:
-        keys = sorted({prompt_key(example) for example in examples})
-        chosen = set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
+        train = [example for example in examples if example["split"] == "train"]
+        return train, [example for example in examples if example["split"] != "train"]
+    keys = sorted({prompt_key(example) for example in examples})
+    chosen = set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
     train = [example for example in examples if prompt_key(example) not in chosen]
     return train, [example for example in examples if prompt_key(example) in chosen]
 

@@ -12,13 +12,14 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import json
 import logging
 import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from hashlib import sha256
 from numbers import Real
@@ -47,18 +48,38 @@ class Calling(NamedTuple):
     timeout: float = 60.0  # seconds for a row there
 
 
+class Logged(NamedTuple):
+    """What rewards gave to TRL's `log_metric`, values by name, and to `log_extra`, columns of N values by name."""
+
+    metrics: dict[str, list[Any]]
+    extra: dict[str, list[Any]]
+
+
+def merged(parts: Iterable[tuple[Sequence[int], Logged]], num_rows: int) -> Logged:
+    """What was logged of some rows each, put together; a row that nothing was logged of has None in a column."""
+    whole = Logged({}, {})
+    for rows, part in parts:
+        for name, values in part.metrics.items():
+            whole.metrics.setdefault(name, []).extend(values)
+        for name, values in part.extra.items():
+            column = whole.extra.setdefault(name, [None] * num_rows)
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+    return whole
+
+
 class UserReward:
     """
     A user's function, called with what TRL calls it with: see `call_reward`.
 
-    `step` is what it finds as `trainer_state.global_step`, the steps that are done. What it gives to `log_extra` and
-    `log_metric` is dropped. In workers it sees one row at a time, and a row that takes too long earns the lowest
-    reward of its call: earned it nothing, a policy would learn to stall a verifier that is about to say no.
+    `step` is what it finds as `trainer_state.global_step`, the steps that are done; `logged`, what its newest call gave
+    to `log_metric` and `log_extra`. In workers it sees one row at a time, and a row that takes too long earns the
+    lowest reward of its call: earned it nothing, a policy would learn to stall a verifier that is about to say no.
     """
 
     def __init__(self, name: str, fn: Reward, spec: str, calling: Calling):
         functools.update_wrapper(self, fn)
-        self.name, self.fn, self.calling, self.step = name, fn, calling, 0
+        self.name, self.fn, self.calling, self.step, self.logged = name, fn, calling, 0, Logged({}, {})
         self.pool = None
         if calling.num_workers:
             file = spec.rpartition(":")[0]
@@ -75,7 +96,12 @@ class UserReward:
             arguments["prompts"] = list(map(form, arguments["prompts"]))
         if "completions" in arguments and self.calling.messages:
             arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
-        own = {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": _drop, "log_metric": _drop}
+        metrics, extra = self.logged = Logged({}, {})
+        own = {
+            "trainer_state": SimpleNamespace(global_step=self.step),
+            "log_metric": lambda name, value: metrics.setdefault(str(name), []).append(value),
+            "log_extra": lambda column, values: extra.update({str(column): values}),
+        }
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
@@ -85,21 +111,18 @@ class UserReward:
         answers = pool.ask([(self.step, row) for row in rows])
         if failed := next((answer.error for answer in answers if answer.error not in ("", LATE)), ""):
             raise RowError(failed)
-        readable = [answer.value for answer in answers if answer.value is not None]
-        lowest = min(readable, default=None)
+        said = [(None, {}, {}) if answer.error else answer.value for answer in answers]
+        self.logged = merged((([row], Logged(*its)) for row, (_, *its) in enumerate(said)), num)
+        lowest = min((value for value, *_ in said if value is not None), default=None)
         if late := sum(answer.error == LATE for answer in answers):
             counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
             limit = f"{self.calling.timeout:g} s"
             print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
-        return [lowest if answer.error else answer.value for answer in answers]
+        return [lowest if answer.error else value for answer, (value, *_) in zip(answers, said, strict=True)]
 
 
 class RowError(ValueError):
     """What a reward raised in a worker, told by it in full."""
-
-
-def _drop(*_: Any) -> None:
-    pass
 
 
 def as_messages(role: str, text: Any) -> list[dict[str, str]]:
@@ -109,14 +132,14 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def row_scorer(file: str, function: str, messages: bool) -> Callable[[tuple[int, dict[str, Any]]], float | None]:
-    """What a worker does: the step and the arguments of one row, lists of one, to its reward or None."""
+def row_scorer(file: str, function: str, messages: bool) -> Callable[[tuple[int, dict[str, Any]]], Any]:
+    """What a worker does: the step and the arguments of one row, lists of one, to its reward or None and `Logged`."""
     name, reward = load_reward(f"{file}:{function}", Calling(messages))
 
-    def score(question: tuple[int, dict[str, Any]]) -> float | None:
+    def score(question: tuple[int, dict[str, Any]]) -> Any:
         reward.step, arguments = question  # type: ignore[attr-defined]
         value = call(name, reward, arguments, 1)[0]
-        return None if math.isnan(value) else value
+        return None if math.isnan(value) else value, *reward.logged  # type: ignore[attr-defined]
 
     return score
 
@@ -231,26 +254,34 @@ def _import_file(what: str, path: Path) -> Any:
 
 
 def call_rewards(
-    rewards: dict[str, Reward], examples: Sequence[Example], completions: Sequence[str], columns: dict[str, list[Any]]
-) -> dict[str, list[float]]:
+    rewards: dict[str, Reward],
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]],
+    weights: Mapping[str, float] | None = None,
+) -> tuple[dict[str, list[float]], Logged]:
     """
-    The values of N completions by each reward; see `call_reward`.
+    The values of N completions by each reward, and what these logged; see `call_reward`.
 
-    examples: one per completion, whose columns they bring. columns: the others'.
-    Raises ValueError naming a reward that gave None for all of them; unless other functions of the user gave each a
-    number, as of several tasks each with a reward of its own.
+    examples: one per completion, whose columns they bring. columns: the others'. weights: 0 makes one a metric.
+    Raises ValueError naming a reward that gave None for all of them, unless it is a metric, or other functions of the
+    user gave each a number, as of several tasks each with a reward of its own.
     """
     every = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
     named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
     called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
-    for name, values in called.items():
-        others = [called[other] for other in called if other != name and isinstance(rewards[other], UserReward)]
+    counted = [name for name in called if weights is None or weights[name]]
+    for name in counted:
+        values = called[name]
+        others = [called[other] for other in counted if other != name and isinstance(rewards[other], UserReward)]
         is_covered = others and all(any(not math.isnan(value) for value in row) for row in zip(*others, strict=True))
         if all(map(math.isnan, values)) and not is_covered:
             fix = "return a number for each completion that it applies to"
             raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
-    return called
+    rows = range(len(completions))
+    logged = [(rows, reward.logged) for reward in rewards.values() if isinstance(reward, UserReward)]
+    return called, merged(logged, len(rows))
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
@@ -279,10 +310,16 @@ def call_reward(
         return call(name, fn, arguments, len(completions))
     mine = world.part_together(map(repr, prompts))
     own = {column: [values[row] for row in mine] for column, values in arguments.items()}
-    rewards = [math.nan] * len(completions)
-    for rows, values in world.share((mine, call(name, fn, own, len(mine)) if mine else []), f"reward {name}"):
+    rewards, logged = [math.nan] * len(completions), Logged({}, {})
+    given = call(name, fn, own, len(mine)) if mine else []
+    if mine and isinstance(fn, UserReward):
+        logged = fn.logged
+    parts = world.share((mine, given, *logged), f"reward {name}")
+    for rows, values, *_ in parts:
         for row, value in zip(rows, values, strict=True):
             rewards[row] = value
+    if isinstance(fn, UserReward):
+        fn.logged = merged(((rows, Logged(*its)) for rows, _, *its in parts), len(completions))
     return rewards
 
 
@@ -300,6 +337,8 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         is_trls = isinstance(error, TypeError) and "string indices" in str(error)
         fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
         raise ValueError(f"reward {name} {raised(error, fn)}{fix}") from error
+    if isinstance(fn, UserReward):
+        fn.logged = _checked_logs(name + defined_at(fn), fn.logged, num_rows)
     return _checked_rewards(name + defined_at(fn), rewards, num_rows)
 
 
@@ -371,6 +410,29 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
             raise ValueError(f"reward {name} gave {short(value)} for row {row}; return a finite number below 1e15")
         checked.append(float(number))
     return checked
+
+
+def _checked_logs(name: str, logged: Logged, num_rows: int) -> Logged:
+    """What a reward logged, as JSON has it. ValueError for a metric that is no number, a column of another length."""
+    for column, values in logged.extra.items():
+        if len(values) != num_rows:
+            given = f"{len(values)} values of {short(column)} for {num_rows} completions"
+            raise ValueError(f"reward {name} gave log_extra {given}; give one for each")
+    for metric, numbers in logged.metrics.items():
+        if wrong := [short(value) for value in numbers if not (isinstance(value, Real) and math.isfinite(value))]:
+            raise ValueError(f"reward {name} gave log_metric {wrong[0]} as {short(metric)}; give a finite number")
+    metrics = {metric: list(map(float, numbers)) for metric, numbers in logged.metrics.items()}
+    return Logged(metrics, {column: list(map(_recordable, values)) for column, values in logged.extra.items()})
+
+
+def _recordable(value: Any) -> Any:
+    """A value as JSON has it, or as text."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of an array library
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
 
 
 # ---- the answer that a text states

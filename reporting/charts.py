@@ -38,6 +38,7 @@ class Curve(NamedTuple):
 CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves: key -> label
     ("Reward", "mean of the step; the band is the mean deviation within groups", {"reward/mean": "reward"}),
     ("Reward by component", "before weighting", {}),
+    ("Logged by rewards", "mean of what they give to log_metric", {}),
     ("Loss", "of --loss-type sft, nats a token", {"loss": "training"}),
     ("Held-out", "with 95% intervals", {}),
     ("Length", "tokens of a completion", {"completion/mean_tokens": "tokens"}),
@@ -111,9 +112,11 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
         figure, _ = figure_of(run)
         keys = {f"eval/{name}": name for name in (figure, "greedy", "witness")}
         bands, most = {key: f"{key}_ci95" for key in keys}, 1.0 if figure == "accuracy" else math.inf
-    if title == "Reward by component":
-        names = [key for key in (run.steps[0] if run.steps else {}) if key.startswith("reward/")]
-        keys = {key: visible(key.removeprefix("reward/")) for key in names if key not in REWARD_METRICS}
+    if beginning := {"Reward by component": "reward/", "Logged by rewards": "metric/"}.get(title):
+        names = dict.fromkeys(key for step in run.steps for key in step if key.startswith(beginning))
+        weights = run.settings.get("reward_weights") or {}
+        keys = {key: key.removeprefix(beginning) for key in names if key not in REWARD_METRICS}
+        keys = {key: visible(f"{name}, weight 0" if weights.get(name) == 0 else name) for key, name in keys.items()}
     for place, (key, label) in enumerate(keys.items()):
         is_evaluation = key.startswith("eval/")
         records = [one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None]

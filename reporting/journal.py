@@ -27,6 +27,7 @@ from judging import rubrics
 from machine import alive, gpu, power, world
 from problems import form
 from problems.examples import prompt_text, spread
+from problems.rewards import Logged, merged
 from reporting import health, trackers
 from reporting.console import LiveLine, comparison, console_line, say, warn
 from step.groups import Choice, Draw
@@ -102,7 +103,13 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     num_scores = sum(one.scores.size for one in judged)
     num_groups = len(draws) * config.sampling.batch
     num_signal = step.choice.num_signal if config.compares_rewards else None
-    by_function = [values for draw in draws for name, values in draw.rewards.components.items() if name != "rubric"]
+    weights = config.data.reward_weights
+    by_function = [
+        values
+        for draw in draws
+        for name, values in draw.rewards.components.items()
+        if name != "rubric" and weights.get(name, 1.0)
+    ]
     num_none = int(sum(np.isnan(values).sum() for values in by_function))
     has_std = config.sampling.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
     speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in seconds else []  # of several machines
@@ -115,6 +122,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
             for name in draws[0].rewards.components
         },
+        **logged_metrics([draw.rewards.logged for draw in draws]),
         **step.curriculum,
         "reward/none": num_none,
         "sampling/draws": len(draws),
@@ -145,6 +153,12 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     return finite(metrics)
 
 
+def logged_metrics(logs: list[Logged]) -> dict[str, float]:
+    """The means of what rewards gave to `log_metric`."""
+    metrics = merged((((), one._replace(extra={})) for one in logs), 0).metrics
+    return {f"metric/{name}": float(np.mean(values)) for name, values in metrics.items()}
+
+
 def forms(config: Config, draws: list[Draw]) -> dict[str, float | None]:
     """Means over all completions of what tells of answers that are none; null with tools, whose calls repeat."""
     if draws[0].talk:
@@ -172,7 +186,7 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
     trained = {group: place for place, group in enumerate(step.choice.groups)}
     first = 0  # the draw's first group
     for draw in step.draws:
-        rollout, rewards, judged = draw.rollout, draw.rewards, draw.rewards.judgement
+        rollout, rewards, judged, extra = draw.rollout, draw.rewards, draw.rewards.judgement, draw.rewards.logged.extra
         ids, logprobs, total = rollout.ids, np.array(rollout.logprobs), rewards.total.reshape(-1)
         for row, completion in enumerate(rewards.completions):
             group, member = divmod(row, config.sampling.groups)
@@ -189,6 +203,7 @@ def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
                 "logprobs": packed(logprobs[row, :num]),
                 "reward": _known(total[row]),
                 "rewards": {name: _known(values[row]) for name, values in rewards.components.items()},
+                **({"extra": {name: column[row] for name, column in extra.items()}} if extra else {}),
                 "judge_scores": None
                 if judged is None
                 else [s and round(s, 4) for s in map(_known, judged.scores[row])],

@@ -17,7 +17,7 @@ import shlex
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ def make_answers(run: History) -> dict[str, Any]:
     verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
-    paid = paid_though_wrong(by_step, chosen) if verified else []
+    metrics = {name for name, weight in (run.settings.get("reward_weights") or {}).items() if not weight}
+    paid = paid_though_wrong(by_step, chosen, metrics) if verified else []
     for row in rows:
         last = row["cells"][-1]
         if last["right"] is False and any(last["rewards"].get(one["name"]) == one["most"] for one in paid):
@@ -120,8 +121,14 @@ def first_rows(rows: list[dict[str, Any]], counts: Counter[str]) -> list[dict[st
     return [row for kind in sorted(taken, key=lambda kind: kind != CHEATED) for row in taken[kind]]
 
 
-def paid_though_wrong(by_step: dict[int, dict[int, dict[str, Any]]], chosen: list[int]) -> list[dict[str, Any]]:
-    """Of each training reward, how many wrong answers got the most it ever gave, at the first and last evaluation."""
+def paid_though_wrong(
+    by_step: dict[int, dict[int, dict[str, Any]]], chosen: list[int], metrics: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """
+    Of each training reward, how many wrong answers got the most it ever gave, at the first and last evaluation.
+
+    metrics: the rewards of weight 0.
+    """
 
     def given(step: int, name: str) -> list[tuple[Any, bool]]:
         """What each answer got, and whether it is wrong."""
@@ -129,7 +136,7 @@ def paid_though_wrong(by_step: dict[int, dict[int, dict[str, Any]]], chosen: lis
         return [(d["rewards"].get(name, [None])[0], d["values"][0] is not None and d["values"][0] < 1) for d in details]
 
     found = []
-    for name in next(iter(by_step[chosen[0]].values()))["rewards"]:
+    for name in (name for name in next(iter(by_step[chosen[0]].values()))["rewards"] if name not in metrics):
         values = {value for step in by_step for value, _ in given(step, name) if value is not None}
         if len(values) > 1:
             before, after = (given(step, name).count((max(values), True)) for step in (chosen[0], chosen[-1]))

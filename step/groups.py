@@ -6,6 +6,7 @@ What is left out: sampling and judging (train.py), and the arithmetic of advanta
 Axes: B prompts a step, G completions a prompt, N = B * G rows, T completion positions, K rewards or turns.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import sampler
 from config import Config
 from judging import rubrics
 from problems.examples import Example
+from problems.rewards import Logged
 from step import objectives
 from step.objectives import Advantage
 from turns.episodes import Episodes
@@ -25,14 +27,15 @@ from turns.seats import spans
 class Rewards(NamedTuple):
     """Rewards of one rollout, numpy float64."""
 
-    total: np.ndarray  # (B, G), weighted sum of the parts; nan where every component is unreadable
+    total: np.ndarray  # (B, G), weighted sum of the parts; nan where every one is unreadable
     filled: np.ndarray  # (B, G), the same without nan: the sum of the filled parts everywhere
     parts: np.ndarray  # (K, B, G), each reward before weighting; `fill` replaced unreadable values
-    weights: list[float]  # K
+    weights: list[float]  # K, none is 0: what weighs 0 is among the components only
     components: dict[str, np.ndarray]  # name -> (N,), before weighting; nan where unreadable
     judgement: rubrics.Judgement | None
     completions: list[str]
     turns: np.ndarray | None = None  # (B, G, K), those of each turn, which sum to `filled`; nan beyond a row's last
+    logged: Logged = Logged({}, {})  # by the rewards' `log_metric` and `log_extra`
 
 
 class Draw(NamedTuple):
@@ -47,29 +50,30 @@ class Draw(NamedTuple):
 
 def weigh(
     config: Config,
-    weights: list[float],
+    by_name: Mapping[str, float],
     components: dict[str, np.ndarray],
     judgement: rubrics.Judgement | None,
     completions: list[str],
 ) -> Rewards:
     """
-    The weighted sum of the components, (N,) each.
+    The weighted sum of the components, (N,) each. One of weight 0 is a metric: it is recorded and nothing else.
 
     An unreadable score becomes the mean that it would be compared with. So the judge neither rewards nor punishes that
     completion, and its verifiers count in full. A reward function that gave None for a completion is left out of that
     completion's sum.
     """
-    for (name, values), weight in zip(components.items(), weights, strict=True):
+    counted = {name: values for name, values in components.items() if by_name[name]}
+    weights = [by_name[name] for name in counted]
+    for (name, values), weight in zip(counted.items(), weights, strict=True):
         if (np.abs(weight * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
             raise ValueError(
                 f"reward {name} times its weight {weight:g} passes 1e15; start again with lower --reward-weights"
             )
     shape = len(weights), config.sampling.batch, config.sampling.groups
-    given = np.array(list(components.values()), np.float64).reshape(shape)
+    given = np.array(list(counted.values()), np.float64).reshape(shape)
     axis = None if config.objective.advantage == "reinforce" else 1
     filled_parts = [
-        fill(part, axis) if name == "rubric" else np.nan_to_num(part)
-        for name, part in zip(components, given, strict=True)
+        fill(part, axis) if name == "rubric" else np.nan_to_num(part) for name, part in zip(counted, given, strict=True)
     ]
     parts = np.array(filled_parts).reshape(shape)
     # no BLAS: its rounding may depend on the position, and equal rewards must stay equal

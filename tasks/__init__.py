@@ -50,12 +50,12 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
         train, test = bundled()
         return task._replace(train=train, held_out=test)
-    train, test = load_sides(data, held_out, lambda spec: prepare(spec, columns))
+    train, test, notes = load_sides(data, held_out, lambda spec: prepare(spec, columns))
     answers, verifier = [example.get("answer") for example in test], task.verifier
     said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
     if verifier is not None and not any(verifier(prompts=asked, completions=said, answer=answers)):
         task = task._replace(verifier=None)  # a user's data without answers that it can read
-    return task._replace(train=train, held_out=test)
+    return task._replace(train=train, held_out=test, notes=notes)
 
 
 def make(config: Config, held_out: str | None = None) -> Task:
@@ -100,7 +100,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _looked_at(task, config)
     if data.task == own.OWN.name and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse(task, data.path or held_out)
-    task = _weighted(task, config.data.reward_weights, taught=bool(config.objective.teacher))
+    task = _weighted(task, config)
     if not task.rubric:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if config.evaluation.rubric:
@@ -231,21 +231,26 @@ def _with_punishment(task: Task, max_tokens: int) -> Task:
     return task._replace(rewards=task.rewards | {name: reward}, reward_weights=task.reward_weights | {name: 1.0})
 
 
-def _weighted(task: Task, given: dict[str, float], taught: bool) -> Task:
+def _weighted(task: Task, config: Config) -> Task:
     """
-    The task with the weights of --reward-weights. What weighs 0 is left out: nobody pays for judging without use.
+    The task with the weights of --reward-weights.
 
-    taught: a teacher says enough, so no reward may be left.
+    A reward of weight 0 is a metric, as far as the data has its columns. A rubric of weight 0 is left out: nobody pays
+    for judging without use. No reward may be left where a teacher says enough.
     """
+    given = config.data.reward_weights
     known = [*task.rewards, *(["rubric"] if task.rubric else [])]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
     weights = {name: given.get(name, task.reward_weights.get(name, 1.0)) for name in known}
-    counted = {name: reward for name, reward in task.rewards.items() if weights[name]}
-    rubric = task.rubric if weights.get("rubric") else None
-    if not counted and rubric is None and not taught:
+    task = task._replace(reward_weights=weights, rubric=task.rubric if weights.get("rubric") else None)
+    if not task.counted and task.rubric is None and not config.objective.teacher:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
-    return task._replace(rewards=counted, reward_weights=weights, rubric=rubric)
+    if config.data.reward:
+        return task
+    known = reward_arguments(task.train or task.held_out, bool(task.environments))
+    kept = {name: one for name, one in task.rewards.items() if weights[name] or _is_served(name, one, known)}
+    return task._replace(rewards=kept)
 
 
 def _judge_notes(config: Config, task: Task) -> Iterator[str]:
@@ -260,7 +265,7 @@ def _judge_notes(config: Config, task: Task) -> Iterator[str]:
             noise = f"its scores of {', '.join(strange)} are noise; name another with --judge-model"
             yield f"WARNING: the judge {judge} has learned {knows}: {noise}"
     objective = config.objective
-    verified = task.verifier is not None and task.verifier in task.rewards.values()
+    verified = task.verifier is not None and task.verifier in task.counted.values()
     if config.data.rubric and verified and (objective.advantage, objective.scale_rewards) == ("group", "group"):
         yield (
             "rubric: where all completions of a prompt are right, its differences alone are scaled up to advantages of "

@@ -23,8 +23,8 @@ def take(config: Config) -> tuple[Task, list[str]]:
 
     def look() -> tuple[list[str], float | None]:
         examples, judged = task.train or task.held_out, task.rubric is not None
-        lines = list(audit.first_surprises(task.rewards, examples, judged=judged))
-        return lines, audit.middle_of(task.rewards, task.reward_weights, task.held_out)
+        lines = list(audit.first_surprises(task.counted, examples, judged=judged))
+        return lines, audit.middle_of(task.counted, task.reward_weights, task.held_out)
 
     with alive.doing("trying the rewards"):
         lines, paid = world.first(look)

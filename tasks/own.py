@@ -77,7 +77,7 @@ def told(task: Task) -> Task:
         said += f", {left_out} left out for want of an answer to compare with"
     if weights := [f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight]:
         said += f"; the reward is {' + '.join(weights)}"
-    return task._replace(train=train, held_out=held_out, notes=[said, about_answers(task)])
+    return task._replace(train=train, held_out=held_out, notes=[*task.notes, said, about_answers(task)])
 
 
 def about_answers(task: Task) -> str:

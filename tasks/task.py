@@ -40,6 +40,11 @@ class Task(NamedTuple):
     environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)
 
     @property
+    def counted(self) -> dict[str, Reward]:
+        """Its rewards but those of weight 0, which are metrics."""
+        return {name: reward for name, reward in self.rewards.items() if self.reward_weights[name]}
+
+    @property
     def metric(self) -> str:
         """The held-out figure: where a verifier knows the right answer accuracy, else the score of the rewards."""
         return "score" if self.verifier is None else "accuracy"

@@ -86,6 +86,18 @@ def test_a_column_split_decides_what_is_held_out(tmp_path):
     assert [e["prompt"] for e in tasks.load("values", held_out=str(path)).held_out] == ["b"]  # as an evaluation asks
 
 
+def test_held_out_prompts_count_once_and_are_not_trained_on_and_a_line_says_how_many(tmp_path):
+    sides = [("a", "train"), ("b", "test"), ("b", "train"), ("b", "validation"), ("c", "train"), ("a", "train")]
+    rows = [{"prompt": prompt, "answer": "1", "split": split} for prompt, split in sides]
+    task = tasks.load("own", data=write_log(tmp_path / "mine.jsonl", [*rows, rows[1] | {"answer": "2"}]))
+    assert [one["prompt"] for one in task.train] == ["a", "c", "a"]
+    assert [(one["prompt"], one["answer"]) for one in task.held_out] == [("b", "1"), ("b", "2")]
+    said = "1 training rows are left out, as their prompts are held out; 1 held-out rows repeat another and count once"
+    assert task.notes == [f"data: {said}"]
+    drawn = [row | {"environment": "cards"} for row in rows]
+    assert len(tasks.load("own", data=write_log(tmp_path / "drawn.jsonl", drawn)).held_out) == 2
+
+
 @pytest.mark.parametrize(
     ("answers", "metric"), [(["White", "Black"], "score"), ([5, "six"], "accuracy"), ([None, "5"], "accuracy")]
 )

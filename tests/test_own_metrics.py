@@ -1,0 +1,125 @@
+"""Metrics of one's own: rewards of weight 0, and what rewards give to TRL's `log_metric` and `log_extra`."""
+
+import json
+
+import numpy as np
+import pytest
+
+import train
+from problems import rewards
+from reporting import charts, page, seeds
+from small_run import make_run
+from conftest import message_of
+
+MINE = """
+def right(completions, answer, **_):
+    return [float(text == known) for text, known in zip(completions, answer)]
+def by_chance(completions, **_):
+    return [float(len(text) % 3) for text in completions]
+def length(completions, log_metric, log_extra, **_):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("upper", [text.upper() for text in completions])
+    return [None if len(text) % 2 else 1e9 * len(text) for text in completions]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def steps_of(at, mine, names, *flags):
+    """The metrics, completions and trained weights of two steps."""
+    at.mkdir()
+    flags = ["--steps", "2", "--eval-every", "2", "--reward", *(f"{mine}:{name}" for name in names.split(",")), *flags]
+    run = make_run(at, *flags)
+    list(train.train(run.config, run))
+    weights = {name: np.array(value) for name, value in run.learner.trainable.items()}
+    return run, run.journal.metrics.read(), run.journal.rollouts.read(), weights
+
+
+MODES = [
+    [],
+    ["--combine-rewards", "normalize"],
+    ["--advantage", "reinforce", "--scale-rewards", "none"],
+    ["--scale-rewards", "batch", "--dynamic-sampling"],
+    ["--reward-gate", "form"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: " ".join(mode) or "default")
+def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, mode):
+    _, _, plain_rows, plain = steps_of(tmp_path / "plain", mine, "right,by_chance", *mode)
+    zero = ["--reward-weights", "length=0"]
+    run, metrics, rows, weights = steps_of(tmp_path / "measured", mine, "right,by_chance,length", *zero, *mode)
+    assert plain.keys() == weights.keys() and all((plain[name] == weights[name]).all() for name in plain)
+    for before, row in zip(plain_rows, rows, strict=True):
+        told = len(row["completion"])
+        assert row["rewards"]["length"] == (None if told % 2 else 1e9 * told)
+        assert (before["reward"], before["advantage"]) == (row["reward"], row["advantage"])
+        assert row["extra"] == {"upper": row["completion"].upper()}
+    assert all(step["reward/none"] == 0 and step["reward/length"] for step in metrics)
+    assert metrics[0]["metric/longest"] == max(len(row["completion"]) for row in rows if row["step"] == 1)
+    assert all(record["eval/reward/length"] and record["eval/metric/longest"] for record in run.journal.evaluations)
+    (run.dir / "config.yaml").write_text(json.dumps(run.config.flat(run.sizes)))
+    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run.dir]))}
+    assert "length, weight 0" in [one["label"] for one in drawn["Reward by component"]["series"]]
+    assert drawn["Logged by rewards"]["series"][0]["y"] == [float(f"{s['metric/longest']:.4g}") for s in metrics]
+
+
+def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
+    silent, counted = (rewards.UserReward(name, fn, "", rewards.Calling()) for name, fn in FUNCTIONS)
+    asked = [{"prompt": "p"}] * 2, ["a", "b"], {}
+    both = {"silent": silent, "counted": counted}
+    rewards.call_rewards(both, *asked, {"silent": 0.0, "counted": 1.0})
+    text = message_of(rewards.call_rewards, both, *asked, {"silent": 1.0, "counted": 0.0})
+    assert "reward silent gave no number for any of 2 completions" in text
+
+
+FUNCTIONS = [("silent", lambda completions: [None] * len(completions)), ("counted", lambda completions: [1.0, 2.0])]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_is_logged_of_each_row_stays_with_it(mine, num_workers):
+    name, fn = rewards.load_reward(f"{mine}:length", rewards.Calling(num_workers=num_workers))
+    _, logged = rewards.call_rewards({name: fn}, [{"prompt": "p"}] * 3, ["a", "bb", "cccc"], {})
+    assert logged.extra == {"upper": ["A", "BB", "CCCC"]}
+    assert logged.metrics["longest"] == ([1.0, 2.0, 4.0] if num_workers else [4.0])
+    if num_workers:
+        fn.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (lambda metric, extra: metric("x", float("nan")), "gave log_metric nan as 'x'; give a finite number"),
+        (lambda metric, extra: metric("x", "many"), "gave log_metric 'many' as 'x'; give a finite number"),
+        (lambda metric, extra: extra("x", [1]), "gave log_extra 1 values of 'x' for 2 completions; give one for each"),
+    ],
+)
+def test_what_cannot_be_logged_is_told_in_a_line(log, said):
+    def mine(completions, log_metric, log_extra):
+        log(log_metric, log_extra)
+        return [1.0] * len(completions)
+
+    fn = rewards.UserReward("mine", mine, "", rewards.Calling())
+    assert said in message_of(rewards.call_rewards, {"mine": fn}, [{"prompt": "p"}] * 2, ["a", "b"], {})
+
+
+def test_values_of_any_type_are_recorded_as_json():
+    def mine(completions, log_extra):
+        log_extra("x", [np.float32(2), {1, 1}, float("inf"), np.arange(2)])
+        return [1.0] * len(completions)
+
+    fn = rewards.UserReward("mine", mine, "", rewards.Calling())
+    _, logged = rewards.call_rewards({"mine": fn}, [{"prompt": "p"}] * 4, ["a"] * 4, {})
+    assert json.loads(json.dumps(logged.extra["x"], allow_nan=False)) == [2.0, "{1}", "inf", [0, 1]]
+
+
+def test_a_wrong_answer_is_not_called_paid_by_a_metric():
+    answers = {number: {"rewards": {"length": [9]}, "values": [0.0]} for number in range(9)}
+    by_step = {0: answers | {9: {"rewards": {"length": [1]}, "values": [0.0]}}}
+    assert page.paid_though_wrong(by_step, [0]) and not page.paid_though_wrong(by_step, [0], {"length"})

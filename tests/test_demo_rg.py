@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 
 import pytest
 from conftest import message_of, read_log

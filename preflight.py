@@ -33,7 +33,7 @@ from flags import Parser, check_least, fail, flag_of, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, delta, lm_head
-from machine import alive, gpu, world
+from machine import alive, chips, gpu, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
 from step import dispatch, micro_batch
@@ -403,6 +403,45 @@ def advice(demand: Demand, sizes: Sizes, room: int) -> str:
     return f"set {' '.join(f'{flag_of(key)} {value}' for key, value in flags.items())}"
 
 
+def step_of(demand: Demand, sizes: Sizes) -> chips.Step:
+    """The numbers of a step of a run; prompts are computed once for a group."""
+    model, dtype, config, lengths, rubric = demand
+    sampling, head = config.sampling, model.vocab_size * model.hidden_size
+    weights = matmuls_of(model)
+    num_rows, prompts = sampling.batch * sampling.groups, sorted(lengths)[-sampling.batch :]
+    judged = 0.0
+    if rubric is not None and not config.judge.url:
+        judge = model if config.judges_itself else gwen.load_config(config.judge.model)
+        texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
+        judged = (sum(prompts) + num_rows * (sampling.max_tokens + texts)) * matmuls_of(judge) / weights
+    forward = 1 + bool(config.objective.beta) + bool(config.objective.teacher)
+    again = sizes.checkpoint_layers / model.num_hidden_layers
+    backward = (1 if config.model.lora_rank else 2) + again
+    return chips.Step(
+        layers=model.num_hidden_layers,
+        weights=weights,
+        head=head,
+        pair=4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds),
+        column=column_bytes(model, dtype),
+        state=state_bytes(model, dtype),
+        itemsize=dtype.size,
+        batch=sampling.batch,
+        groups=sampling.groups,
+        prompt=max(prompts),
+        answer=sampling.max_tokens,
+        rows=sizes.rollout_batch_size,
+        judged=int(judged),
+        batches=_update(model, dtype, config, sizes, prompts)[0],
+        passes=forward + config.optimizer.num_iterations * backward,
+    )
+
+
+def matmuls_of(model: hub.ModelConfig) -> int:
+    """Weights of all layers' matmuls."""
+    layers = gwen.Model(model).layers  # lazy: nothing of it is ever computed
+    return sum(array.size for layer in layers for _, array in tree_flatten(layer.parameters()) if array.ndim == 2)
+
+
 def rubric_of(config: Config) -> Path | None:
     """The rubric that a run is judged by, as far as that is known without its data."""
     data, bundled = config.data, Path(__file__).parent / "data" / f"{config.data.task}_rubric.yaml"
@@ -593,7 +632,10 @@ def main(argv: list[str] | None = None) -> None:
             config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
         demand = Demand(model, dtype, config, lengths, rubric_of(config))
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
-        print(line(demand, settle(demand)))
+        sizes = settle(demand)
+        print(line(demand, sizes))
+        here = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
+        print(chips.line(step_of(demand, sizes), estimate(demand, sizes).total, here))
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -388,7 +388,8 @@ group_attention = gpu.Op(tree_attention_ref, _launch_group_attention, _example_o
 
 def group_pays(queries: mx.array, parts: Parts) -> bool:
     """
-    Whether to take `group_attention` and not `slot_attention`: bench/ledger.py says so, and few threadgroups do.
+    Whether to take `group_attention` and not `slot_attention`: by the count of c148fd6:bench/ledger.py, and
+    for few threadgroups.
 
     The latter computes a query's share of a column in a tenth of the time that the column takes from memory (M1 to M5,
     16 bits), so more than ten queries a column keep memory waiting. Fewer threadgroups than 32 leave cores idle: MLX's

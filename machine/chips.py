@@ -1,8 +1,8 @@
 """
 What a step moves and computes, from numbers of its configuration, and what that takes on Apple's chips: an estimate.
 
-A phase takes the longest of three times: its bytes over a chip's bandwidth, its FLOPs over the chip's arithmetic, each by
-the share of it that others have reached, and its launches of kernels. Nobody has measured a step on a Mac. Left out:
+A phase takes the longest of three times: that of its bytes at a chip's bandwidth and of its FLOPs at its arithmetic, by
+the share of both that others have reached, and that of its launches. Nobody has measured a step on a Mac. Left out:
 rewards, tokenizing, evaluation, what Python does.
 
 Axes: B prompts, G completions of each, P prompt and T completion positions.
@@ -97,12 +97,13 @@ def seconds(step: Step, chip: Chip) -> float:
     return sum(cost.seconds(chip) for cost in phases(step).values())
 
 
-def line(step: Step, need: int) -> str:
-    """What a step moves, computes and takes, on each chip that is sold with enough memory for `need` bytes."""
-    costs, fits = phases(step).values(), [chip for chip in load() if 2 * max(chip.memory) / 3 >= need]
+def line(step: Step, need: int, here: str = "") -> str:
+    """What a step moves, computes and takes: here, or on each chip that is sold with enough memory for `need` bytes."""
+    costs, chips = phases(step).values(), load()
+    fit = [chip for chip in chips if chip.name == here] or [c for c in chips if 2 * max(c.memory) / 3 >= need]
     moved, computed = sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs)
-    times = ", ".join(f"{chip.name} {seconds(step, chip):.2g} s" for chip in fits)
+    times = ", ".join(f"{chip.name} {seconds(step, chip):.2g} s" for chip in fit) or "no chip has the memory"
     return (
-        f"a step moves {moved / 1e9:.0f} GB in decoding and weights and computes {computed / 1e12:.1f} TFLOP: "
-        f"{times or 'no chip has the memory'}. An estimate by machine/chips.py: nobody has measured this on a Mac"
+        f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {times} "
+        "(an estimate: nobody has measured this on a Mac)"
     )

@@ -17,7 +17,7 @@ import gwen
 from layers.tree_cache import TreeCache
 
 # Sharing pays from this share of positions saved. On a CPU time was 1.14x with 10% saved, 0.97x with 18%, 0.88x with
-# 29%; on a GPU the ledger has 0.85x, 0.83x and 0.75x (`python -m bench.ledger --share-prefix on`).
+# 29%; on a GPU, counted, 0.85x, 0.83x and 0.75x (`c148fd6:bench/ledger.py`).
 LEAST_SAVED = 0.2
 ROOM = 9 / 8  # a group that shares its prompt may exceed the budget by this factor, so that it need not be split
 

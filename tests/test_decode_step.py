@@ -1,7 +1,5 @@
 """A decode step without gradients, compiled between its attentions: the same states from a quarter of the calls."""
 
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,10 +7,8 @@ import pytest
 import gwen
 import lora
 import sampler
-from bench import launches, ledger
 from kv_cache import KVCache, SlotCache
 from machine import gpu
-from settings.sources import resolve
 
 
 @pytest.fixture(params=["qwen3", "qwen3.5"])
@@ -49,40 +45,6 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, sha
 
 def test_on_a_cpu_a_step_is_the_models_own(model):
     assert gwen.decode_step(model) == model.hidden
-
-
-def num_calls(num_layers, monkeypatch):
-    """Calls that Python makes to queue the layers of a decode step on a GPU, of its own functions and of MLX's."""
-    config = resolve({"model": "random:2m", "task": "demo", "lora_rank": 16}, None, None, gwen.choose_model)[0]
-    work = ledger.StepWork(gwen.load_config("random:2m"), mx.float16, config, 16)
-    make_step, calls = gwen.decode_step, [0]
-
-    def note(_, event, __):
-        calls[-1] += event in ("call", "c_call")
-
-    def counted(model):
-        step = make_step(model)
-
-        def call(tokens, cache):
-            calls.append(0)
-            sys.setprofile(note)
-            hidden = step(tokens, cache)
-            sys.setprofile(None)
-            return hidden
-
-        return call
-
-    monkeypatch.setattr(gwen, "decode_step", counted)
-    with launches.as_on_a_gpu():
-        function, inputs = ledger.decode(work, num_layers)
-        launches.build_seconds(function, *inputs)
-    monkeypatch.undo()
-    return calls[-1]
-
-
-def test_python_makes_few_calls_for_a_layer_of_a_step(monkeypatch):
-    """36, where mlx_lm, which compiles nothing there, makes 142."""
-    assert num_calls(3, monkeypatch) - num_calls(2, monkeypatch) < 142 / 3
 
 
 def test_sampling_and_the_frozen_base_make_no_function_with_a_gradient(model, monkeypatch):

@@ -28,7 +28,7 @@ import preflight
 import report
 import sampler
 import train
-from bench import harness, ledger, step, survey
+from bench import harness, step
 from config import SETTINGS
 from flags import OPTIONAL, choices_of, flag_of
 from judging import remote_judge
@@ -109,8 +109,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     for owner, name in (
         *((gwen, "load"), (gwen, "load_model"), (gwen, "open_model"), (workers.Pool, "__init__"), (page, "show")),
-        *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure"), (survey, "write")),
-        *((ledger, "StepWork"), (gsm8k, "hub_records"), (examples, "hub_records")),
+        *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure")),
+        *((gsm8k, "hub_records"), (examples, "hub_records")),
     ):
         monkeypatch.setattr(owner, name, reached)
     monkeypatch.chdir(tmp_path)
@@ -158,8 +158,6 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = 
     "report": (report.main, ["run"], []),
     "rollout": (bench_rollout.main, ["--model", "demo"], []),
     "step": (step.main, ["--model", "demo"], []),
-    "ledger": (ledger.main, ["--model", "random:2m"], []),
-    "survey": (survey.main, ["--model", "random:2m"], []),
 }
 
 

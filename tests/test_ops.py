@@ -7,9 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import QWEN3, YARN, normal, relative_error
-from launched import count, per_layer
 
-import gwen
 from disk import hub
 from layers import attention, ops
 from layers.tree_cache import TreeCache
@@ -357,44 +355,3 @@ def test_a_tree_on_a_gpu_is_as_exact_as_the_attention_of_mlx_to_whole_rows(paren
         theirs_worst = max(theirs_worst, np.abs(theirs[0] - expected).max())
         ours_worst = max(ours_worst, np.abs(ours[row, :, :length] - expected).max())
     assert ours_worst <= 1.2 * theirs_worst < {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}[dtype]
-
-
-def test_a_part_is_copied_to_no_place_but_its_own():
-    """A level whose rows have equally many readers is a view until its columns are written."""
-    levels = [[5], [7, 7], [9, 9, 9, 9]]
-    regular, irregular = [[0, 0], [0, 0, 1, 1]], [[0, 0], [0, 1, 0, 1]]
-    for parents, copies in ((regular, {"copy": 3}), (irregular, {"copy": 3, "gather": 1})):
-        _, parts, layout = tree_of_keys(parents, mx.float16, levels)
-        mx.eval([group.rows for group in layout.groups if group.rows is not None])
-        keys = [part[0] for part in parts]
-        mx.eval(keys)
-        found = count(lambda *keys, at=layout: attention.joined([(k, k) for k in keys], at)[0], *keys)
-        assert found == copies
-
-
-def test_masks_of_padded_levels_are_made_once_for_all_layers(monkeypatch):
-    """And nothing is cast: a layer has matmuls, kernels, attention and the copies that join its parts."""
-    monkeypatch.setenv("GWEN_KERNELS", "on")
-
-    def judge(num_layers):
-        config = hub.make_config(QWEN3 | {"num_hidden_layers": num_layers, "head_dim": 64})
-        model = gwen.Model(config)
-        model.set_dtype(mx.float16)
-        cache = TreeCache(num_layers).child([5])
-        shapes = [(1, config.num_key_value_heads, 5, 64), (2, config.num_key_value_heads, 7, 64)]
-        held = [mx.zeros(shape, mx.float16) for shape in shapes]
-        mx.eval(model.parameters(), held)
-        for layer in cache.layers:
-            layer.parts = [(held[0], held[0])]
-        cache.advance(5)
-        middle = cache.child([7, 6], [0, 0])
-        for layer in middle.layers:
-            layer.parts.append((held[1], held[1]))
-        middle.advance(7)
-
-        def run(tokens):
-            return model.hidden(tokens, middle.child([9, 4, 9, 8], [0, 0, 1, 1]))
-
-        return run, [mx.zeros((4, 9), mx.int32)]
-
-    assert +per_layer(judge) == {"matmul": 4, "kernel": 4, "fast": 1, "copy": 7}

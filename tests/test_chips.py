@@ -1,0 +1,37 @@
+"""What a step takes on Apple's chips, against published figures and a count by launches."""
+
+import mlx.core as mx
+import pytest
+from small_run import resolve
+
+import gwen
+import preflight
+from machine import chips
+
+CHIPS = {chip.name: chip for chip in chips.load()}
+COUNTED = {"M1": 42.5, "M2": 30.6, "M4": 28.2, "M4 Pro": 13.0, "M4 Max": 6.2, "M5": 10.8, "M5 Max": 2.7}
+
+
+def test_an_m4_max_prefills_and_decodes_as_fast_as_mlx_lm_has_published():
+    """Qwen3-4B in bfloat16: 1,780 and 52.5 tokens a second."""
+    weights, chip = 36 * (2560 * (32 + 16) * 128 + 32 * 128 * 2560 + 3 * 2560 * 9728), CHIPS["M4 Max"]
+    prefill = 4096 / chips.Cost(2 * weights, 2 * weights * 4096).seconds(chip)
+    decode = 1 / chips.Cost(2 * (weights + 151_936 * 2560), 2 * weights, chips.LAUNCHES * 36).seconds(chip)
+    assert prefill == pytest.approx(1780, rel=0.05) and decode == pytest.approx(52.5, rel=0.05)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
+    """By c148fd6:bench/ledger.py, seconds at the peaks: 64 rows of Qwen3-0.6B, three criteria."""
+    flags = {"model": "random:0.6b", "task": "values", "batch": 8, "groups": 8, "max_tokens": 256}
+    config, shape = resolve(flags, None, None)[0], gwen.random_config("random:0.6b")
+    demand = preflight.Demand(shape, mx.float16, config, [128] * 8, preflight.rubric_of(config))
+    step = preflight.step_of(demand, preflight.settle(demand))._replace(judged=8 * 128 + 64 * (256 + 3 * 24))
+    assert chips.seconds(step, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
+
+
+def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(capsys):
+    preflight.main(["--model", "random:0.6b", "--dtype", "float16", "--lora-rank", "0", "--batch", "8"])
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("a step: ") and said.endswith("(an estimate: nobody has measured this on a Mac)")
+    assert "M1 Pro " in said and "M1 1" not in said  # 16 GB do not hold masters and moments of all weights

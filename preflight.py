@@ -97,7 +97,7 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str)
     What one position keeps of one layer of a kind for the gradient, with `keys` keys to each query.
 
     Found by doubling each width in turn: measured on a CPU, where in 16 bits it is 2 to 8% less, since softmax and
-    swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (bench/launches.py).
+    swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (`c148fd6:bench/launches.py`).
     """
     if kind == "linear_attention":
         assert model.delta is not None

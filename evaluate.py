@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, fail, read_text, visible
+from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu
@@ -191,21 +191,6 @@ def told_apart(answers: Answers, earned: Earned, apart: np.ndarray) -> str:
     )
 
 
-def logprobs_under(model: gwen.Model, answers: Answers, samples: int, temperature: float) -> np.ndarray:
-    """Log-probabilities of the completions' tokens under another model, (N, T) float64, 0 outside them."""
-
-    def logprobs_of(batch: MicroBatch) -> mx.array:
-        hidden, head_weight = completion_hidden(model, batch), model.head_weight
-        ids = batch.completion_ids
-        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
-
-    rows = [prompt for prompt in answers.prompts for _ in range(samples)]
-    batches = my_part(micro_batches(rows, answers.rollout, REFERENCE_TOKENS))
-    found = ((batch, [logprobs_of(batch)]) for batch in alive.Bar(batches, desc="reference", unit="part"))
-    (logprobs,) = in_rows(found, [mx.zeros(answers.rollout.mask.shape)])
-    return np.array(logprobs, np.float64)
-
-
 def divergence(reference: gwen.Model, answers: Answers, samples: int, temperature: float) -> float:
     """
     KL(sampling policy, `reference` before training) in nats per token; see `lora.before_training`.
@@ -213,28 +198,19 @@ def divergence(reference: gwen.Model, answers: Answers, samples: int, temperatur
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
     Source: see `grpo.kl_term`.
     """
+
+    def logprobs_of(batch: MicroBatch) -> mx.array:
+        hidden, head_weight = completion_hidden(reference, batch), reference.head_weight
+        ids = batch.completion_ids
+        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
+
+    rows = [prompt for prompt in answers.prompts for _ in range(samples)]
+    batches = my_part(micro_batches(rows, answers.rollout, REFERENCE_TOKENS))
+    found = ((batch, [logprobs_of(batch)]) for batch in alive.Bar(batches, desc="reference", unit="part"))
     with lora.before_training(reference):
-        logprobs = logprobs_under(reference, answers, samples, temperature)
+        logprobs = np.array(in_rows(found, [mx.zeros(answers.rollout.mask.shape)])[0], np.float64)
     difference, mask = logprobs - np.array(answers.rollout.logprobs, np.float64), np.array(answers.rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
-
-
-def replies_lost(model: gwen.Model, before: Answers, samples: int, temperature: float) -> str:
-    """
-    A row of `suite`: perplexity of the answers before training, under the model that gave them and under `model`.
-
-    The change is that of its logarithm, nats per token, with the 95% interval over problems of a ratio of sums.
-    """
-    mask = np.array(before.rollout.mask)
-    new, old = logprobs_under(model, before, samples, temperature), np.array(before.rollout.logprobs, np.float64)
-    tokens = mask.reshape(-1, samples * mask.shape[1]).sum(axis=1)  # by problem
-    losses = [-(logprobs * mask).reshape(len(tokens), -1).sum(axis=1) for logprobs in (old, new)]
-    perplexities = [math.exp(min(loss.sum() / tokens.sum(), 700.0)) for loss in losses]
-    off = losses[1] - losses[0]
-    change = off.sum() / tokens.sum()
-    half = len(tokens) * (half_width(off - change * tokens) or 0.0) / tokens.sum()
-    said = f"{change:+.3f} ± {half:.3f} nats a token" if abs(change) > half else "no change"
-    return f"perplexity of the answers before | {perplexities[0]:.3f} | {perplexities[1]:.3f} | {said}"
 
 
 # ---- an evaluation
@@ -254,53 +230,6 @@ class EvalParams(NamedTuple):
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
     filter: filters.Filter | None = None  # of logits; without a toolbox
-    wording: str = ""  # of `--prompts`
-
-
-def reworded(problem: Example, wording: str) -> Example:
-    """
-    The problem asked in other words, in which "{}" stands for what the user asked; without it, a system message, in
-    place of the problem's own.
-    """
-    if not wording:
-        return problem
-    messages = problem["prompt"]
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if "{}" not in wording:
-        return problem | {"system": wording, "prompt": [one for one in messages if one["role"] != "system"]}
-    asked = wording.replace("{}", prompt_text(messages))
-    return problem | {"prompt": [*messages[:-1], {"role": "user", "content": asked}]}
-
-
-class Answered(NamedTuple):
-    """The problems of an evaluation and what was said to them."""
-
-    numbers: list[int]  # P, their places among the task's held-out ones
-    sampled: Answers
-    greedy: Answers
-
-
-def answer_all(model: gwen.Model, tokenizer: Any, task: tasks.Task, params: EvalParams) -> Answered:
-    """Answers the task's held-out problems. ValueError: see `evaluate`."""
-    numbers = spread(list(range(len(task.held_out))), params.limit)
-    problems = [task.held_out[number] for number in numbers]
-    if not problems:
-        raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
-    prompts = (
-        [params.toolbox.prompt(problem) for problem in problems]
-        if params.toolbox
-        else chat_template.encode_prompts(
-            tokenizer,
-            [reworded(problem, params.wording) for problem in problems],
-            max_tokens=params.max_tokens,
-            context=model.config.max_position_embeddings,
-            thinking=params.thinking,
-            kind="held-out prompt",
-        )
-    )
-    for name, reward in task.rewards.items():
-        reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
-    return Answered(numbers, *answer_both(model, tokenizer, problems, prompts, params))
 
 
 def evaluate(
@@ -312,7 +241,6 @@ def evaluate(
     grader: Grader | None = None,
     witness: Grader | None = None,
     reference: gwen.Model | None = None,
-    answered: Answered | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
@@ -322,13 +250,30 @@ def evaluate(
     `eval/pass_at_1` is unbiased.
 
     grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
-    model before training, or one that `lora.before_training` makes it; None if unavailable. answered: what
-    `answer_all` gave, else it is asked. warn: is called where the reward disagrees with the verifier.
+    model before training, or one that `lora.before_training` makes it; None if unavailable. warn: is called where the
+    reward disagrees with the verifier.
     Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
-    numbers, sampled, greedy = answered or answer_all(model, tokenizer, task, params)
-    problems = sampled.problems[:: params.samples]
+    numbers = spread(list(range(len(task.held_out))), params.limit)
+    problems = [task.held_out[number] for number in numbers]
+    if not problems:
+        raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
+    prompts = (
+        [params.toolbox.prompt(problem) for problem in problems]
+        if params.toolbox
+        else chat_template.encode_prompts(
+            tokenizer,
+            problems,
+            max_tokens=params.max_tokens,
+            context=model.config.max_position_embeddings,
+            thinking=params.thinking,
+            kind="held-out prompt",
+        )
+    )
+    for name, reward in task.rewards.items():
+        reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
+    sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
     earned = earn(task, grader, sampled)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
@@ -494,58 +439,6 @@ TAKEN = (
 )
 
 
-# What `--suite` measures besides a run's own task: what was not trained, each task with its configuration.
-SUITE = {"ifbench": "", "rg:chain_sum,leg_counting,spell_backward,letter_counting": str(tasks.DATA / "demo_rg.yaml")}
-
-
-def suite(
-    model: gwen.Model, tokenizer: Any, config: Config, own: tasks.Task, params: EvalParams
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str]]:
-    """
-    A task, its record before training, the one after and `replies_lost`, of the run's own task and of `SUITE`.
-
-    The model's adapters are what was trained. A task whose library is missing is left out, and a line says so. No judge
-    is asked: a task without a verifier is left out too.
-    """
-    plain = config.but(
-        reward=[], reward_weights={}, rubric="", eval_rubric="", data="", columns="", tools=[], env="", curriculum=False
-    )
-    for name in dict.fromkeys((own.name, *SUITE)):
-        try:
-            task = own if name == own.name else tasks.make(plain.but(task=name, task_config=SUITE[name]))
-        except ValueError as error:
-            print(visible(f"left out: {error}"), file=sys.stderr)
-            continue
-        if task.verifier is None:
-            print(visible(f"left out: --task {name} has no verifier"), file=sys.stderr)
-            continue
-        its = params if task is own else params._replace(toolbox=None)
-        with lora.before_training(model):
-            answered = answer_all(model, tokenizer, task, its)
-        before = evaluate(model, tokenizer, task, its, answered=answered)[0]
-        after = evaluate(model, tokenizer, task, its, reference=model)[0]
-        yield name, before, after, replies_lost(model, answered.sampled, its.samples, its.temperature or 1.0)
-
-
-def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """A row of the table: a figure before and after with their intervals, and the change where it is outside them."""
-    (old, new), halves = ([record[f"eval/{name}{ending}"] for record in (before, after)] for ending in ("", "_ci95"))
-    if None in (old, new):
-        return f"{name} | unreadable | |"
-    halves = [half or 0.0 for half in halves]
-    differs = abs(new - old) > math.hypot(*halves)
-    said = [f"{value:.3f} ± {half:.3f}" for value, half in zip((old, new), halves, strict=True)]
-    return f"{name} | {' | '.join(said)} | {f'{new - old:+.3f}' if differs else 'no change'}"
-
-
-def read_wordings(path: Path | None) -> list[str]:
-    """The task's own words, "", and the lines of a file of others. ValueError for a file without lines."""
-    text = read_text(path, f"--prompts {path}", 1) if path else ""
-    if path and not text.strip():
-        raise ValueError(f"--prompts {path} has no line; each is a system message, or a prompt, with {{}} for ours")
-    return ["", *(line for line in text.splitlines() if line.strip())]
-
-
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
     """
     A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
@@ -581,7 +474,7 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
 def trained_on(config: Config) -> set[str]:
     """Keys of the prompts that a run was trained on; none where a task makes them, or where their file is gone."""
     data = config.data
-    is_made = data.task.partition(":")[0] in ("rg", "ifeval", "ifbench")
+    is_made = data.task.partition(":")[0] in ("rg", "ifeval")
     is_tuned = data.task == "own" and not data.path
     if is_made or is_tuned or any(moved({"data": data.path})):
         return set()
@@ -600,10 +493,6 @@ def main(argv: list[str] | None = None) -> None:
     filters.add_filter_flags(parser)
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="also ask in these words: a line each, {} the prompt"
-    )
-    parser.add_argument("--suite", action="store_true", help="before and after training, also of what was not trained")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
     flags = given(args, TAKEN)
@@ -612,11 +501,7 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        choose, wordings = filters.load_filter(args.logits, args.repetition_penalty), read_wordings(args.prompts)
-        if (choose or args.prompts) and args.suite:
-            raise ValueError(
-                "--suite measures models as they are; leave --logits, --repetition-penalty and --prompts out"
-            )
+        choose = filters.load_filter(args.logits, args.repetition_penalty)
         adapter = run_files.settle(args)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
@@ -636,8 +521,8 @@ def main(argv: list[str] | None = None) -> None:
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
             print(visible(f"WARNING: {said}."), file=sys.stderr)
-        if (choose or args.prompts) and (task.tools or task.environments):
-            raise ValueError(f"--task {task.name} has tools; leave --logits, --repetition-penalty and --prompts out")
+        if choose and (task.tools or task.environments):
+            raise ValueError(f"--task {task.name} has tools; leave --logits and --repetition-penalty out")
         task = task._replace(paid=audit.middle_of(task.counted, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
@@ -654,10 +539,6 @@ def main(argv: list[str] | None = None) -> None:
             for one in filter(None, (grader, witness)):
                 one.on_score = functools.partial(remember, log, one)
         print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
-        if args.suite and not (is_base and (adapter or args.run)):
-            raise ValueError(
-                "--suite compares a model with itself before training; give a --run or --adapter of low rank"
-            )
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.sampling.max_tokens,
@@ -671,30 +552,18 @@ def main(argv: list[str] | None = None) -> None:
             toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
             filter=choose,
         )
-        if args.suite:
-            print("| task | figure | before | after | change |\n|---|---|---|---|---|")
-            for name, before, after, lost in suite(model, tokenizer, config, task, params):
-                for figure in ("accuracy", "greedy", "tokens", "truncated_frac", "refusals", "repeated", "degenerate"):
-                    print(f"| {name} | {change(figure, before, after)} |", flush=True)
-                print(f"| {name} | kl, nats a token | 0 | {after['eval/kl']:.3f} | |\n| {name} | {lost} |", flush=True)
-            return
         reference = base if is_base and (adapter or args.run) else None
-        details: list[dict[str, Any]] = []
-        for wording in wordings:
-            asked = {"wording": wording} if args.prompts else {}
-            record, answers = evaluate(
-                *(model, tokenizer, task, params._replace(wording=wording)),
-                grader=grader,
-                witness=witness,
-                reference=reference,
-                warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
-            )
-            said = f"asked as {wording!r}: " if wording else ""
-            print(visible(said + run_files.evaluation_line(record)), file=sys.stderr, flush=True)
-            print(json.dumps(asked | record), flush=True)  # before the files: the disk may be too full for them
-            details += [asked | answer for answer in answers]
+        record, answers = evaluate(
+            *(model, tokenizer, task, params),
+            grader=grader,
+            witness=witness,
+            reference=reference,
+            warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
+        )
+        print(visible(run_files.evaluation_line(record)), file=sys.stderr, flush=True)
+        print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:
-            args.out.write_text("".join(json.dumps(detail, default=str) + "\n" for detail in details))
+            args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -68,7 +68,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
     """
     data = config.data
     kind = data.task.partition(":")[0]
-    if kind in ("rg", "ifeval", "ifbench"):
+    if kind in ("rg", "ifeval"):
         if given := data.path or held_out:
             raise ValueError(
                 f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out"
@@ -81,7 +81,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _procedural(config)
     elif data.task_config:
         raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
-    elif kind in ("ifeval", "ifbench"):
+    elif kind == "ifeval":
         task = _instructed(data.task)
     else:
         task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
@@ -302,16 +302,15 @@ TALKING = [name for name, (task, _, _) in _TASKS.items() if task.tools or task.e
 
 
 def _instructed(name: str) -> Task:
-    """The task ifeval, or ifbench, which has nothing to train on."""
-    trained = name.startswith("ifeval")
-    problems = ifeval.Problems(ifeval.parse_kinds(name)) if trained else ifeval.OtherKinds()
+    """The task ifeval."""
+    problems = ifeval.Problems(ifeval.parse_kinds(name))
     return Task(
         name=name,
         held_out=problems.held_out,
         rewards={"followed": problems.followed, "on_topic": problems.on_topic},
         reward_weights={"followed": 1.0, "on_topic": 0.5},
         verifier=problems.followed_all,
-        problems=problems if trained else None,
+        problems=problems,
     )
 
 

@@ -192,36 +192,6 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     assert record["eval/tokens"] == pytest.approx(len(terms) / 24)
 
 
-def test_what_training_did_to_the_replies_before_it_is_their_perplexity_by_full_logits(demo):
-    model, tokenizer = gwen.load("demo")
-    lora.apply(model, 4, 2.0)
-    params = evaluate.EvalParams(12, limit=6, samples=2, temperature=0.8)
-    before = evaluate.answer_all(model, tokenizer, tasks.load("demo"), params).sampled
-    said = evaluate.replies_lost(model, before, 2, 0.8).split(" | ")
-    assert said[0] == "perplexity of the answers before" and said[1] == said[2] and said[3] == "no change"
-    for index, (_, layer) in enumerate(lora.layers(model)):
-        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
-    said = evaluate.replies_lost(model, before, 2, 0.8).split(" | ")
-    losses: list[list[float]] = [[], []]
-    for row, tokens in enumerate(before.num_tokens):
-        prompt, ids = before.prompts[row // 2], np.array(before.rollout.completion_ids)[row, :tokens]
-        for one, its in zip((demo[0], model), losses, strict=True):
-            logits = np.array(one(mx.array([prompt + ids.tolist()]))[0, len(prompt) - 1 : -1], np.float64) / 0.8
-            logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            its.append(-logprobs[np.arange(tokens), ids])
-    for found, its in zip(said[1:3], losses, strict=True):
-        assert float(found) == pytest.approx(np.exp(np.concatenate(its).mean()), abs=2e-3, rel=1e-3)
-    change = np.diff([np.concatenate(its).mean() for its in losses])[0]
-    both = [
-        np.concatenate([new - old for old, new in zip(*losses, strict=True)][row : row + 2]) for row in range(0, 12, 2)
-    ]
-    half = (
-        1.96 * np.std([(of_problem - change).sum() for of_problem in both], ddof=1) * 6**0.5 / before.num_tokens.sum()
-    )
-    changed = [float(word) for word in said[3].removesuffix(" nats a token").split(" ± ")]
-    assert change > half and changed == pytest.approx([change, half], abs=2e-3)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -408,62 +378,3 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
     sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
     assert run_files.adapter_of(str(runs / "demo"), 0) is None
-
-
-def test_other_words_reach_the_model_and_not_the_verifier(runs, capsys, tmp_path):
-    asked = tmp_path / "prompts.txt"
-    asked.write_text("{}\n\n{} {}\nTell me the capital of France.\n")
-    usual = told(capsys, "--run", runs / "demo", "--limit", "16")
-    evaluate.main(["--run", str(runs / "demo"), "--limit", "16", "--prompts", str(asked)])
-    records = [json.loads(line) | {"eval/s": usual["eval/s"]} for line in capsys.readouterr().out.splitlines()]
-    assert [record.pop("wording") for record in records] == ["", "{}", "{} {}", "Tell me the capital of France."]
-    assert records[0] == records[1] == usual and usual["eval/accuracy"] > 0
-    assert records[2] != usual != records[3]
-    for text, flags, said in ((" \n", [], "has no line"), ("{}", ["--suite"], "--suite measures models as they are")):
-        asked.write_text(text)
-        with pytest.raises(SystemExit) as stopped:
-            evaluate.main(["--run", str(runs / "demo"), "--prompts", str(asked), *flags])
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_a_wording_replaces_the_last_message_or_is_the_system_message():
-    talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}]
-    assert evaluate.reworded({"prompt": talk}, "Now: {}")["prompt"] == [
-        talk[0],
-        {"role": "user", "content": "Now: Hi."},
-    ]
-    assert evaluate.reworded({"prompt": "Hi."}, "{} {}")["prompt"][0]["content"] == "Hi. Hi."
-    for prompt, before in (("Hi.", {"system": "Be kind."}), (talk, {})):  # only one of them may hold it
-        said = evaluate.reworded({"prompt": prompt} | before, "Be brief.")
-        assert said == {"prompt": talk[1:], "system": "Be brief."}
-    assert evaluate.reworded({"prompt": "Hi."}, "") == {"prompt": "Hi."}
-
-
-def test_a_change_is_told_only_outside_both_intervals():
-    def of(value, half):
-        return {"eval/accuracy": value, "eval/accuracy_ci95": half}
-
-    assert (
-        evaluate.change("accuracy", of(0.5, 0.03), of(0.56, 0.04))
-        == "accuracy | 0.500 ± 0.030 | 0.560 ± 0.040 | +0.060"
-    )
-    assert evaluate.change("accuracy", of(0.5, 0.03), of(0.45, 0.04)).endswith("| no change")
-    assert evaluate.change("accuracy", of(None, None), of(0.45, 0.04)) == "accuracy | unreadable | |"
-
-
-def test_the_suite_measures_both_sides_of_training_and_names_what_it_leaves_out(runs, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "SUITE", {"values": "", "rg:nothing_such": "", "demo": ""})
-    evaluate.main(["--run", str(runs / "demo"), "--suite", "--limit", "8"])
-    shown = capsys.readouterr()
-    rows = [line.strip("| ").split(" | ") for line in shown.out.splitlines()[2:]]
-    assert {row[0] for row in rows} == {"demo"} and len(rows) == 9
-    found = {row[1]: row[2:4] for row in rows}
-    for step, side in (("0", 0), ("2", 1)):
-        evaluate.main(["--run", str(runs / "demo"), "--step", step, "--limit", "8"])
-        record = json.loads(capsys.readouterr().out)
-        for name in ("accuracy", "tokens", "greedy"):
-            assert found[name][side].startswith(f"{record[f'eval/{name}']:.3f} ±")
-    assert "left out: --task values has no verifier" in shown.err and "left out: --task rg:nothing_such" in shown.err
-    with pytest.raises(SystemExit):
-        evaluate.main(["--model", "demo", "--suite"])
-    assert "--suite compares a model with itself before training" in capsys.readouterr().err

@@ -14,17 +14,18 @@ from small_run import make_config, make_run
 import tasks
 import train
 from problems.workers import Pool
-from tasks import first_look, ifeval, rg
+from tasks import ifeval, rg
 
 ROOT = Path(ifeval.__file__).parent.parent
 verified = needs("if_verifiable", "ifeval")
+KINDS, ASKS = ifeval.words()["kinds"], ifeval.words()["asks"]
 
 
 @pytest.fixture
 def problems(monkeypatch):
     """All kinds, whether or not the verifiers are installed: what is not asked starts no worker."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    return ifeval.Problems(ifeval.KINDS)
+    return ifeval.Problems(KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def verifiers():
 
 def said(example):
     """A prompt without its instructions: the topic in what asks for it."""
-    return min((ask for side in ifeval.ASKS for ask in side if fits(ask, example["prompt"])), key=len)
+    return min((ask for side in ASKS.values() for ask in side if fits(ask, example["prompt"])), key=len)
 
 
 def fits(ask, prompt):
@@ -44,11 +45,10 @@ def fits(ask, prompt):
 
 
 def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
-    shared = [ifeval.TOPICS, ifeval.ASKS, ifeval.WORDS, ifeval.OPENINGS, ifeval.ENDINGS, ifeval.LETTERS]
-    shared += [kind.wordings for kind in ifeval.KINDS.values()]
-    for trained, held_out in shared:
-        assert trained and held_out and not set(trained) & set(held_out)
-        assert len(set(held_out)) == len(held_out)
+    shared = [held for name, held in ifeval.words().items() if name not in ("kinds", "apart")]
+    for one in [*shared, *KINDS.values()]:
+        assert one["train"] and one["held_out"] and not set(one["train"]) & set(one["held_out"])
+        assert len(set(one["held_out"])) == len(one["held_out"])
 
 
 def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
@@ -60,27 +60,27 @@ def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
 
 def test_kinds_take_turns_and_a_quarter_of_the_prompts_has_two(problems):
     examples = problems.make(range(1900), 0, {})
-    assert {example["instructions"][0][0] for example in examples} == {kind.verifier for kind in ifeval.KINDS.values()}
+    assert {example["instructions"][0][0] for example in examples} == {kind["verifier"] for kind in KINDS.values()}
     pairs = [example for example in examples if example["category"] == "two"]
     assert 0.2 < len(pairs) / len(examples) < 0.3
     assert all(len(example["instructions"]) == 2 for example in pairs)
-    assert {example["category"] for example in examples} == {*ifeval.KINDS, "two"}
+    assert {example["category"] for example in examples} == {*KINDS, "two"}
 
 
 def test_held_out_prompts_are_others_and_as_many_as_said(problems):
     prompts = {example["prompt"] for example in problems.held_out}
     assert len(prompts) == ifeval.HELD_OUT
-    assert not any(fits(ask, prompt) for ask in ifeval.ASKS[0] for prompt in prompts)
+    assert not any(fits(ask, prompt) for ask in ASKS["train"] for prompt in prompts)
 
 
 def test_kinds_that_stand_apart_never_meet(problems):
-    by_verifier = {}
-    for name, kind in ifeval.KINDS.items():
-        by_verifier.setdefault(kind.verifier, set()).add(name)
+    by_verifier, apart = {}, [set(pair) for pair in ifeval.words()["apart"]]
+    for name, kind in KINDS.items():
+        by_verifier.setdefault(kind["verifier"], set()).add(name)
     for example in problems.make(range(4000), 1, {}):
         if example["category"] == "two":
             first, second = (by_verifier[name] for name, _ in example["instructions"])
-            assert any({a, b} not in ifeval.APART and a != b for a, b in itertools.product(first, second))
+            assert any({a, b} not in apart and a != b for a, b in itertools.product(first, second))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_an_answer_is_on_topic_where_it_names_it(problems, text, topic, named):
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
     examples = problems.make(range(2000), 2, {})
-    assert {example["topic"] for example in examples} == set(ifeval.TOPICS[0])
+    assert {example["topic"] for example in examples} == set(ifeval.words()["topics"]["train"])
     asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
     assert problems.on_topic(completions=asked, topic=topics) == [1.0] * 2000
 
@@ -162,15 +162,15 @@ GOOD_AND_BAD = {  # of the arguments that follow: an answer that follows the ins
 
 @verified
 def test_each_kind_is_told_from_its_contrary_and_half_of_two_is_half(verifiers):
-    assert GOOD_AND_BAD.keys() == ifeval.KINDS.keys()
+    assert GOOD_AND_BAD.keys() == KINDS.keys()
     questions = [
-        ([[ifeval.KINDS[name].verifier, arguments]], "", text)
+        ([[KINDS[name]["verifier"], arguments]], "", text)
         for name, (arguments, *texts) in GOOD_AND_BAD.items()
         for text in texts
     ]
     values = [answer.value for answer in verifiers.ask(questions)]
     assert values == [1, 0] * len(GOOD_AND_BAD), list(zip(GOOD_AND_BAD, values[::2], values[1::2], strict=True))
-    both = [[ifeval.KINDS[name].verifier, GOOD_AND_BAD[name][0]] for name in ("no_comma", "keyword")]
+    both = [[KINDS[name]["verifier"], GOOD_AND_BAD[name][0]] for name in ("no_comma", "keyword")]
     assert verifiers.ask([(both, "", "It is wet and clear.")])[0].value == 0.5
 
 
@@ -181,28 +181,17 @@ def test_a_word_in_underscores_is_that_word(verifiers):
         ("frequency", GOOD_AND_BAD["frequency"][0], {"_river_ by river": 1, "_river_ by a driver_": 0}),
         ("forbidden", {"forbidden_words": ["is", "the"]}, {"It _is_ wet.": 0, "__The__ sea": 0, "_this_ theme": 1}),
     ):
-        asked = [[[ifeval.KINDS[kind].verifier, arguments]], ""]
+        asked = [[[KINDS[kind]["verifier"], arguments]], ""]
         answers = verifiers.ask([[*asked, text] for text in said])
         assert [answer.value for answer in answers] == list(said.values()), kind
 
 
 @verified
 def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
-    ask = [[ifeval.KINDS["keyword"].verifier, {"keywords": ["river"]}]]
+    ask = [[KINDS["keyword"]["verifier"], {"keywords": ["river"]}]]
     for text in ("", " \n", "\0" * 9, "(" * 5000, "\ud800", "__import__('os').getpid()", "<think>river"):
         assert rg.earned(verifiers.ask([(ask, "", text)])[0]) == 0
     assert verifiers.ask([(ask, "", "A river.")])[0].value == 1
-
-
-@verified
-def test_prompts_of_the_other_kinds_are_in_the_benchmarks_words_and_are_not_trained_on():
-    task = tasks.make(make_config("--task", "ifbench"))
-    assert {example["category"] for example in task.held_out} == ifeval.IFBENCH.keys()
-    example = next(example for example in task.held_out if example["category"] == "count:numbers")
-    assert example["prompt"].endswith("Include exactly 2 numbers in the response.")
-    columns = {"prompts": [example["prompt"]] * 2, "instructions": [example["instructions"]] * 2}
-    assert task.verifier(completions=["It has 4 legs and 2 eyes.", "It has 4 legs."], **columns) == [1, 0]
-    assert "nothing to train on" in message_of(first_look.take, make_config("--task", "ifbench"))
 
 
 @verified

@@ -1,26 +1,21 @@
 """
 A run belongs to one process: another one that would train in its directory ends in a line and writes nothing.
-
-`python -m tests.test_one_process 50` lets that many times two or three processes begin at once in one directory, new or
-begun, and kills some that have won.
 """
 
 import contextlib
 import errno
 import fcntl
-import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
+from conftest import read_log
 
 import train
 from disk import run_files
@@ -31,7 +26,6 @@ RUN = [
     *("--save-every", "1", "--reward-weights", "rubric=0"),
 ]
 BUSY = r"error: {} is being trained by (process \d+|another process); wait for it, or stop it"
-TAKEN = r"error: --run-dir {} exists; give another, or --resume it"
 
 
 def contents(directory):
@@ -103,90 +97,18 @@ def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, refuse
 
 
 @pytest.mark.slow
-def test_of_processes_that_begin_at_once_in_one_directory_one_trains():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_one_process", "3"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-# ---- many races
-
-
-def race(num, directory, flags, kill_after=None):
-    """Status and output of `num` processes that begin at once; kill_after: a line of the winner, which is killed."""
-    gate, pids = os.pipe(), []
-    for number in range(num):
-        (directory / str(number)).write_text("")
-        if (pid := os.fork()) == 0:
-            said = os.open(directory / str(number), os.O_WRONLY)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
-            try:
-                os.close(gate[1])
-                os.read(gate[0], 1)  # until all of them are there
-                train.main(list(map(str, flags)))
-                os._exit(0)
-            except SystemExit as error:
-                os._exit(int(error.code or 0))
-            finally:
-                os._exit(99)  # a bug: its traceback would be the harness's
-        pids.append(pid)
-    os.close(gate[0])
-    os.close(gate[1])
-    statuses = {}
-    while len(statuses) < num:
-        for number, pid in enumerate(pids):
-            if number in statuses:
-                continue
-            if kill_after and kill_after in (directory / str(number)).read_text():
-                os.kill(pid, signal.SIGKILL)
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                statuses[number] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    return [(statuses[number], (directory / str(number)).read_text()) for number in range(num)]
-
-
-def check(outcomes, run, winner):
-    """One process has the status `winner`; each of the others has said why it ended, in one line."""
-    assert sorted(status for status, _ in outcomes) == [winner] + [2] * (len(outcomes) - 1), outcomes
-    for status, said in outcomes:
-        errors = [line for line in said.splitlines() if not line.startswith("model: ")]
-        if status == 2:
-            line = f"{BUSY}|{TAKEN}".format(re.escape(str(run)), re.escape(str(run)))
-            assert len(errors) == 1 and re.fullmatch(line, errors[0]), said
-
-
-def steps_of(run, log):
-    return [json.loads(line)["step"] for line in (run / log).read_text().splitlines()]
-
-
-def main(count):
-    rng, races = random.Random(count), {"new": 0, "resumed": 0, "killed": 0}
-    with tempfile.TemporaryDirectory() as directory:
-        directory, step, run = Path(directory), 0, None
-        for number in range(count):
-            num, kind = rng.choice([2, 3]), ["new", "killed", "resumed", "resumed"][number % 4]
-            if kind == "new":
-                run, step = directory / f"run{number}", 2
-                check(race(num, directory, [*RUN, "--steps", step, "--run-dir", run]), run, 0)
-            else:
-                step += 2
-                killed = f"\nstep {step - 1}/" if kind == "killed" else None
-                flags = ["--resume", run, "--steps", step]
-                check(race(num, directory, flags, killed), run, -signal.SIGKILL if killed else 0)
-            races[kind] += 1
-            if kind != "killed":
-                assert steps_of(run, "metrics.jsonl") == list(range(1, step + 1)), run
-                assert steps_of(run, "rollouts.jsonl") == [n for n in range(1, step + 1) for _ in range(4)]
-            print(f"{number + 1}: {kind}, {num} processes, step {step}", flush=True)
-        alone = directory / "alone"
-        check(race(1, directory, [*RUN, "--steps", step, "--run-dir", alone]), alone, 0)
-        names = ("adapter/adapters.safetensors", "adapter/adapter_config.json")
-        assert all((run / name).read_bytes() == (alone / name).read_bytes() for name in names)
-    print(f"{count} races {races}: one process trained each time, the others ended in a line; each step is logged once")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+def test_of_processes_that_begin_at_once_in_one_directory_one_trains(tmp_path):
+    run, (gate, begin) = tmp_path / "run", os.pipe()
+    os.set_inheritable(gate, True)
+    waiting = f"import os; import train; os.read({gate}, 1); train.main()"  # until all of them are there
+    command = [sys.executable, "-c", waiting, *RUN, "--steps", "2", "--run-dir", str(run)]
+    how = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=[gate])
+    processes = [subprocess.Popen(command, **how) for _ in range(3)]
+    time.sleep(1)
+    os.close(begin)
+    said = [process.communicate(timeout=600)[1] for process in processes]
+    assert sorted(process.returncode for process in processes) == [0, 2, 2], said
+    for process, text in zip(processes, said, strict=True):
+        line = f"{BUSY}|error: --run-dir {{}} exists; give another, or --resume it\n".format(run, run)
+        assert process.returncode == 0 or re.search(line, text), text
+    assert [record["step"] for record in read_log(run / "metrics.jsonl")] == [1, 2]

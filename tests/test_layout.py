@@ -43,9 +43,6 @@ def path_id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_module = pytest.mark.parametrize("path", MODULES + PARTS, ids=path_id)
-
-
 @functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -133,13 +130,6 @@ def test_at_the_root_stands_what_a_user_runs_or_a_reader_opens():
     assert len(MODULES) <= 17, [path.name for path in MODULES]
 
 
-@each_module
-def test_a_module_imports_nothing_of_the_demo_or_the_tests(path):
-    for node in ast.walk(parse(path)):
-        for name in imported(node):
-            assert name not in ("demo", "tests"), f"{path.name}:{node.lineno} imports {name}, which stands beside it"
-
-
 def test_contributing_lists_the_rooms_from_the_ground_up():
     rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
     listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
@@ -151,27 +141,20 @@ def test_contributing_lists_the_rooms_from_the_ground_up():
 provided = functools.cache(packages_distributions)  # it reads the directory of every package
 
 
-@each_module
-def test_a_module_is_not_named_like_anything_one_can_import(path):
-    # The root is first on sys.path: a library that says `import kernels` would execute our kernels.py.
-    name = path.relative_to(ROOT).with_suffix("").parts[0]
-    assert name not in sys.stdlib_module_names
-    assert name not in provided(), f"{provided().get(name)} provide {name}"
+def test_a_module_says_what_it_is_has_a_name_of_its_own_and_imports_nothing_that_stands_beside():
+    """The root is first on sys.path: a library that says `import kernels` would execute our kernels.py."""
+    for path in MODULES + PARTS:
+        name = path.relative_to(ROOT).with_suffix("").parts[0]
+        assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"
+        assert name not in sys.stdlib_module_names and name not in provided(), f"{provided().get(name)} provide {name}"
+        beside = {name for node in ast.walk(parse(path)) for name in imported(node)} & {"demo", "tests"}
+        assert not beside, f"{path.name} imports {beside}"
 
 
-@each_module
-def test_a_module_begins_with_a_docstring(path):
-    assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"
-
-
-@pytest.mark.parametrize("path", PROGRAMS, ids=path_id)
-def test_an_entry_point_imports_cpu_blas_before_anything_that_imports_mlx(path):
-    if not any(is_main_guard(node) for node in parse(path).body):
-        return
-    assert first_line_that_needs_mlx(path) in ("cpu_blas", ""), f"{path.name}: `import cpu_blas` comes first"
-
-
-def test_the_tests_import_cpu_blas_before_anything_that_imports_mlx():
+def test_an_entry_point_imports_cpu_blas_before_anything_that_imports_mlx():
+    for path in PROGRAMS:
+        if any(is_main_guard(node) for node in parse(path).body):
+            assert first_line_that_needs_mlx(path) in ("cpu_blas", ""), f"{path.name}: `import cpu_blas` comes first"
     assert first_line_that_needs_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
 
 
@@ -187,14 +170,12 @@ READS_OR_PRINTS = set(
 )
 
 
-@pytest.mark.parametrize("path", [path for path in PROGRAMS if path.stem != "cpu_blas"], ids=path_id)
-def test_no_line_that_runs_at_import_prints_or_reads_files(path):
-    for node in run_at_import(parse(path)):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            assert name not in READS_OR_PRINTS, (
-                f"{path.name}:{node.lineno} calls {ast.unparse(node.func)} while imported"
-            )
+def test_no_line_that_runs_at_import_prints_or_reads_files():
+    for path in PROGRAMS:
+        for node in run_at_import(parse(path)) if path.stem != "cpu_blas" else ():
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called.rpartition(".")[2] not in READS_OR_PRINTS, f"{path.name}:{node.lineno} calls {called}"
 
 
 def test_importing_every_module_prints_nothing_and_opens_no_file_of_the_tree():
@@ -229,16 +210,3 @@ def test_no_file_mentions_the_workshop_or_a_registry():
             text = path.read_text(encoding="utf-8")
             found += [f"{path_id(path)}: {match.group()}" for match in forbidden.finditer(text)]
     assert not found, found
-
-
-def test_what_a_user_puts_beside_the_modules_is_none_of_them_where_git_knows(tmp_path):
-    (tmp_path / "module.py").touch()
-    (tmp_path / "mine.py").touch()
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "kept.py").touch()
-    assert files_of(tmp_path) == [tmp_path / "mine.py", tmp_path / "module.py"]
-    if shutil.which("git") is None:
-        pytest.skip("there is no git")
-    for arguments in (["init"], ["add", "module.py"]):
-        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
-    assert files_of(tmp_path) == [tmp_path / "module.py"]

@@ -71,63 +71,6 @@ ROW_SUM = """
     }
 """
 
-# A threadgroup is a row, which it keeps in threadgroup memory; reductions are trees with a barrier a level.
-SOFTMAX = """
-    uint row = threadgroup_position_in_grid.x;
-    int size = x_shape[1];
-    uint thread_index = thread_index_in_threadgroup;
-    threadgroup float values[1000];
-    threadgroup float partial[GROUP];
-    float largest = -INFINITY;
-    for (int i = thread_index; i < size; i += GROUP) {
-        values[i] = float(x[row * size + i]);
-        largest = max(largest, values[i]);
-    }
-    partial[thread_index] = largest;
-    for (int half_size = GROUP / 2; half_size > 0; half_size /= 2) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (thread_index < half_size)
-            partial[thread_index] = max(partial[thread_index], partial[thread_index + half_size]);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    largest = partial[0];
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    float sum = 0;
-    for (int i = thread_index; i < size; i += GROUP) {
-        values[i] = metal::exp(values[i] - largest);
-        sum += values[i];
-    }
-    partial[thread_index] = sum;
-    for (int half_size = GROUP / 2; half_size > 0; half_size /= 2) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (thread_index < half_size) partial[thread_index] += partial[thread_index + half_size];
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = thread_index; i < size; i += GROUP) out[row * size + i] = T(values[i] / partial[0]);
-"""
-
-# A threadgroup is a row, GROUP elements at a time: scans of lanes, a scan of the simdgroups' sums, and a carry.
-SCAN = """
-    uint row = threadgroup_position_in_grid.x;
-    int size = x_shape[1];
-    uint thread_index = thread_index_in_threadgroup;
-    threadgroup float sums[32];
-    float carry = 0;
-    for (int begin = 0; begin < size; begin += GROUP) {
-        int i = begin + thread_index;
-        float inclusive = simd_prefix_inclusive_sum(i < size ? float(x[row * size + i]) : 0.0f);
-        if (thread_index_in_simdgroup == 31) sums[simdgroup_index_in_threadgroup] = inclusive;
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        float before = carry;
-        for (uint j = 0; j < GROUP / 32; j++) {
-            if (j < simdgroup_index_in_threadgroup) before += sums[j];
-            carry += sums[j];
-        }
-        if (i < size) out[row * size + i] = before + inclusive;
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-"""
-
 
 def run_rows(source: str, x: mx.array, output_shape: tuple[int, ...], dtype: mx.Dtype, group: int = 128) -> np.ndarray:
     template = [("T", x.dtype), ("GROUP", group)]
@@ -138,14 +81,10 @@ def run_rows(source: str, x: mx.array, output_shape: tuple[int, ...], dtype: mx.
 @each_mode
 @each_dtype
 @pytest.mark.parametrize("size", [8, 33, 1000])
-def test_sums_softmax_and_scans_of_rows_agree_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
+def test_sums_of_rows_agree_with_numpy(metal: str, dtype: mx.Dtype, size: int) -> None:
     x = random((3, size), dtype)
     held = as_float64(x)
     np.testing.assert_allclose(run_rows(ROW_SUM, x, (3,), mx.float32), held.sum(1), atol=1e-4)
-    np.testing.assert_allclose(run_rows(SCAN, x, (3, size), mx.float32), held.cumsum(1), atol=1e-4)
-    exact = np.exp(held) / np.exp(held).sum(1, keepdims=True)
-    probabilities = run_rows(SOFTMAX, x, (3, size), dtype)
-    np.testing.assert_allclose(probabilities, exact, rtol=4 * ROUNDING[dtype], atol=ROUNDING[dtype] * 2**-13)
 
 
 def test_a_row_of_a_real_vocabulary_is_summed_in_fast_mode(compiler: None) -> None:
@@ -195,34 +134,6 @@ def test_votes_count_the_threads_that_exist(metal: str) -> None:
 # ---- arithmetic
 
 
-def philox(counter: int, key: tuple[int, int]) -> int:
-    """The first word of Philox-4x32-10 of (counter, 0, 0, 0), in Python's own integers."""
-    c = [counter, 0, 0, 0]
-    for round_index in range(10):
-        k = [(key[0] + round_index * 0x9E3779B9) % 2**32, (key[1] + round_index * 0xBB67AE85) % 2**32]
-        high, low = zip(divmod(0xD2511F53 * c[0], 2**32), divmod(0xCD9E8D57 * c[2], 2**32), strict=True)
-        c = [high[1] ^ c[1] ^ k[0], low[1], high[0] ^ c[3] ^ k[1], low[0]]
-    return c[0]
-
-
-@pytest.mark.parametrize("product", ["mulhi(A, B)", "uint(ulong(A) * B >> 32)"], ids=["mulhi", "uint64"])
-def test_philox_gives_the_numbers_of_its_definition(metal: str, product: str) -> None:
-    high = [product.replace("A", constant).replace("B", word) for constant, word in (("M0", "c.x"), ("M1", "c.z"))]
-    source = f"""
-        const uint M0 = 0xD2511F53, M1 = 0xCD9E8D57;
-        uint4 c = uint4(x[i], 0, 0, 0);
-        uint2 k = uint2(0xDEADBEEF, 0x12345678);
-        for (int round = 0; round < 10; round++) {{
-            c = uint4({high[1]} ^ c.y ^ k.x, M1 * c.z, {high[0]} ^ c.w ^ k.y, M0 * c.x);
-            k += uint2(0x9E3779B9, 0xBB67AE85);
-        }}
-        out[i] = c.x;
-    """
-    counters = [0, 1, 2, 12345, 2**31, 2**32 - 1, 7, 8, 9]
-    words = elementwise(source, [mx.array(counters, dtype=mx.uint32)], mx.uint32)
-    np.testing.assert_array_equal(words, [philox(counter, (0xDEADBEEF, 0x12345678)) for counter in counters])
-
-
 def test_every_float16_is_read_and_rounded_as_numpy_does(emulated: None) -> None:
     with emulator.patched("fast"):
         halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
@@ -247,19 +158,6 @@ def test_each_operation_on_16_bits_rounds_to_16_bits(metal: str) -> None:
     # in float32 (x + 2048) - 2048 would be x
     out = elementwise("half y = x[i] + half(2048.0f); out[i] = y - half(2048.0f);", [x], mx.float16)
     np.testing.assert_array_equal(out, [0.0, 2.0, 4.0])
-
-
-def test_functions_of_a_half_are_halves_and_of_a_vector_vectors(metal: str) -> None:
-    source = """
-        half a = metal::exp(x[i]);
-        float4 b = max(float4(x[i], 1.0, 2.0, 3.0), float4(1.5));
-        float2 c = as_type<float2>(as_type<uint2>(b.yz));
-        out[i] = float(a) + b.x + dot(b, float4(0, 1, 1, 1)) + c.x + metal::precise::rsqrt(4.0);
-    """
-    x = mx.array([0.5, 2.0], dtype=mx.float16)
-    a = np.exp(np.array([0.5, 2.0])).astype(np.float16)
-    expected = a.astype(np.float64) + np.array([1.5, 2.0]) + 1.5 + 2 + 3 + 1.5 + 0.5
-    np.testing.assert_allclose(elementwise(source, [x], mx.float32), expected, rtol=1e-3)
 
 
 # ---- the call: signature, templates, grids, layouts
@@ -343,18 +241,6 @@ def test_a_kernel_without_a_gradient_says_so_instead_of_giving_zeros(metal: str)
         mx.grad(twice)(mx.ones(9))
 
 
-def test_a_compiled_function_may_use_a_kernel(metal: str) -> None:
-    compiled = mx.compile(lambda x: elementwise("out[i] = x[i] + 1;", [x], mx.float32) * 2)
-    np.testing.assert_array_equal(np.asarray(compiled(mx.arange(9.0))), 2 * np.arange(1, 10))
-
-
-def test_a_wrong_number_of_arguments_is_mlx_s_own_error(metal: str) -> None:
-    kernel = mx.fast.metal_kernel(name="k", input_names=["x"], output_names=["out"], source="out[0] = x[0];")
-    shape = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    with pytest.raises(ValueError, match="inputs"):
-        kernel(inputs=[], **shape)
-
-
 # ---- the checks: a body with WHAT in it on 64 threads, what makes it right and wrong, and the check that then fails
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -430,19 +316,6 @@ def test_outside_of_the_block_mlx_has_its_own_kernels_again(emulated: None) -> N
     assert mx.fast.metal_kernel is before and not mx.metal.is_available()
 
 
-def test_a_kernel_is_compiled_once_and_the_text_decides(
-    emulated: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls: list[list[str]] = []
-    run = toolchain.run
-    monkeypatch.setattr(toolchain, "run", lambda command, source: calls.append(command) or run(command, source))
-    with emulator.patched():
-        for source, num_calls in (("out[i] = x[i];", 3), ("out[i] = x[i];", 3), ("out[i] = -x[i];", 6)):
-            elementwise(source, [mx.zeros(9)], mx.float32)
-            assert len(calls) == num_calls  # type check, compilation, link
-
-
 def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = 'extern "C" int answer() { return 42; }'
@@ -467,9 +340,3 @@ def test_without_a_compiler_kernels_are_left_out_in_one_line_but_in_ci_they_fail
         assert said and "1 error" in done.stdout
     else:
         assert said == [f"tests/metal: kernels were not run, {toolchain.MISSING}"]
-
-
-def test_no_compiler_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "find", lambda: None)
-    with pytest.raises(toolchain.CompileError, match="uv sync --group metal"):
-        toolchain.build("", [])

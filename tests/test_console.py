@@ -1,6 +1,5 @@
 """What a run says in a terminal: a step's line fits whatever its numbers, and the live line tells the time left."""
 
-import io
 import os
 import pty
 import re
@@ -31,12 +30,7 @@ def test_the_line_begins_as_other_peoples_scripts_expect():
     assert line.startswith(
         "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | "
     )
-    assert re.fullmatch(r"step \d+/\d+( \| [^|]+)+", line)
-
-
-def test_the_line_ends_with_the_share_of_groups_without_signal():
-    line = console.console_line(STEP | {"reward/zero_std_frac": 1.0}, 100)
-    assert line.endswith(" | 100%") and len(line) <= 100
+    assert line.endswith(" | 25%") and len(line) <= 100
     assert len(line.split(" | ")) == len(console.console_columns(Config.of()).split(", "))
 
 
@@ -59,11 +53,6 @@ def test_the_summary_of_a_run_that_samples_nothing_has_loss_and_perplexity_alone
 def test_what_was_not_measured_is_no_number():
     unknown = console.console_line(STEP | {"loss": None, "reward/mean": None}, 100)
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
-
-
-def test_the_end_is_dropped_before_any_digit_is():
-    line = console.console_line(STEP | {"reward/mean": -12345.678901}, 100)
-    assert line.endswith("| reward -12345.678901 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s")
 
 
 @pytest.mark.parametrize(("loss", "reward", "seconds", "rate"), [(-1234.56, 98765.4321, 86399.94, 98765.43)])
@@ -111,16 +100,3 @@ def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     # a carriage return goes back to the line's begin: what is read last in each line is what stays
     lines = [re.split(r"\r+(?=.)", line.rstrip("\r"))[-1].strip() for line in text.split("\n")]
     assert [line for line in lines if line] == ["a line", "a warning", "the end"]
-
-
-def test_without_a_terminal_there_are_the_lines_alone():
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "a line\nthe end\n"
-    assert done.stderr == "a warning\n"
-
-
-def test_a_line_reaches_its_file_at_once():
-    file = io.StringIO()
-    console.say("here", file)
-    assert file.getvalue() == "here\n"

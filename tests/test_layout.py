@@ -3,14 +3,11 @@
 import ast
 import functools
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 

@@ -139,7 +139,7 @@ provided = functools.cache(packages_distributions)  # it reads the directory of 
 
 
 def test_a_module_says_what_it_is_has_a_name_of_its_own_and_imports_nothing_that_stands_beside():
-    """The root is first on sys.path: a library that says `import kernels` would execute our kernels.py."""
+    # The root is first on sys.path: a library that says `import kernels` would execute our kernels.py.
     for path in MODULES + PARTS:
         name = path.relative_to(ROOT).with_suffix("").parts[0]
         assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"

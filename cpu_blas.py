@@ -3,12 +3,11 @@ A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the 
 
 MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader binds a symbol
 to the first library in the process that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls.
-The system's OpenBLAS is taken if there is one, else the one of the `scipy-openblas32` package. Between it and MLX
-stands machine/blas.c, compiled once into the user's cache directory, which computes some of what MLX asks for itself.
+The system's OpenBLAS is taken if there is one, else that of the `scipy-openblas32` package, whose names have a prefix:
+a library of two jumps stands before it, compiled once into the user's cache directory.
 
-What is made so is first loaded privately and must agree with numpy; only then is it made visible to MLX. When none can
-be had, or MLX was imported first, MLX runs on its own BLAS, and one line on stderr says so and why; as it says where
-the system's OpenBLAS serves alone.
+A library is first loaded privately and must agree with numpy; only then is it made visible to MLX. When there is none,
+or MLX was imported first, MLX runs on its own BLAS, and one line on stderr says so and why.
 
 MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
@@ -37,20 +36,26 @@ from typing import Any
 
 import numpy as np
 
-SHIM = Path(__file__).with_name("machine") / "blas.c"
-
 # With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
 # (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
 # default rounds what it multiplies to 10 bits. By the third the forward pass of attention is the same kernel under a
 # gradient, which is ours, as without one; MLX 0.32.4 else has scores in 16 bits there for an array mask.
 ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0", "MLX_SDPA_VJP_FALLBACK": "1"}
 
+JUMPS = """
+#define JUMP(name, real) \\
+    void scipy_##name(int, int, int, int, int, int, real, const real*, int, const real*, int, real, real*, int); \\
+    void name(int order, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, const real* b, \\
+              int ldb, real beta, real* c, int ldc) { \\
+        scipy_##name(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
+    }
+JUMP(cblas_sgemm, float)
+JUMP(cblas_dgemm, double)
+"""
+
 # One row (a decode step, which OpenBLAS hands to its matrix-vector kernel), a small product and one beyond the 100^3 up
 # to which OpenBLAS uses other kernels for small matrices.
 _CHECKED_SHAPES = ((1, 259, 385), (17, 33, 65), (129, 259, 385))
-
-# a sum may round once after each product, and then does so everywhere
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
 
 
 def _agrees_with_numpy(library: ctypes.CDLL) -> bool:
@@ -103,40 +108,29 @@ def _own_directory(why: str) -> Path:
 
 
 def _packaged_library() -> str:
-    """The path of scipy-openblas32's library. OSError says what is missing."""
+    """The path of the jumps into scipy-openblas32's library, which is loaded. OSError says what is missing."""
     try:
         import scipy_openblas32
     except ImportError as error:
         raise OSError("the package scipy-openblas32 is not installed") from error
-    return f"{scipy_openblas32.get_lib_dir()}/libscipy_openblas.so"
-
-
-def _shim() -> str:
-    """The path of the shim for this processor, compiled on first use. OSError says what is missing."""
-    made_of = [SHIM.read_text(), *FLAGS, platform.machine(), _processor()]
-    key = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
+    library = f"{scipy_openblas32.get_lib_dir()}/libscipy_openblas.so"
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # it has none of MLX's names
+    key = hashlib.sha256(f"{JUMPS}{platform.machine()}".encode()).hexdigest()[:16]
     cache = cache_directory()
-    shim = cache / f"blas-{key}.so"
-    if shim.exists():
-        return str(shim)
+    jumps = cache / f"blas-{key}.so"
+    if jumps.exists():
+        return str(jumps)
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        built = Path(scratch) / "shim.so"
-        done = subprocess.run([compiler, *FLAGS, str(SHIM), "-o", str(built)], capture_output=True, text=True)
+        built = Path(scratch) / "jumps.so"
+        command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(built)]
+        done = subprocess.run(command, input=JUMPS, capture_output=True, text=True)
         if done.returncode:
-            said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
-            reason = next((line for line in said if " error: " in line), said[-1])
-            raise OSError(f"{compiler} could not build the shim: {reason}")
-        os.replace(built, shim)  # atomic: two first runs at once both end with a whole file
-    return str(shim)
-
-
-def _processor() -> str:
-    """The processor's features, as Linux tells them."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+            raise OSError(f"{compiler} failed: {(done.stderr.strip() or done.returncode)!r:.200}")
+        os.replace(built, jumps)  # atomic: two first runs at once both end with a whole file
+    return str(jumps)
 
 
 def _keep_freed_memory() -> None:
@@ -163,22 +157,12 @@ def _load() -> str:
     # model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one, unless asked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     reasons = []
-    for name, find, prefix in (
-        ("system OpenBLAS", lambda: "libopenblas.so.0", ""),
-        ("OpenBLAS of scipy-openblas32", _packaged_library, "scipy_"),
+    for name, find in (
+        ("system OpenBLAS", lambda: "libopenblas.so.0"),
+        ("OpenBLAS of scipy-openblas32", _packaged_library),
     ):
         try:
-            library = ctypes.CDLL(path := find())  # RTLD_LOCAL: not visible to MLX
-            try:
-                shim = ctypes.CDLL(_shim())
-                shim.use_blas(*(ctypes.cast(library[f"{prefix}cblas_{kind}gemm"], ctypes.c_void_p) for kind in "sd"))
-                library, path = shim, shim._name
-            except OSError as error:
-                if prefix:
-                    raise
-                name += " alone"  # which MLX can use as it is
-                print(f"gwen: MLX runs on OpenBLAS without Gwen's kernels ({error})", file=sys.stderr)
-            if _agrees_with_numpy(library):
+            if _agrees_with_numpy(ctypes.CDLL(path := find())):  # RTLD_LOCAL: not visible to MLX
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return name
             reasons.append(f"{name} disagrees with numpy")

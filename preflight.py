@@ -119,7 +119,8 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str)
 
 def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     """What one position takes of a layer without a gradient, of the kind that takes the most."""
-    return max(
+    loops = 0.0 if has_kernels() else 8 * model.num_attention_heads * keys  # arrays between the loops of cpu.exp
+    return loops + max(
         layer_bytes(model, dtype, keys, kind) * (LINEAR_SHARE if kind == "linear_attention" else 1)
         for kind in set(model.layer_kinds)
     )

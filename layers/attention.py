@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from kv_cache import Group, Layout, Parts, make_group
-from machine import gpu
+from machine import cpu, gpu
 
 HERE = Path(__file__).parent
 
@@ -25,7 +25,7 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
     """
     The definition of `attention`: softmax(q k / sqrt(D)) v with scores and softmax in float32.
 
-    On a CPU it is also the fast form (2.4 times `mx.fast` at L=110): `exp` as above, one matmul for all queries of a
+    On a CPU it is also the fast form (2.4 times `mx.fast` at L=110): `cpu.exp`, one matmul for all queries of a
     kv head, and the division by the sum after the product with the values, where it touches D columns and not S.
     """
     num_rows, num_heads, length, head_dim = queries.shape
@@ -41,8 +41,8 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
             mask = mask[:, :, None]
         scores = scores + mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
         scores = scores.reshape(num_rows, num_kv_heads, -1, num_keys)
-    weights = gpu.exp(scores, gpu.row_max(scores))
-    out = (weights @ values.astype(mx.float32)) / gpu.row_sum(weights)
+    weights = cpu.exp(scores, scores.max(-1, keepdims=True))
+    out = (weights @ values.astype(mx.float32)) / weights.sum(-1, keepdims=True)
     return out.reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
@@ -215,12 +215,12 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
         elif group.mask is not None:
             score = score + mx.where(group.mask, 0.0, -1e30)
         scores.append(score)
-    peaks = [scatter(gpu.row_max(score), group) for score, group in zip(scores, layout.groups, strict=True)]
+    peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout.groups, strict=True)]
     peak = functools.reduce(mx.maximum, peaks)  # (N, K, Q, 1)
     sums, outs = [], []
     for score, (_, values), group in zip(scores, parts, layout.groups, strict=True):
-        weights = gpu.exp(score, gather(peak, group, values.shape[0]))
-        sums.append(scatter(gpu.row_sum(weights), group))
+        weights = cpu.exp(score, gather(peak, group, values.shape[0]))
+        sums.append(scatter(weights.sum(-1, keepdims=True), group))
         outs.append(scatter(weights @ values.astype(mx.float32), group))
     total, out = functools.reduce(mx.add, sums), functools.reduce(mx.add, outs)
     return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from layers import ops
-from machine import gpu
+from machine import cpu, gpu
 
 CHUNK = 64  # tokens; a multiple of BLOCK by a power of two
 BLOCK = 8  # rows of a triangular matrix that are inverted by its powers
@@ -69,7 +69,7 @@ def recurrence(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
     for at in range(tokens.values.shape[1]):
         query, key, value, log_decay, beta = (array[:, at] for array in tokens)
         found, read = mx.split(memory @ mx.stack([key, query], axis=-1), 2, axis=-1)  # (N, H, D, 1)
-        decay = gpu.exp(log_decay)[..., None, None]
+        decay = cpu.exp(log_decay)[..., None, None]
         correction = beta[..., None, None] * (value[..., None] - decay * found)
         memory = decay * memory + correction * key[..., None, :]
         outs.append(decay * read + correction * (key * query).sum(-1)[..., None, None])
@@ -128,15 +128,15 @@ def chunked(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
     queries, keys, values, log_decay, beta = (in_chunks(array) for array in _with_all_heads(tokens))
     total = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T)
     seen = mx.tri(size, dtype=mx.bool_)
-    fades = gpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
+    fades = cpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
     scaled = keys * beta[..., None]
     system = mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0)
     solved = inverse(system)
-    since = gpu.exp(total)[..., None]  # from the chunk's begin
+    since = cpu.exp(total)[..., None]  # from the chunk's begin
     wanted = solved @ (values * beta[..., None])  # corrections if the memory were empty
     by_memory = solved @ (scaled * since)
     within = (queries @ keys.swapaxes(-1, -2)) * fades
-    reading, writing = queries * since, keys * gpu.exp(total[..., -1:] - total)[..., None]
+    reading, writing = queries * since, keys * cpu.exp(total[..., -1:] - total)[..., None]
     outs = []
     for at in range(num_chunks):
         corrections = wanted[:, :, at] - by_memory[:, :, at] @ memory.swapaxes(-1, -2)  # (N, H, T, D)

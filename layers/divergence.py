@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from layers import lm_head, softmax
-from machine import gpu
+from machine import cpu
 
 TILE = lm_head.LOGPROB_TILE // 2  # logits of each of the two models that exist at once
 LARGEST_DIFFERENCE = 80.0  # e^80 is finite in float32
@@ -44,7 +44,7 @@ def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, m
     Terms are written so that none is negative: near agreement the plain sums would cancel to rounding, and so would
     what is wrong with a logsumexp.
     """
-    p, q = gpu.exp(log_p), gpu.exp(log_q)
+    p, q = cpu.exp(log_p), cpu.exp(log_q)
     apart = log_p - log_q
     if beta in (0, 1):
         first, other, ahead = (p, q, apart) if beta == 0 else (q, p, -apart)
@@ -149,7 +149,7 @@ def token_divergences(
                 taught_sum, own_sum = _Sum(*(a[rows] for a in sums[:2])), _Sum(*(a[rows] for a in sums[2:]))
                 log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
                 log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
-                d_logits = d_out[rows] * (terms_of(log_p, log_q, beta)[1] - gpu.exp(log_q) * slope[rows])
+                d_logits = d_out[rows] * (terms_of(log_p, log_q, beta)[1] - cpu.exp(log_q) * slope[rows])
                 d_tile = d_tile + d_logits.T @ (hidden[rows].astype(mx.float32) / temperature)
                 done = [d_tile]
             d_tiles.append(d_tile.astype(head_weight.dtype))
@@ -173,8 +173,8 @@ class _Sum(NamedTuple):
     def after(self, logits: mx.array) -> "_Sum":
         """The sum with one more tile taken in, (M, tile)."""
         peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
-        shrunk = self.total * gpu.exp(self.peak - peak)
-        return _Sum(peak, shrunk + softmax.tiled_sum(gpu.exp(logits - peak))[:, None])
+        shrunk = self.total * cpu.exp(self.peak - peak)
+        return _Sum(peak, shrunk + softmax.tiled_sum(cpu.exp(logits - peak))[:, None])
 
     def logprobs(self, logits: mx.array) -> mx.array:
         """Log-probabilities of a tile once all were taken in; the peak goes first, so likely tokens lose no digit."""
@@ -204,7 +204,7 @@ class _State(NamedTuple):
 
         places: of the ids in the tile, see `lm_head.place_of`.
         """
-        weight, q = head_weight.astype(mx.float32), gpu.exp(log_q)
+        weight, q = head_weight.astype(mx.float32), cpu.exp(log_q)
         terms, slopes = terms_of(log_p, log_q, beta)
         place, inside = places
         return _State(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from layers import softmax
-from machine import gpu
+from machine import cpu, gpu
 
 
 def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None) -> mx.array:
@@ -228,7 +228,7 @@ def token_logprobs(
                 place, inside = place_of(ids[rows], tile)
                 row = mx.arange(x.shape[0])[:, None]
                 # d logprob[id] = onehot - p
-                slopes = (gpu.exp(logprobs) * d_logprob).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
+                slopes = (cpu.exp(logprobs) * d_logprob).at[row, place].add(mx.where(inside, -d_logprob, 0.0))
                 d_tile = d_tile - slopes.T @ x
                 done = [d_tile]
             d_tiles.append(d_tile.astype(head_weight.dtype))
@@ -276,10 +276,10 @@ class _Softmax(NamedTuple):
         logits = logits_of(x, weight, ids, support)  # (M, tile)
         place, inside = place_of(ids, tile)
         found = mx.take_along_axis(logits, place, axis=-1)
-        peak = mx.maximum(self.peak, gpu.row_max(logits))
+        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
         logits, moved = logits - peak, self.peak - peak
-        shrunk = gpu.exp(moved)
-        weights = gpu.exp(logits)
+        shrunk = cpu.exp(moved)
+        weights = cpu.exp(logits)
         weighted = weights * logits
         return _Softmax(
             peak,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 import grpo
-from machine import gpu
+from machine import cpu, gpu
 
 HERE = Path(__file__).parent
 
@@ -27,8 +27,6 @@ def tiled_sum(x: mx.array) -> mx.array:
     One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
     entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
     """
-    if gpu.has_cpu_kernels(x, gpu.WORTH_A_KERNEL):
-        return gpu.row_sum(x).squeeze(-1)
     num_tiles = x.shape[-1] // 512
     tiles = x[..., : num_tiles * 512].reshape(*x.shape[:-1], num_tiles, 512).sum(-1).sum(-1)
     return tiles + x[..., num_tiles * 512 :].sum(-1)
@@ -36,8 +34,8 @@ def tiled_sum(x: mx.array) -> mx.array:
 
 def logsumexp(x: mx.array) -> mx.array:
     """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
-    peak = gpu.row_max(x)
-    return mx.log(tiled_sum(gpu.exp(x, peak))) + peak.squeeze(-1)
+    peak = mx.stop_gradient(x.max(-1, keepdims=True))
+    return mx.log(tiled_sum(cpu.exp(x, peak))) + peak.squeeze(-1)
 
 
 def _on_rows(
@@ -89,7 +87,7 @@ def _gradient_of_log_softmax(
     cotangents: list[mx.array], results: list[mx.array], logits: mx.array, temperature: float = 1.0
 ) -> list[mx.array]:
     (d_out,), (out,) = cotangents, results
-    return [((d_out - gpu.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
+    return [((d_out - cpu.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
 
 
 def _example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
@@ -121,8 +119,8 @@ def sample_token_ref(
     assert logits.shape[-1] <= 2**20, logits.shape
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
-    peak = gpu.row_max(logits)
-    weights = gpu.exp(logits, peak)
+    peak = logits.max(-1, keepdims=True)
+    weights = cpu.exp(logits, peak)
     shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
 
@@ -189,9 +187,9 @@ class RowLogprobs(NamedTuple):
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
     """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
     logits = at_temperature(logits, temperature)
-    peak = gpu.row_max(logits)
+    peak = mx.stop_gradient(logits.max(-1, keepdims=True))
     shifted = logits - peak
-    weights = gpu.exp(shifted)
+    weights = cpu.exp(shifted)
     total = tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
     moment = tiled_sum(weights * mx.maximum(shifted, -1e30))  # -inf: 0
@@ -358,7 +356,7 @@ class Support(NamedTuple):
 def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
     """The least of the fewest largest logits that together have `top_p` of a row's mass, (N, V) float32 -> (N,)."""
     descending = -mx.sort(-logits, axis=-1)
-    probs = gpu.exp(descending - logsumexp(descending)[..., None])
+    probs = cpu.exp(descending - logsumexp(descending)[..., None])
     before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
     num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
     return mx.take_along_axis(descending, num_kept - 1, axis=-1).squeeze(-1)

@@ -29,8 +29,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from machine import cpu
-
 
 def on_gpu() -> bool:
     """Whether MLX computes on a Mac's GPU."""
@@ -45,50 +43,6 @@ def prefill_tokens() -> int:
 def has_metal() -> bool:
     """Whether Metal kernels can run here. Tests with an emulator say so on a CPU too."""
     return on_gpu()
-
-
-def has_cpu_kernels(x: mx.array, least: int = 0) -> bool:
-    """Whether the kernels of cpu.py run here, on a float32 array of more than so many numbers."""
-    return x.dtype == mx.float32 and x.size > least and not on_gpu() and cpu.has_kernels()
-
-
-def exp(x: mx.array, shift: mx.array | None = None) -> mx.array:
-    """
-    e**(x - shift) of float32, (..., S) and (..., 1); the gradient takes the shift, such as a row's largest, as fixed.
-
-    On a CPU MLX's own exp takes 9 ns a number, its power of two 3.3, and a kernel of ours 0.4. Where that is missing,
-    the power of two is within 1e-6 for |x| < 8.
-    """
-    if not has_cpu_kernels(x):
-        x = x if shift is None else x - mx.stop_gradient(shift)
-        return mx.exp(x) if on_gpu() else mx.power(2.0, x * (1 / math.log(2)))
-
-    def forward(x: mx.array) -> mx.array:
-        return cpu.exponentials(x, shift)
-
-    result: mx.array = differentiable(forward, lambda x, d_out, out: d_out * out, x)
-    return result
-
-
-WORTH_A_KERNEL = 2**16  # numbers: of fewer MLX's maximum and sum take no longer than two more nodes of the graph
-
-
-def row_max(x: mx.array) -> mx.array:
-    """The largest of each row, (..., S) float32 -> (..., 1), without a gradient; by a kernel 3 times as fast."""
-    by_kernel = has_cpu_kernels(x, WORTH_A_KERNEL)
-    return mx.stop_gradient(cpu.reduced(x, cpu.MAXIMA) if by_kernel else x.max(-1, keepdims=True))
-
-
-def row_sum(x: mx.array) -> mx.array:
-    """The sum of each row, (..., S) float32 -> (..., 1); a kernel adds up parts, MLX on a CPU all in one sum."""
-    if not has_cpu_kernels(x, WORTH_A_KERNEL):
-        return x.sum(-1, keepdims=True)
-
-    def forward(x: mx.array) -> mx.array:
-        return cpu.reduced(x, cpu.SUMS)
-
-    result: mx.array = differentiable(forward, lambda x, d_out, _: mx.broadcast_to(d_out, x.shape), x)
-    return result
 
 
 # ---- a kernel
@@ -174,11 +128,16 @@ def constant(*values: float | bool) -> mx.array:
 _forward_only = [False]
 
 
+def forward_only() -> bool:
+    """Whether `without_gradients` holds."""
+    return _forward_only[0]
+
+
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
     """
     Inside, what has a gradient of its own is called directly, as whoever samples or judges may: a decode step is built
-    in half the time. MLX refuses the gradient of a Metal kernel so called; of one in cpu.py it would be wrong.
+    in half the time. MLX refuses the gradient of a Metal kernel so called, and that of cpu.py's expression.
     """
     before, _forward_only[0] = _forward_only[0], True
     try:
@@ -189,7 +148,7 @@ def without_gradients() -> Iterator[None]:
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array) -> Any:
     """`forward(*arrays)`, whose gradient is `backward(arrays, cotangents, results)`."""
-    if _forward_only[0]:
+    if forward_only():
         return forward(*arrays)
     custom: Any = mx.custom_function(forward)
     custom.vjp(backward)
@@ -238,7 +197,7 @@ class Op(Generic[P, R]):
             return self.reference(*arguments, **settings)
         if not self.runs(first.dtype):
             return self.reference(*arguments, **settings)
-        if _forward_only[0]:
+        if forward_only():
             return self.launch(*arguments, **settings)
         floats, put = _floats(arguments)
 

@@ -77,7 +77,7 @@ SLOW = "MLX's built-in reference BLAS (slow)"
 
 
 def test_the_description_says_which_blas_serves():
-    found = {"system OpenBLAS", "system OpenBLAS alone", "OpenBLAS of scipy-openblas32", SLOW}
+    found = {"system OpenBLAS", "OpenBLAS of scipy-openblas32", SLOW}
     assert cpu_blas.description in (found if sys.platform == "linux" else {"the platform's"})
 
 
@@ -129,14 +129,9 @@ def test_libraries_that_disagree_with_numpy_are_passed_over_with_one_line(tmp_pa
 
 
 FAILING = "#!/bin/sh\necho first >&2\necho no space left >&2\nexit 1\n"
-REFUSING = "#!/bin/sh\necho 'blas.c:1:9: error: what is vec?\n  1 | vec x;\n    | ^~~' >&2\nexit 1\n"
 NO_SHIM = {  # variables, with {} for a directory, and what the line says
     "no compiler": ({"PATH": "{}/empty"}, "no C compiler (cc, gcc or clang) is on the PATH"),
-    "failing": ({"PATH": "{}/bin:" + os.environ["PATH"]}, "could not build the shim: no space left)"),
-    "refusing": (
-        {"PATH": "{}/words:" + os.environ["PATH"]},
-        "could not build the shim: blas.c:1:9: error: what is vec?)",
-    ),
+    "failing": ({"PATH": "{}/bin:" + os.environ["PATH"]}, "cc failed: 'first\\nno space left')"),
 }
 
 
@@ -145,10 +140,9 @@ NO_SHIM = {  # variables, with {} for a directory, and what the line says
 @pytest.mark.parametrize("case", NO_SHIM)
 def test_where_no_shim_can_be_built_one_line_says_why(tmp_path, case):
     variables, said = NO_SHIM[case]
-    for folder, text in (("bin", FAILING), ("words", REFUSING)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "cc").write_text(text)
-        (tmp_path / folder / "cc").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cc").write_text(FAILING)
+    (tmp_path / "bin" / "cc").chmod(0o755)
     variables = {"XDG_CACHE_HOME": "{}/cache"} | variables
     search = without_system_library(tmp_path / "lib")
     done = run(CHECK, LD_LIBRARY_PATH=search, **{name: text.format(tmp_path) for name, text in variables.items()})
@@ -159,15 +153,11 @@ def test_where_no_shim_can_be_built_one_line_says_why(tmp_path, case):
 
 @on_linux
 @needs_compiler
-def test_the_system_s_openblas_without_a_shim_serves_alone_and_one_line_says_why(tmp_path):
+def test_the_system_s_openblas_serves_without_a_compiler(tmp_path):
     build("#define WRONG 0\n#define PREFIX(name) cblas_##name\n" + PLAIN_BLAS, tmp_path / "libopenblas.so.0")
-    variables = {"LD_LIBRARY_PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert description_and_error(run(CHECK, **variables))[0] == "system OpenBLAS"
-    done = run(CHECK, **variables | {"XDG_CACHE_HOME": str(tmp_path / "other"), "PATH": "/nowhere"})
+    done = run(CHECK, LD_LIBRARY_PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"), PATH="/nowhere")
     description, error = description_and_error(done)
-    assert description == "system OpenBLAS alone" and error < 1e-4
-    said = "no C compiler (cc, gcc or clang) is on the PATH"
-    assert done.stderr == f"gwen: MLX runs on OpenBLAS without Gwen's kernels ({said})\n"
+    assert description == "system OpenBLAS" and error < 1e-4 and done.stderr == ""
 
 
 def test_a_user_without_a_home_directory_has_a_cache_too(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from conftest import QWEN3, YARN, normal, relative_error
 from disk import hub
 from layers import attention, ops
 from layers.tree_cache import TreeCache
-from machine import gpu
+from machine import cpu, gpu
 
 RNG = np.random.default_rng(0)
 
@@ -149,18 +149,54 @@ def test_both_layouts_of_rope_settings_give_the_same_configuration():
 # ---- exp, swiglu, attention
 
 
-def test_exp_equals_that_of_numpy_and_takes_minus_infinity_to_zero():
+@pytest.fixture(params=["power", "compiled"])
+def exp(request, monkeypatch):
+    """Both forms on a CPU, whatever the size."""
+    if request.param == "power":
+        return cpu.exp
+    if not cpu.has_compiler():
+        pytest.skip("there is no g++")
+    monkeypatch.setattr(cpu, "WORTH_COMPILING", 0)
+    return gpu.without_gradients()(cpu.exp)
+
+
+def test_exp_equals_that_of_numpy_over_the_whole_range(exp):
     x = np.linspace(-8, 8, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(gpu.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
-    x = np.linspace(-80, 80, 10_001).astype(np.float32)
-    np.testing.assert_allclose(np.array(gpu.exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
-    assert gpu.exp(mx.array([-mx.inf, -1e30, -200.0])).tolist() == [0, 0, 0]
+    np.testing.assert_allclose(np.array(exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-6)
+    x = np.linspace(-86.9, 88.7, 10_001).astype(np.float32)
+    np.testing.assert_allclose(np.array(exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=1e-5)
+    assert exp(mx.array([-mx.inf, -1e30, -200.0, -0.0, 0.0])).tolist() == [0, 0, 0, 1, 1]
+    assert exp(mx.array([mx.inf, 1e30, 90.0])).tolist() == [mx.inf] * 3
+    assert np.isnan(exp(mx.array([mx.nan, 1.0])).tolist()).tolist() == [True, False]
 
 
-def test_the_gradient_of_exp_is_exp():
-    x = normal(100)
-    np.testing.assert_allclose(np.array(mx.grad(lambda x: gpu.exp(x).sum())(x)), np.exp(np.array(x)), rtol=2e-6)
-    assert mx.grad(lambda x: gpu.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
+def test_the_expression_of_exp_is_right_to_three_roundings():
+    x = np.linspace(-86.9, 88.72, 200_001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert np.abs(np.array(cpu.expression(mx.array(x))) / exact - 1).max() < 2e-7
+
+
+def test_exp_of_any_shape_and_layout_and_of_each_row_by_itself_is_the_same(exp):
+    x = normal(6, 5)
+    for view in (x, x.T, x[::2, 1::2], mx.broadcast_to(x[:1], (4, 5)), x[0, 0], mx.zeros((3, 0))):
+        np.testing.assert_allclose(np.array(exp(view)), np.exp(np.array(view)), rtol=2e-6)
+    np.testing.assert_allclose(np.array(mx.vmap(exp)(x)), np.exp(np.array(x)), rtol=2e-6)
+
+
+def test_the_gradient_of_exp_is_that_of_mlx_and_takes_the_shift_as_fixed():
+    x, factor = normal(400, 33, scale=5), normal(400, 33)
+    ours = mx.grad(lambda x: (cpu.exp(2 * x, x.max(-1, keepdims=True)) * factor).sum())(x)
+    theirs = mx.grad(lambda x: (mx.exp(2 * x - mx.stop_gradient(x.max(-1, keepdims=True))) * factor).sum())(x)
+    np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=1e-5)
+    assert mx.grad(lambda x: cpu.exp(x).sum())(mx.array([-1e30, -mx.inf])).tolist() == [0, 0]
+
+
+def test_without_a_compiler_exp_is_a_power_of_two(monkeypatch):
+    monkeypatch.setattr(cpu, "has_compiler", cpu.has_compiler.__wrapped__)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(cpu, "compiled", lambda _: pytest.fail("compiled"))
+    x = normal(cpu.WORTH_COMPILING)
+    assert mx.array_equal(gpu.without_gradients()(cpu.exp)(x), mx.power(2.0, x * cpu.LOG2_E))
 
 
 GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]

@@ -34,7 +34,7 @@ from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu
-from problems import audit, chat_template, filters
+from problems import audit, chat_template
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
 from problems.rewards import Logged, Reward, call_rewards, is_refusal, reward_arguments, reward_columns
@@ -229,7 +229,6 @@ class EvalParams(NamedTuple):
     seed: int = 0
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
-    filter: filters.Filter | None = None  # of logits; without a toolbox
 
 
 def evaluate(
@@ -297,9 +296,7 @@ def evaluate(
         record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
     mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
     record |= {
-        "eval/kl": None
-        if reference is None or params.filter  # which the reference has not
-        else divergence(reference, sampled, samples, temperature),
+        "eval/kl": None if reference is None else divergence(reference, sampled, samples, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
         "eval/num": len(problems),
@@ -348,7 +345,6 @@ def answer_both(
         "toolbox": params.toolbox,
     }
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
-    ends |= {"filter": params.filter}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
@@ -490,7 +486,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
-    filters.add_filter_flags(parser)
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
@@ -501,7 +496,6 @@ def main(argv: list[str] | None = None) -> None:
         for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
             if path and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
-        choose = filters.load_filter(args.logits, args.repetition_penalty)
         adapter = run_files.settle(args)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
@@ -521,8 +515,6 @@ def main(argv: list[str] | None = None) -> None:
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
             print(visible(f"WARNING: {said}."), file=sys.stderr)
-        if choose and (task.tools or task.environments):
-            raise ValueError(f"--task {task.name} has tools; leave --logits and --repetition-penalty out")
         task = task._replace(paid=audit.middle_of(task.counted, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
@@ -550,7 +542,6 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
             stop=config.sampling.stop,
             toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
-            filter=choose,
         )
         reference = base if is_base and (adapter or args.run) else None
         record, answers = evaluate(

@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,22 +36,6 @@ if TYPE_CHECKING:
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 
 
-class History:
-    """What a filter of logits sees beside them: the ids of each slot's row so far, its prompt's included."""
-
-    def __init__(self, num_slots: int, most: int):
-        self.ids = mx.full((num_slots, most), -1, mx.int32)  # the newest last; -1 before a row's first
-
-    def begin(self, slots: list[int], prompts: list[list[int]]) -> None:
-        """Rows with these prompts take slots."""
-        most = self.ids.shape[1]
-        self.ids[mx.array(slots)] = mx.array([[-1] * (most - len(prompt)) + prompt for prompt in prompts], mx.int32)
-
-    def add(self, tokens: mx.array) -> None:
-        """A token for each slot, (num_slots,)."""
-        self.ids = mx.concatenate([self.ids[:, 1:], tokens[:, None]], axis=1)
-
-
 class SamplingParams(NamedTuple):
     """How to draw and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
 
@@ -64,8 +48,6 @@ class SamplingParams(NamedTuple):
     pad_id: int = 0
     entropy: bool = False  # record the entropy of each token's distribution
     stop: Stop | None = None  # where rows have no turns
-    # of logits (N, V) float32 with `History.ids`, before the temperature; where rows have no turns
-    filter: Callable[[mx.array, mx.array], mx.array] | None = None
 
     @property
     def support(self) -> softmax.Support | None:
@@ -177,11 +159,10 @@ class NotFinite(ValueError):
     prompt: its index among the given prompts.
     """
 
-    def __init__(self, prompt: int, position: int, dtype: mx.Dtype, is_filtered: bool):
-        fix = "let --logits leave a token" if is_filtered else "start again with GWEN_DTYPE=bfloat16, or with float32"
+    def __init__(self, prompt: int, position: int, dtype: mx.Dtype):
         super().__init__(
             f"token {position + 1} of a completion of prompt {prompt + 1} has a log-probability that is not finite in "
-            f"{dtype}; {fix}"
+            f"{dtype}; start again with GWEN_DTYPE=bfloat16, or with float32"
         )
         self.prompt = prompt
 
@@ -191,7 +172,6 @@ class Record:
 
     progress: alive.Bar | None = None
     turns: "Turns | None" = None  # what rows in turns have besides
-    prompts: list[list[int]]  # of the batch, by place
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int):
         self.params, self.key = params, key
@@ -275,19 +255,11 @@ def decode(
     num_begun, forward = len(slots), gwen.decode_step(model)
     cache.assign(prompts[slots].tolist(), starts.tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
-    choose, history = record.params.filter, None
-    if choose:
-        history = History(len(slots), max(map(len, record.prompts)) + table.shape[1])
-        history.begin(slots.tolist(), [record.prompts[place] for place in prompts[slots]])
     queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not read yet
     for step in itertools.count():
         positions = np.minimum(step - starts, table.shape[1] - 1)  # an ended row runs on until its end is read
-        if choose and history:
-            logits = choose(logits.astype(mx.float32), history.ids)
         drawn = record.draw(logits, mx.array(table[slots, positions]))
         queued.append((rows[slots], drawn))
-        if history:
-            history.add(drawn[0])
         if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
             break
         logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
@@ -306,16 +278,12 @@ def decode(
             num_begun += len(idle)
             cache.assign(prompts[slots].tolist(), starts.tolist())
             logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
-            if history:
-                history.begin(idle.tolist(), [record.prompts[place] for place in prompts[slots[idle]]])
         elif not num_waiting and len(idle) >= SHRINK * len(slots):
             kept = np.flatnonzero(~ended)
             if not len(kept):
                 break
             cache.keep(kept.tolist())
             slots, starts, logits = slots[kept], starts[kept], logits[mx.array(kept)]
-            if history:
-                history.ids = history.ids[mx.array(kept)]
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
     record.cut(rows)
@@ -371,7 +339,6 @@ def sample_batch(
         record.turns.play(model, gwen.decode_step(model), cache, prompt_logits, prompt_of, table)
     else:
         cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share_prefix)
-        record.prompts = list(map(list, rows_of))
         decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
 
@@ -409,7 +376,7 @@ def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutSta
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
     for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[:1]:
-        raise NotFinite(row // group_size, position, dtype, record.params.filter is not None)
+        raise NotFinite(row // group_size, position, dtype)
     ids, logprobs, *entropies = (
         mx.array(np.where(mask, column[:, :width], fill))
         for column, fill in zip(record.columns, (record.params.pad_id, 0, 0), strict=False)
@@ -449,7 +416,7 @@ def rollout(
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")
-    assert talk is None or not (params.stop or params.filter), "stop texts or a filter for rows in turns"
+    assert talk is None or not params.stop, "stop texts for rows in turns"
     size = batch_size if isinstance(batch_size, gpu.BatchSize) else gpu.BatchSize(batch_size)
     rows_of = plan(prompts, group_size)
     mine = sorted(itertools.chain.from_iterable(rows_of.values()))
@@ -487,7 +454,7 @@ def main(argv: list[str] | None = None) -> None:
     from config import SETTINGS, TOOLS
     from disk import run_files
     from flags import Parser, add_flags, check_least, fail, flag_of, visible
-    from problems import chat_template, filters
+    from problems import chat_template
     from problems.examples import check_text, spread
     from settings.checks import checked
     from settings.sources import given, load_recipe, of_task, resolve
@@ -501,7 +468,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
-    filters.add_filter_flags(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     played = ["task", *TOOLS]
@@ -513,7 +479,6 @@ def main(argv: list[str] | None = None) -> None:
             chat_template.keep_date(run_files.begun(Path(args.run)))
         check_least(args, num=1, max_tokens=1, temp=0, seed=0)
         checked({"stop": args.stop})
-        choose = filters.load_filter(args.logits, args.repetition_penalty)
         for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
             if text is not None:
                 check_text(flag, text)
@@ -536,12 +501,10 @@ def main(argv: list[str] | None = None) -> None:
             flag = min(asked)
             raise ValueError(f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out")
         ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
-        params = SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop, filter=choose)
+        params = SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop)
         if box is not None:
-            if choose or args.stop:
-                raise ValueError(
-                    "--logits, --repetition-penalty and --stop are for completions without tools; leave it out"
-                )
+            if args.stop:
+                raise ValueError("--stop is for completions without tools; leave it out")
             print(visible(f"model: {name}, {why}"), file=sys.stderr)
             problems, size = (problems, args.num) if problems else (spread(tasks.make(config).held_out, args.num), 1)
             talk = box.play(problems, size, f"held out {args.seed}")

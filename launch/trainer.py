@@ -15,7 +15,7 @@ from disk import run_files
 from launch.begin import Begun, as_settings, begin, make_dir
 from launch.stop import stoppable
 from machine import world
-from problems import chat_template, filters
+from problems import chat_template
 from reporting.console import say
 
 Steps = Iterator[dict[str, Any]]  # the figures of each
@@ -119,18 +119,13 @@ class Trainer:
             self.run.evaluate()
         return journal.evaluations[-1]
 
-    def sample(
-        self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None, logits: filters.Filter | None = None
-    ) -> list[list[str]]:
-        """
-        `n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily; logits: a
-        filter of them.
-        """
+    def sample(self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None) -> list[list[str]]:
+        """`n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily."""
         run, settings = self.run, self.config.sampling
         prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
         temperature = settings.temp if temp is None else temp
-        params = run.sampling._replace(entropy=False, temperature=temperature, filter=logits)
+        params = run.sampling._replace(temperature=temperature)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
         texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
         return [texts[first : first + n] for first in range(0, len(texts), n)]

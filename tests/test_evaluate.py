@@ -68,18 +68,6 @@ def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):
     assert record["eval/accuracy"] == pytest.approx(by_problem[:, 0].mean())
 
 
-def test_a_filter_of_logits_holds_for_samples_and_the_greedy_answer(demo):
-    """One that leaves a single token; its distance to a model without it is none of the model's."""
-    record, details = run(demo, filter=lambda logits, _: mx.where(mx.arange(logits.shape[1]) == 50, logits, -mx.inf))
-    text = demo[1].decode([50] * 12)
-    assert all(detail["completions"] == [text] and detail["greedy"] == text for detail in details)
-    assert record["eval/entropy"] == 0
-    params = evaluate.EvalParams(12, limit=4)
-    for filter, is_measured in ((None, True), (lambda logits, ids: logits, False)):
-        record, _ = evaluate.evaluate(*demo, tasks.load("demo"), params._replace(filter=filter), reference=demo[0])
-        assert (record["eval/kl"] is not None) == is_measured
-
-
 def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_trained(demo):
     model, tokenizer = demo
     _, details = run(demo, samples=2)
@@ -311,7 +299,7 @@ def test_each_step_of_a_run_can_be_repeated(runs, capsys):
 
 @pytest.mark.slow
 def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, tmp_path):
-    (tmp_path / "other.jsonl").write_text('{"prompt": "What is two plus two?"}\n' * 3)
+    write_log(tmp_path / "other.jsonl", [{"prompt": f"What is two plus {word}?"} for word in ("one", "two", "four")])
     record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)
     assert (record["eval/num"], record["eval/samples"]) == (3, 2)
     assert record["eval/tokens"] <= 3 and record["eval/reward/short"] < 0

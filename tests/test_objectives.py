@@ -10,7 +10,6 @@ from conftest import read_log
 import grpo
 import train
 from config import Config
-from problems import filters
 from settings import sources
 from step import objectives
 from tests.small_run import SMALL
@@ -117,23 +116,6 @@ BAD = [
 def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(mine, flag, name, words, refused):
     line = refused(train.main, [*SMALL, "--task", "demo", f"--{flag}", f"{mine}:{name}"], re.escape(words))
     assert f"{mine}:{name}" in line
-
-
-def test_a_filter_that_fails_or_gives_other_than_logits_is_named_with_its_line(mine, tmp_path):
-    (tmp_path / "f.py").write_text(
-        "def fails(logits, ids): return ids.nothing\n"
-        "def few(logits, ids): return logits[:, :3]\n"
-        "def listed(logits, ids): return logits.tolist()\n"
-    )
-    for name, words in (
-        ("fails", "f.py:1) raised AttributeError"),
-        ("few", "f.py:2) gave the shape (2, 3); return the logits as an mx.array of shape (2, 5)"),
-        ("listed", "f.py:3) gave a list; return"),
-    ):
-        choose = filters.load_filter(f"{tmp_path}/f.py:{name}", 1.3)
-        with pytest.raises(ValueError, match=re.escape(words)):
-            choose(mx.zeros((2, 5)), mx.array([[-1, 2], [3, 4]]))
-    assert filters.load_filter(None, 1.0) is None
 
 
 def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path):

@@ -19,7 +19,6 @@ import sampler
 from layers import attention, lm_head, softmax
 from layers.delta_state import DeltaState
 from machine import gpu
-from problems import filters
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)
@@ -78,39 +77,6 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
         expected, _ = lm_head.token_logprobs(hidden[None], model.head_weight, mx.array([ids]), **how)
         gaps.extend(np.abs(logprobs - np.array(expected)[0]))
     assert (np.array(gaps) > 1e-4).mean() <= (0.01 if support else 0)
-
-
-@pytest.mark.parametrize("batch_size", [3, 64])
-def test_a_penalty_for_repetition_counts_prompt_and_completion(model, batch_size):
-    """By transformers' definition: scores of what occurred, above 0 divided by it and below 0 times it."""
-    rollout = roll(model, batch_size=batch_size, temperature=0.7, filter=filters.load_filter(None, 1.7))
-    gaps, without = [], []
-    for row, (hidden, (ids, logprobs)) in enumerate(zip(hidden_of(model, rollout), rows_of(rollout), strict=True)):
-        plain = np.array((hidden @ model.head_weight.T).astype(mx.float32), np.float64)
-        for place, logits in enumerate(plain):
-            scores = logits.copy()
-            for one in {*PROMPTS[row // 4], *ids[:place]}:
-                scores[one] = scores[one] * 1.7 if scores[one] < 0 else scores[one] / 1.7
-            for out, each in ((gaps, scores / 0.7), (without, logits / 0.7)):
-                out.append(abs(logprobs[place] - (each[ids[place]] - np.logaddexp.reduce(each))))
-    assert max(gaps) < near(model) < np.mean(without) and len(gaps) > 60
-
-
-@pytest.mark.parametrize("batch_size", [2, 64])
-def test_an_own_filter_sees_the_ids_of_each_row_so_far(model, batch_size):
-    """One that forbids them draws no token twice, also in slots that were handed on."""
-
-    def new(logits, ids):
-        rows = mx.arange(len(ids))[:, None]
-        seen = mx.zeros(logits.shape).at[rows, mx.maximum(ids, 0)].add(ids >= 0)
-        return mx.where(seen > 0, -mx.inf, logits)
-
-    rollout = roll(model, batch_size=batch_size, temperature=0.3, filter=new)
-    whole = [[*set(PROMPTS[row // 4]), *ids] for row, ids in enumerate(rollout.ids)]
-    assert all(len(set(ids)) == len(ids) for ids in whole) and len({len(ids) for ids in whole}) > 3
-    assert any(len(set(ids)) < len(ids) for ids in roll(model, temperature=0.3).ids)
-    with pytest.raises(sampler.NotFinite, match="let --logits leave a token"):
-        roll(model, filter=lambda logits, ids: logits - mx.inf)
 
 
 @pytest.fixture(scope="module")

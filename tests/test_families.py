@@ -258,31 +258,6 @@ def test_tools_are_refused_with_a_model_whose_memory_cannot_be_set_back():
     assert said == "--tools and --env: a Qwen3.5 cannot take back what it drew after a turn; take another model"
 
 
-def text(**changes: Any) -> dict[str, Any]:
-    return HYBRID | {"text_config": HYBRID_TEXT | changes}
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (HYBRID | {"model_type": "qwen3_5_moe"}, "model_type 'qwen3_5_moe'; supported are"),
-        (HYBRID | {"text_config": None}, "text_config=None; it must be an object"),
-        (HYBRID | {"quantization": {"bits": 4}}, "quantized weights are not supported"),
-        (text(layer_types=["linear_attention"] * 3), "3 layer_types and num_hidden_layers=4"),
-        (text(layer_types=["linear_attention"] * 3 + ["mamba"]), "only full_attention and linear_attention"),
-        (text(full_attention_interval=0), "full_attention_interval=0"),
-        (text(linear_num_value_heads=3), "linear_num_value_heads=3, which linear_num_key_heads=2 do not divide"),
-        (text(linear_key_head_dim=None), "linear_key_head_dim=None; it must be a whole number"),
-        (text(linear_conv_kernel_dim=1), "linear_conv_kernel_dim=1"),
-        (text(attention_bias=True), "attention_bias=true; no Qwen3.5"),
-        (text(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}), "rope type 'yarn'; Qwen3.5 have default here"),
-        (text(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.3}), "partial_rotary_factor=0.3"),
-    ],
-)
-def test_what_is_wrong_with_a_hybrid_is_one_line(config, said):
-    assert said in message_of(hub.make_config, config)
-
-
 def test_the_default_layers_of_a_hybrid_have_full_attention_every_fourth():
     silent = {key: value for key, value in HYBRID_TEXT.items() if key != "full_attention_interval"}
     assert hub.make_config(silent).layer_kinds == (*["linear_attention"] * 3, "full_attention")

@@ -27,7 +27,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
-from disk.run_files import START, JsonLines, replace_text, settings_of
+from disk.run_files import START, JsonLines, refuse_replaced, replace_text, settings_of
 from flags import flag_of
 from machine import gpu
 
@@ -61,6 +61,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 
     write_adapter: writes the trained weights to a directory; whether they are adapters.
     """
+    refuse_replaced(Path(run_dir))
     target = path_of(run_dir, state.step)
     scratch, replaced = target.with_name(f".{target.name}.partial"), target.with_name(f"{target.name}.replaced")
     _remove(scratch)
@@ -75,6 +76,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
         files = _files(Path(run_dir), best=scratch / "adapter" if is_best else Path(run_dir) / BEST)
         record = json.loads(json.dumps({"step": state.step, "extra": state.extra, "files": files}, allow_nan=False))
         write_json(scratch / "state.json", {"sha256": _checksum(record, scratch)} | record)
+        refuse_replaced(Path(run_dir))
         if target.exists():  # saving a step again: keep the old one until the new one is in place
             _remove(replaced)
             os.replace(target, replaced)
@@ -358,6 +360,7 @@ def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
 
     Skips identical files, so a resume works on a full disk. OSError leaves the old file.
     """
+    refuse_replaced(Path(run_dir))
     target = Path(run_dir) / name
     target.mkdir(exist_ok=True)
     for file in sorted((path_of(run_dir, step) / "adapter").iterdir()):

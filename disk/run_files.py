@@ -194,6 +194,22 @@ def owner() -> Iterator[None]:
             let_go(run_dir)
 
 
+class Replaced(ValueError):
+    """A run's directory is no longer the one in which it began."""
+
+
+def refuse_replaced(run_dir: Path) -> None:
+    """Raises Replaced where this process's lock is not the one in its directory: another run may train there now."""
+    file = _locks.get(run_dir.resolve())
+    try:
+        is_same = file is None or os.path.samestat(os.fstat(file), os.stat(run_dir / LOCK))
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        fix = "it ends and leaves nothing there; give each run a --run-dir of its own"
+        raise Replaced(f"{run_dir} was removed or begun again while this run trained in it; {fix}")
+
+
 def let_go(run_dir: Path) -> None:
     """Lets others own a directory, if this process does."""
     file = _locks.pop(run_dir.resolve(), None)
@@ -343,6 +359,7 @@ class JsonLines:
         path.touch()
 
     def write(self, record: dict[str, Any]) -> None:
+        refuse_replaced(self.path.parent)
         with self.path.open("a") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
@@ -351,9 +368,9 @@ class JsonLines:
         return [record for _, record in read_log(self.path)]
 
     def cut_after(self, step: int) -> None:
-        """Drops the records of later steps, and a last line that a crash left unfinished."""
-        kept = [line for line, record in read_log(self.path) if record["step"] <= step]
-        replace_text(self.path, b"".join(kept).decode())
+        """Drops everything from a later step's first record on, and a last line that a crash left unfinished."""
+        kept = itertools.takewhile(lambda one: one[1]["step"] <= step, read_log(self.path))
+        os.truncate(self.path, sum(len(line) for line, _ in kept))
 
 
 class Unwritten(JsonLines):
@@ -385,9 +402,11 @@ def replace_text(path: Path, text: str) -> None:
     """
     Writes a file under another name and renames it, so that a full disk leaves the old file intact.
 
-    Raises ValueError for what is no file: renaming would put one in place of a device.
+    Raises ValueError for what is no file, since renaming would put one in place of a device, and what
+    `refuse_replaced` raises.
     """
     path = path.resolve()
+    refuse_replaced(path.parent)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file; name another")
     scratch = path.with_name(path.name + ".partial")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from disk import checkpoint
+from disk import checkpoint, run_files
 from machine import gpu, world
 from reporting.console import warn
 
@@ -41,6 +41,8 @@ def stoppable(run: Any) -> Iterator[None]:
     before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
     try:
         yield
+    except run_files.Replaced:  # nothing may be saved there
+        raise
     except OSError as error:
         is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # MLX gives no number
         raise OSError(f"{error}; {_newest(run, error, 'free some space and ' if is_full else '')}") from error

@@ -391,6 +391,7 @@ class LivePage:
         is_cheap = self.spent + self.last <= MOST_COST * (begin - self.begin)
         if self.failed or not (at_the_end or (self.waiting and is_cheap)):
             return
+        run_files.refuse_replaced(self.dir)
         try:
             write(self.dir, ended=at_the_end)
         except Exception as error:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from conftest import read_log
 
 import train
-from disk import run_files
+from disk import checkpoint, run_files
 
 ROOT = Path(__file__).parent.parent
 RUN = [
@@ -94,6 +95,36 @@ def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, refuse
         before = contents(run)
         refused(train.main, ["--resume", run, "--steps", "2"], BUSY.format(run))
         assert contents(run) == before
+
+
+def removed(run):
+    shutil.rmtree(run)
+
+
+def begun_again(run):
+    shutil.rmtree(run)
+    shutil.copytree(run.with_name("other"), run)
+
+
+@pytest.mark.parametrize("what", [removed, begun_again])
+@pytest.mark.parametrize("place", [(train, "draw_groups"), (checkpoint, "publish")])
+def test_a_run_whose_directory_was_removed_or_begun_again_inside_a_step_ends_in_a_line_and_writes_nothing_there(
+    tmp_path, monkeypatch, refused, what, place
+):
+    run, other = tmp_path / "run", tmp_path / "other"
+    if what is begun_again:
+        train.main([*RUN, "--steps", "1", "--run-dir", str(other)])
+    function = getattr(*place)
+
+    def interfere(*args):
+        what(run)
+        return function(*args)
+
+    monkeypatch.setattr(*place, interfere)
+    refused(train.main, [*RUN, "--steps", "1", "--run-dir", run], f"{run} was removed or begun again while this run")
+    assert {path.relative_to(run): held for path, held in contents(run).items()} == {
+        path.relative_to(other): held for path, held in contents(other).items()
+    }
 
 
 @pytest.mark.slow

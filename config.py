@@ -202,7 +202,7 @@ class RecordSettings:
     """Records"""
 
     later = True
-    save_every: int = flag(20, "steps between checkpoints", low=1, first=True)
+    save_every: int = flag(20, "steps between checkpoints; the first one comes within five minutes", low=1, first=True)
     keep: int = flag(3, "checkpoints to keep", low=1)
     report_to: list[Tracker] = flag(list, "trackers that get the figures, each an extra", nargs="*")
 

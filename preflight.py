@@ -614,7 +614,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse(rest)
         if args.resume is True:
-            args.resume = checkpoint.newest_unfinished()
+            args.resume = checkpoint.newest_unfinished(args.steps)
         config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         check_least(own, prompt_tokens=1)
         if own.audit:

@@ -7,6 +7,7 @@ console lines (reporting/), the run directory (disk/run_files.py).
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,8 @@ from step.result import UpdateResult
 from tasks import curriculum, first_look
 from turns import episodes
 
+FIRST_SAVE = 300.0  # seconds after which a run is saved for the first time, whatever --save-every says
+
 
 class Run:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
@@ -53,10 +56,13 @@ class Run:
     base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
     own = objectives.Own()  # a user's own loss and advantage
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
+    saved_step: int = 0  # of the newest checkpoint
+    saved_best: int | None = None  # the best step that it knew
+    now = staticmethod(time.monotonic)
 
     def __init__(self, config: Config, run_dir: Path):
         """Raises ValueError if the model or the initial adapter cannot be loaded, or if they do not match."""
-        self.config, self.dir, self.step = config, run_dir, 0
+        self.config, self.dir, self.step, self.begun = config, run_dir, 0, self.now()
         chat_template.keep_date(world.first(lambda: run_files.begun(run_dir)))
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
@@ -131,14 +137,18 @@ class Run:
         """
         Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
 
-        True if this evaluation is the best so far: that step is saved regardless of `save_every`.
+        True if this step is the best so far and not saved as such: it is saved regardless of `save_every`.
         """
-        if not evaluation_is_due(self.config, self.step, self.journal.evaluations):
-            return False
-        self.journal.live.begin("evaluating")
-        self.evaluate()
-        say(evaluation_line(self.journal.evaluations[-1]))
-        return self.journal.best_step() == self.step
+        if evaluation_is_due(self.config, self.step, self.journal.evaluations):
+            self.journal.live.begin("evaluating")
+            self.evaluate()
+            say(evaluation_line(self.journal.evaluations[-1]))
+        return self.journal.best_step() == self.step != self.saved_best
+
+    def save_is_due(self) -> bool:
+        """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
+        is_first = self.saved_step == self.journal.begun_at and self.now() - self.begun >= FIRST_SAVE
+        return is_first or self.is_done or self.step % self.config.records.save_every == 0
 
     # ---- what is seen of it
 
@@ -204,10 +214,12 @@ class Run:
         scale = {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
         tensors = {"trainable": state.trainable, "moments": state.optimizer}
         self.learner.load(tensors | scale | counts)
-        self.step = state.step
+        self.step = self.saved_step = state.step
+        self.saved_best = state.extra["best_step"]
         self.end_step()
 
     def save(self) -> None:
+        self.saved_step, self.saved_best = self.step, self.journal.best_step()
         if not world.is_first():
             return
         state = self.state()

@@ -93,7 +93,7 @@ def train(config: Config, run: GrpoRun) -> Iterator[dict[str, Any]]:
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
-        if is_best or run.is_done or run.step % config.records.save_every == 0:
+        if is_best or run.save_is_due():
             run.save()
         run.show()
         yield figures
@@ -120,7 +120,7 @@ def tune(config: Config, run: SftRun) -> Iterator[dict[str, Any]]:
         figures = run.write_step(seconds, targets, result, peak)
         run.end_step()
         is_best = run.evaluate_if_due()
-        if is_best or run.is_done or run.step % config.records.save_every == 0:
+        if is_best or run.save_is_due():
             run.save()
         run.show()
         yield figures

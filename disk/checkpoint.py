@@ -3,16 +3,16 @@ Checkpoints: everything a run needs to resume as if never interrupted, and the a
 
     checkpoints/step-000050/adapter/           mlx_lm's layout; its tensors are also the float32 masters
     checkpoints/step-000050/state.safetensors  the optimizer; with full fine-tuning also the masters
-    checkpoints/step-000050/state.json         the step, small values, how far the logs went; a checksum of it all
+    checkpoints/step-000050/state.json         the step, small values, digests of model and data; a checksum of it all
 
 A checkpoint directory appears atomically: it is written under a temporary name and renamed. Where its checksum does
-not match, the one before is loaded instead. It also tells what the run was made of and how its logs and other adapters
-were, so that a resume goes on with these or names what has changed. Left out: randomness and data order, which are
-functions of the seed and the step.
+not match, the one before is loaded instead. Left out: randomness and data order, which are functions of the seed and
+the step; the logs, which a resume cuts back to that step (reporting/journal.py).
 """
 
 import filecmp
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -27,22 +27,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
-from disk.run_files import START, JsonLines, refuse_replaced, replace_text, settings_of
-from flags import flag_of
+from disk.run_files import is_owned, read_log, refuse_replaced, settings_of
 from machine import gpu
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
 BEST = "adapter-best"
-CUT = [f"{name}.jsonl" for name in ("metrics", "rollouts", "eval", "eval_answers", "warnings")]  # at a checkpoint
-SCORES = "judge_scores.jsonl"  # of a judge elsewhere they were paid for, and stay
-LOGS = [*CUT, SCORES, "changes.jsonl"]
-RANGES: dict[str, tuple[type, Any, Any]] = {  # of the small values, by name
-    **dict.fromkeys("step best_step num_draws failures num_skipped good_steps good_chunks".split(), (int, 0, 2**40)),
-    **dict.fromkeys(("rollout_batch_size", "chunk_size"), (int, 1, 2**31)),
-    "rate": (float, 1e-30, 1.0),
-    "value": (float, 1.0, 2.0**24),  # of the loss scale
-}
 
 
 class State(NamedTuple):
@@ -52,7 +42,6 @@ class State(NamedTuple):
     trainable: dict[str, mx.array]  # float32 masters by parameter name
     optimizer: dict[str, mx.array]  # flattened
     extra: dict[str, Any]  # small JSON values: loss scale, sizes reduced to fit memory, what the run was made of
-    files: dict[str, Any] = {}  # noqa: RUF012  (never changed; of a loaded one: logs and adapters beside it, see `_files`)
 
 
 def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool], *, keep: int) -> None:
@@ -72,9 +61,9 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
         if not adapted:  # the "full" adapter has the model's dtype, perhaps 16 bits
             arrays |= {f"trainable/{k}": v for k, v in state.trainable.items()}
         save_tensors(scratch / "state.safetensors", arrays)
-        is_best = state.extra["best_step"] == state.step
-        files = _files(Path(run_dir), best=scratch / "adapter" if is_best else Path(run_dir) / BEST)
-        record = json.loads(json.dumps({"step": state.step, "extra": state.extra, "files": files}, allow_nan=False))
+        for log in Path(run_dir).glob("*.jsonl"):
+            _sync(log)
+        record = json.loads(json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False))
         write_json(scratch / "state.json", {"sha256": _checksum(record, scratch)} | record)
         refuse_replaced(Path(run_dir))
         if target.exists():  # saving a step again: keep the old one until the new one is in place
@@ -109,8 +98,8 @@ def load(run_dir: str | Path) -> State:
                 f"--resume {run_dir}: {path.name} was saved by an earlier version of Gwen; {over}"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            said = f"checkpoint {path.name} is damaged ({hub.first_line(error)}); trying the one before"
-            print(said, file=sys.stderr)
+            reason = hub.first_line(error)
+            print(f"checkpoint {path.name} is damaged ({reason}); trying the one before", file=sys.stderr)
     raise ValueError(f"--resume {run_dir}: it has no intact checkpoint; {over}")
 
 
@@ -127,20 +116,13 @@ def _read(path: Path) -> State:
         raise ValueError("its checksum does not match")
     if path != path_of(path.parent.parent, record["step"]):
         raise ValueError(f"it is of step {record['step']}")
-    extra: dict[str, Any] = record["extra"]
-    values = {"step": record["step"], **extra, **extra["loss_scale"], **(extra.get("judge") or {})}
-    values["best_step"] = 0 if extra["best_step"] is None else extra["best_step"]
-    for name, (kind, low, high) in RANGES.items():
-        value = values.get(name, low)
-        if type(value) is not kind or not low <= value <= high:
-            raise ValueError(f"its {name} is {value!r:.60}")
     adapter, state = (hub.load_tensors(path / name) for name in TENSORS)
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
     for name, array in state.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
     trainable = groups["trainable"] or adapters.masters(adapter)
-    return State(record["step"], trainable, groups["optimizer"], extra, record["files"])
+    return State(record["step"], trainable, groups["optimizer"], record["extra"])
 
 
 def refuse_other_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
@@ -163,28 +145,48 @@ def saved(run_dir: str | Path) -> list[Path]:
     return sorted(path for path in named if path.name.removeprefix("step-").isdecimal())  # else of a killed process
 
 
-def newest_unfinished(runs: Path = Path("runs")) -> str:
-    """The run with the newest checkpoint among those with steps left, else among all. ValueError if there is none."""
-    found = []
-    for path in [*runs.glob("*"), *runs.glob("*/seed-*")]:
-        if (path / "config.yaml").is_file() and (checkpoints := saved(path)):
-            newest, num_steps = checkpoints[-1], settings_of(str(path)).get("steps", 0)
-            has_steps_left = int(newest.name.removeprefix("step-")) < num_steps
-            found.append((has_steps_left, newest.stat().st_mtime, str(path)))
-    if not found:
-        raise ValueError(f"--resume: no run in {runs}/ has a checkpoint; name the directory of a run")
-    return max(found)[2]
+def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> str:
+    """
+    The run that was written last of those that have a checkpoint and steps left; where none has, of the finished ones.
+    Names on stderr the later runs, and why they are left out.
+
+    steps: the value of --steps, if given. Raises ValueError where no run can go on.
+    """
+
+    def last_write(run: Path) -> float:
+        return max(path.stat().st_mtime for path in (run / "config.yaml", run / "metrics.jsonl") if path.is_file())
+
+    chosen, passed_over = None, list[str]()
+    settings = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
+    for run in sorted((path.parent for path in settings), key=last_write, reverse=True):
+        checkpoints = saved(run)
+        if is_owned(run):
+            passed_over.append(f"{run} is being trained")
+        elif not checkpoints:
+            passed_over.append(f"{run} has no checkpoint (start it over with --config {run}/config.yaml)")
+        elif int(checkpoints[-1].name.removeprefix("step-")) < (steps or settings_of(str(run)).get("steps", 0)):
+            chosen = run
+            break
+        else:
+            passed_over.append(f"{run} is finished")
+            chosen = chosen or run
+    why = "; ".join(passed_over[:5])
+    if chosen is None:
+        raise ValueError(f"--resume: no run in {runs}/ can go on{why and f' ({why})'}; name the directory of a run")
+    if passed_over:
+        print(f"--resume goes on with {chosen}: {why}", file=sys.stderr)
+    return str(chosen)
 
 
-# ---- what a checkpoint knows of the files beside it
+# ---- what a run was made of
 
 
 def digest(*parts: Any) -> str:
     """What tells values from others: 16 digits of a SHA-256 of their representation, where no address counts."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(re.sub(" at 0x[0-9a-f]+", "", repr(part)).encode("utf-8", "surrogatepass") + b"\n")
-    return found.hexdigest()[:16]
+        digest.update(re.sub(" at 0x[0-9a-f]+", "", repr(part)).encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()[:16]
 
 
 def digest_of_model(model: Any) -> str:
@@ -199,127 +201,56 @@ def digest_of_model(model: Any) -> str:
 
 def _checksum(record: dict[str, Any], path: Path) -> str:
     """The checksum of all that a checkpoint holds."""
-    said = json.dumps(record, sort_keys=True, allow_nan=False)
-    return hashlib.sha256("\n".join([said, *(_sha256(path / name) for name in FILES)]).encode()).hexdigest()
+    parts = [json.dumps(record, sort_keys=True, allow_nan=False), *(_sha256(path / name) for name in FILES)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _files(run_dir: Path, best: Path) -> dict[str, Any]:
-    """
-    The size and checksum of each log, and the checksums of the adapters besides the newest. Forces logs to disk.
-
-    best: the directory of the best adapter.
-    """
-    logs = {}
-    for log in map(run_dir.joinpath, LOGS):
-        if log.is_file():
-            _sync(log)
-            logs[log.name] = [log.stat().st_size, _sha256(log)]
-    held = {BEST: best, START: run_dir / START}
-    return {"logs": logs, "adapters": {name: _adapter(path) for name, path in held.items() if path.is_dir()}}
-
-
-def _adapter(directory: Path) -> str | None:
-    """The checksums of an adapter's files; None where one is missing."""
-    try:
-        return " ".join(_sha256(directory / name) for name in ("adapter_config.json", "adapters.safetensors"))
-    except (OSError, ValueError):
-        return None
-
-
-def _sha256(path: Path, size: int | None = None) -> str:
-    """The checksum of a file, or of its first bytes. Raises ValueError where there is no file."""
-    if not path.is_file():
+def _sha256(path: Path) -> str:
+    """The checksum of a file. Raises ValueError where there is no file."""
+    if not path.is_file():  # a pipe would be read for ever
         raise ValueError(f"{path.name} is no file")
-    found, left = hashlib.sha256(), path.stat().st_size if size is None else size
     with path.open("rb") as file:
-        while left and (block := file.read(min(left, 2**20))):
-            found.update(block)
-            left -= len(block)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def changes(run_dir: Path, state: State, now: dict[str, Any]) -> Iterator[str]:
     """
-    Says what is not as the run knew it after `state`, or by the changes recorded since.
+    Names what is not as it was when the checkpoint was saved.
 
     now: settings, and digests of what the run is made of, by name. Raises ValueError for what no run can become.
     """
-    known = _known(run_dir, state)
+    settings = state.extra["settings"]
+    before = settings | state.extra["sources"]
     for name, value in now.items():
-        before = known.get(name, [value])
-        if name == "loss_type" and value != before[0] and "sft" in (value, before[0]):
-            raise ValueError(f"--resume {run_dir}: its loss_type was {before[0]}, not {value}; start a new run")
-        if value not in before:
-            yield f"{name} ({before[-1]!r:.60}, now {value!r:.60})" if name in state.extra["settings"] else name
+        was = before.get(name, value)
+        if value == was:
+            continue
+        if name == "loss_type" and "sft" in (value, was):
+            raise ValueError(f"--resume {run_dir}: its loss_type was {was}, not {value}; start a new run")
+        yield f"{name} ({was!r:.60}, now {value!r:.60})" if name in settings else name
 
 
-def refuse_changes(run_dir: Path, state: State, said: Iterable[str], allowed: bool) -> None:
-    """Raises ValueError naming what has changed, if anything; says so where that is `allowed`."""
-    said = list(said)
-    if said and not allowed:
-        rest = f"changed since step {state.step}; --allow-changes goes on with {'them' if said[1:] else 'it'}"
-        raise ValueError(f"--resume {run_dir}: {', '.join(said)} {rest}")
-    for one in said:
+def missing_steps(run_dir: Path, state: State) -> Iterator[str]:
+    """Names a log in which the steps up to the checkpoint do not stand once each, as where two runs wrote to it."""
+    last, expected = state.step, list(range(1, state.step + 1))
+    for name in ["metrics.jsonl"] + ["rollouts.jsonl"] * (state.extra["settings"]["loss_type"] != "sft"):
+        steps = [record["step"] for _, record in read_log(run_dir / name)]
+        if name == "rollouts.jsonl":
+            steps = [step for step, _ in itertools.groupby(steps)]  # which has a record for each completion
+        if steps[:last] != expected or any(step <= last for step in steps[last:]):
+            missing = sorted({*expected} - {*steps})
+            numbers = f"{'s' if missing[1:] else ''} {', '.join(map(str, missing[:9]))}"
+            yield f"{name}, {f'which lacks step{numbers}' if missing else 'whose steps are not in order'},"
+
+
+def refuse_changes(run_dir: Path, state: State, changed: Iterable[str], allowed: bool) -> None:
+    """Raises ValueError naming what has changed, if anything; prints it where that is `allowed`."""
+    changed = list(changed)
+    if changed and not allowed:
+        rest = f"changed since step {state.step}; --allow-changes goes on with {'them' if changed[1:] else 'it'}"
+        raise ValueError(f"--resume {run_dir}: {', '.join(changed)} {rest}")
+    for one in changed:
         print(f"{run_dir}: {one} changed since step {state.step}", file=sys.stderr)
-
-
-def _known(run_dir: Path, state: State) -> dict[str, list[Any]]:
-    """What each setting and each source of a run was at its checkpoint, and became in the resumes since then."""
-    known = {name: [value] for name, value in (state.extra["settings"] | state.extra["sources"]).items()}
-    if (path := run_dir / "changes.jsonl").is_file():
-        for change in JsonLines(path).read():
-            match change:
-                case {"step": int(step), "setting": str(name), "is": value} if step >= state.step:
-                    known.setdefault(name, []).append(value)
-    return known
-
-
-def changed_files(run_dir: Path, state: State) -> Iterator[str]:
-    """Says what is not as it was when the checkpoint was saved: the logs up to there, the adapters besides its own."""
-    for name, (size, checksum) in state.files["logs"].items():
-        path = run_dir / name
-        if not path.is_file():
-            yield f"{name}, which is missing,"
-        elif _sha256(path, size) != checksum:
-            steps = {int(step) for step in re.findall(rb'^\{"step": (\d{1,9}),', path.read_bytes(), re.MULTILINE)}
-            gap = sorted(set(range(1, state.step + 1)) - steps)
-            lost = f", which lacks step{'s' if gap[1:] else ''} {', '.join(map(str, gap[:9]))}," if gap else ""
-            yield name + (lost if name in ("metrics.jsonl", "rollouts.jsonl") else "")
-    for name, checksum in state.files["adapters"].items():
-        if _adapter(run_dir / name) != checksum and not (name == BEST and _has_best(run_dir, state)):
-            yield name
-
-
-def _has_best(run_dir: Path, state: State) -> bool:
-    """Whether the checkpoint of the best step has the best adapter."""
-    best = state.extra["best_step"]
-    return best is not None and _adapter(path_of(run_dir, best) / "adapter") == state.files["adapters"].get(BEST)
-
-
-def go_on(run_dir: Path, state: State, now: dict[str, Any]) -> None:
-    """
-    Prepares a run's directory for the step after `state`: cuts the logs, notes what changes from there on.
-
-    Scores that were paid for and changes may have come since; what else stands behind a log's part is dropped.
-    """
-    for path, (size, checksum) in ((run_dir / name, held) for name, held in state.files["logs"].items()):
-        if path.is_file() and _sha256(path, size) == checksum:
-            with path.open("rb") as file:
-                file.seek(size)
-                later = file.read().splitlines(keepends=True)
-            drop = path.name in CUT or (path.name == SCORES and not now.get("judge_url"))
-            steps = [] if drop else [re.match(rb'\{"step": (\d{1,9}),.*\n', line) for line in later]
-            since = [step[0] for step in steps if step and int(step[1]) >= state.step]
-            if not since:
-                os.truncate(path, size)
-            elif since != later:
-                replace_text(path, b"".join([path.read_bytes()[:size], *since]).decode(errors="replace"))
-    for name, values in sorted(_known(run_dir, state).items()):
-        if now.get(name, values[-1]) != values[-1]:
-            change = {"step": state.step, "setting": name, "was": values[-1], "is": now[name]}
-            JsonLines(run_dir / "changes.jsonl").write(change)
-            label = flag_of(name) if name in state.extra["settings"] else name
-            print(f"from step {state.step + 1} on: {label} {now[name]} (was {values[-1]!r})", flush=True)
 
 
 def _remove(path: Path) -> None:
@@ -339,8 +270,7 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        held = dict(sorted(arrays.items()))
-        gpu.on_cpu(mx.save_safetensors, str(path), held, metadata=metadata or {"format": "mlx"})
+        gpu.on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"})
     except RuntimeError as error:
         if gpu.is_too_much(error):
             raise
@@ -376,8 +306,6 @@ def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
 
 
 def publish(run_dir: str | Path, state: State) -> None:
-    """Copies the checkpoint's adapter to `adapter`, and the best one to `adapter-best` if a checkpoint has it."""
-    copy_adapter(run_dir, state.step, "adapter")
-    best = state.extra["best_step"]
-    if best == state.step or (state.files and _has_best(Path(run_dir), state)):
-        copy_adapter(run_dir, best, BEST)
+    """Copies the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one."""
+    for name in ["adapter"] + [BEST] * (state.extra["best_step"] == state.step):
+        copy_adapter(run_dir, state.step, name)

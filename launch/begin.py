@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gwen
-from config import Config
+from config import SETTINGS, Config
 from disk import checkpoint, run_files
+from flags import flag_of
 from machine import world
 from problems import examples, rewards
 from reporting import trackers
@@ -75,8 +76,8 @@ def begin(
         path = Path(resume)
         run_files.own(path)
         state = checkpoint.load(path)
-        unasked = {name: value for name, value in settings.items() if name not in flags}
-        changed = [*checkpoint.changes(path, state, unasked), *checkpoint.changed_files(path, state)]
+        fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
+        changed = [*checkpoint.changes(path, state, fixed), *checkpoint.missing_steps(path, state)]
         checkpoint.refuse_changes(path, state, changed, allow_changes)
         checkpoint.publish(path, state)  # a killed process may not have got this far
         return [settings, state, resume]
@@ -93,6 +94,8 @@ def make_dir(run: Any, begun: Begun) -> str:
     if not state:
         return str(run_files.make_run_dir(as_yaml(run.config, run.sizes), run.dir, begun.run_dir))
     checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, run.sources), begun.allow_changes)
-    checkpoint.go_on(run.dir, state, run.config.flat(run.sizes) | run.sources)
+    for name, value in run.config.flat(run.sizes).items():
+        if value != (was := state.extra["settings"].get(name, value)):
+            print(f"from step {state.step + 1} on: {flag_of(name)} {value} (was {was!r})", flush=True)
     run_files.write(as_yaml(run.config, run.sizes), run.dir)
     return str(run.dir)

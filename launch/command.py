@@ -30,7 +30,9 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
     if args.resume and args.run_dir:
         raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
-    resume = world.first(checkpoint.newest_unfinished) if args.resume is True else args.resume
+    resume = args.resume
+    if resume is True:
+        resume = world.first(lambda: checkpoint.newest_unfinished(args.steps))
     if args.print_config:
         config, choice = resolve(flags, args.config, resume, gwen.choose_model)
         print(choice, file=sys.stderr, flush=True)

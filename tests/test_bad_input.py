@@ -444,12 +444,17 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_wher
 
 
 @pytest.mark.parametrize("size", [100, 4000])
-def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, refused, size):
-    """At 100 bytes not even the settings can be written again, at 4,000 a log cannot grow; a change is noted first."""
+def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, capsys, size):
+    """At 100 bytes not even the settings can be written again, at 4,000 neither a log nor the page."""
     before = contents(run)
-    with limited(size):
-        refused(train.main, ["--resume", run, "--steps", "5"], str(run))
+    with limited(size), pytest.raises(SystemExit) as ended:
+        train.main(["--resume", str(run), "--steps", "5"])
+    *notes, line = capsys.readouterr().err.splitlines(keepends=True)
+    assert ended.value.code == 2
+    checked_line(line, str(run))
+    assert all(note.startswith("WARNING: the page of the run") for note in notes)
     after = contents(run)
+    assert after.keys() == before.keys()
     assert all(after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name)
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] in (3, 5)
     train.main(["--resume", str(run), "--steps", "4"])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import contents, message_of
+from conftest import contents, message_of, write_log
 from mlx.utils import tree_flatten
 
 import gwen
 import lora
-from disk import checkpoint
+from disk import checkpoint, run_files
 
 
 @pytest.fixture(scope="module")
@@ -114,32 +114,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, model, capsy
     assert "step-000002 is damaged" in capsys.readouterr().err
 
 
-BAD_EXTRAS = [
-    *({"num_draws": -1}, {"num_draws": 2.0}, {"failures": True}, {"rate": 0.0}, {"rate": 1}, {"best_step": "2"}),
-    *({"loss_scale": {"value": 0.5}}, {"loss_scale": 1.0}, {"judge": {"chunk_size": 0}}, {"rollout_batch_size": 2**40}),
-]
-
-
-@pytest.mark.parametrize("extra", BAD_EXTRAS, ids=str)
-def test_a_small_value_of_another_type_or_range_is_damage_though_the_checksum_is_right(tmp_path, model, capsys, extra):
-    for step in (1, 2):
-        save(tmp_path, model, step, **({"extra": state(model, step).extra | extra} if step == 2 else {}))
-    assert same(checkpoint.load(tmp_path), state(model, 1))
-    assert "step-000002 is damaged" in capsys.readouterr().err
-
-
-def test_each_digit_of_a_record_counts(tmp_path, model, capsys):
-    save(tmp_path, model, 1)
-    save(tmp_path, model, 2)
-    path = tmp_path / "checkpoints" / "step-000002" / "state.json"
-    text = path.read_text()
-    for place in [place for place, letter in enumerate(text) if letter.isdecimal()]:
-        path.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
-        assert checkpoint.load(tmp_path).step == 1
-    path.write_text(text)
-    assert checkpoint.load(tmp_path).step == 2
-
-
 def test_a_checkpoint_in_another_one_s_place_is_damage(tmp_path, model, capsys):
     for step in (1, 2, 3):
         save(tmp_path, model, step)
@@ -174,6 +148,63 @@ def test_a_model_whose_weights_differ_by_one_bit_has_another_digest(checkpoints)
 def test_a_digest_of_what_has_an_address_is_the_same_wherever_it_lies():
     assert checkpoint.digest({"picture": object()}) == checkpoint.digest({"picture": object()})
     assert checkpoint.digest({"a": 1}, "b") != checkpoint.digest({"a": 1, "b": 1}) != checkpoint.digest({"a": 2}, "b")
+
+
+def begin(directory, name, newest, age, steps=10):
+    """A run directory, written `age` seconds ago, with a checkpoint of step `newest` if there is one."""
+    run = directory / "runs" / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(f"model: demo\nsteps: {steps}\n")
+    (run / "metrics.jsonl").touch()
+    for path in (run / "config.yaml", run / "metrics.jsonl"):
+        os.utime(path, (10**9 - age, 10**9 - age))
+    if newest is not None:
+        checkpoint.path_of(run, newest).mkdir(parents=True)
+
+
+def test_resume_without_a_name_takes_the_newest_unfinished_run_and_names_the_later_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    said = message_of(checkpoint.newest_unfinished)
+    assert said == "--resume: no run in runs/ can go on; name the directory of a run"
+    begin(tmp_path, "killed", None, age=1)
+    why = "runs/killed has no checkpoint (start it over with --config runs/killed/config.yaml)"
+    assert message_of(checkpoint.newest_unfinished).startswith(f"--resume: no run in runs/ can go on ({why}); name")
+    begin(tmp_path, "finished", 10, age=3)
+    assert checkpoint.newest_unfinished() == "runs/finished"
+    begin(tmp_path, "older", 9, age=7)
+    begin(tmp_path, "newer/seed-1", 3, age=5)
+    begin(tmp_path, "trained", 3, age=2)
+    (tmp_path / "runs" / "of somebody else").mkdir()
+    capsys.readouterr()
+    with run_files.owner():
+        run_files.own(tmp_path / "runs" / "trained")
+        assert checkpoint.newest_unfinished() == "runs/newer/seed-1"
+        others = f"{why}; runs/trained is being trained; runs/finished is finished"
+        assert capsys.readouterr().err == f"--resume goes on with runs/newer/seed-1: {others}\n"
+        assert checkpoint.newest_unfinished(steps=11) == "runs/finished"
+    assert checkpoint.newest_unfinished() == "runs/trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "why"),
+    [
+        ("metrics", [1, 2, 3], None),
+        ("metrics", [1, 2, 3, 4, 7], None),  # later ones are cut
+        ("metrics", [1, 3], "which lacks step 2"),
+        ("metrics", [], "which lacks steps 1, 2, 3"),
+        ("metrics", [1, 1, 2, 3], "whose steps are not in order"),  # of two runs
+        ("metrics", [1, 2, 3, 1, 2, 3], "whose steps are not in order"),
+        ("metrics", [1, 5, 2, 6, 3], "whose steps are not in order"),
+        ("rollouts", [1, 1, 2, 2, 3], None),
+        ("rollouts", [1, 1, 2, 1, 3], "whose steps are not in order"),
+        ("rollouts", [1, 1, 2, 2], "which lacks step 3"),
+    ],
+)
+def test_a_resume_names_a_log_without_each_step_once(tmp_path, model, name, steps, why):
+    for log in ("metrics", "rollouts"):
+        write_log(tmp_path / f"{log}.jsonl", [{"step": step} for step in (steps if log == name else (1, 2, 3))])
+    saved = state(model, 3)._replace(extra={"settings": {"loss_type": "dapo"}})
+    assert list(checkpoint.missing_steps(tmp_path, saved)) == ([f"{name}.jsonl, {why},"] if why else [])
 
 
 def test_nothing_to_load_is_said_in_one_line(tmp_path):

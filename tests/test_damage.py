@@ -2,23 +2,22 @@
 Run directories that something has damaged: a resume goes on as the undamaged run would have, or ends in a line.
 
 Here a resume does everything but its steps: what it restores, and the logs it goes on with, must be those of the
-undamaged run at that step, of which all that follows is a function. `python -m tests.test_damage 300 SEED` also takes
-the steps, and compares what they leave.
+undamaged run at that step, of which all that follows is a function.
 """
 
 import contextlib
 import io
 import json
 import os
-import random
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gwen
 import lora
@@ -36,211 +35,201 @@ RUN = [
     *("4", "--save-every", "1", "--steps", f"{STEPS}"),
     *("--lora-rank", "2", "--lora-targets", "o_proj"),
 ]
-ADAPTER = ("adapter_config.json", "adapters.safetensors")
-MORE = ["--steps", f"{STEPS + 1}"]
 
 
-def record_run(directory):
-    """An undamaged run of three saved steps that began with an adapter and was resumed once; and its settings."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undamaged run of three saved steps that began with an adapter."""
+    directory = tmp_path_factory.mktemp("whole")
     model, _ = gwen.load("demo")
     lora.apply(model, 2, 2.0, ["o_proj"])
     lora.save_adapter(model, directory / "start", "demo")
-    run = directory / "run"
-    train.main([*RUN, "--steps", "1", "--init-adapter", str(directory / "start"), "--run-dir", str(run)])
-    train.main(["--resume", str(run), "--steps", f"{STEPS}"])
-    return run
+    train.main([*RUN, "--init-adapter", str(directory / "start"), "--run-dir", str(directory / "run")])
+    return directory / "run"
 
 
-# ---- damage
+@pytest.fixture(scope="module")
+def go_on(whole):
+    """As `resume` below, but without steps and with one model; adds what was restored."""
+    made = train.GrpoRun(sources.resolve({}, None, str(whole), gwen.choose_model)[0], whole)
+    states = []
+
+    def make(config, path):
+        made.config, made.dir = config, path
+        return made
+
+    def look(_, run):
+        state = run.state()
+        extra = {name: value for name, value in state.extra.items() if name != "settings"}  # some may change
+        states.append([state.step, extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
+        return iter(())
+
+    def go_on(run):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu, "environment", lambda _: {})  # it asks git
+            patch.setattr(train, "GrpoRun", make)
+            patch.setattr(train, "train", look)
+            return *resume(run), states[-1] if states else None
+
+    return go_on
 
 
-def replace(path, content):
-    path.write_bytes(content)
-
-
-def edited(rng, text, new):
-    """A JSON or YAML text with one of its numbers replaced."""
-    found = rng.choice(list(re.finditer(rb"-?\d+\.?\d*", text)) or [re.match(b"", text)])
-    return text[: found.start()] + new(found[0]) + text[found.end() :]
-
-
-def flip(rng, path, run):
-    content = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 1, 8])):
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    replace(path, bytes(content))
-
-
-def cut(rng, path, run):
-    replace(path, path.read_bytes()[: rng.randrange(path.stat().st_size)])
-
-
-def lose_lines(rng, path, run):
-    lines = path.read_bytes().splitlines(keepends=True)
-    first = rng.choice([0, len(lines) - 1, rng.randrange(len(lines))])
-    del lines[first : first + rng.choice([1, 1, 4])]
-    replace(path, b"".join(lines))
-
-
-def repeat_lines(rng, path, run):
-    lines = path.read_bytes().splitlines(keepends=True)
-    replace(path, b"".join(lines + lines[rng.randrange(len(lines)) :]))
-
-
-def change_number(rng, path, run):
-    replace(path, edited(rng, path.read_bytes(), lambda old: b"%d" % (int(float(old)) + rng.choice([-1, 1, 10**9]))))
-
-
-def change_type(rng, path, run):
-    odd = rng.choice([b'"12"', b"null", b"[]", b"{}", b"true", b"NaN", b"1e999", b"-7", b"[" * 3000, b"9" * 400])
-    replace(path, edited(rng, path.read_bytes(), lambda _: odd))
-
-
-def swap(rng, path, run):
-    other = rng.choice([file for file in files_of(run) if file != path])
-    content = path.read_bytes()
-    replace(path, other.read_bytes())
-    replace(other, content)
-
-
-def swap_directories(rng, path, run):
-    one, two = rng.sample([*checkpoint.saved(run), run / "adapter", run / "adapter-best", run / START], 2)
-    one.rename(run / "between")
-    two.rename(one)
-    (run / "between").rename(two)
-
-
-def lose_directory(rng, path, run):
-    shutil.rmtree(rng.choice([*checkpoint.saved(run), run / "adapter", run / "adapter-best", run / START]))
-
-
-def another_kind(rng, path, run):
-    path.unlink()
-    kind = rng.choice(["nothing", "directory", "dangling link", "link to itself", "link to another", "pipe"])
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "dangling link":
-        path.symlink_to(run / "nowhere")
-    elif kind == "link to itself":
-        path.symlink_to(path)
-    elif kind == "link to another":
-        path.symlink_to(rng.choice(files_of(run)))
-    elif kind == "pipe":
-        os.mkfifo(path)
-
-
-DAMAGE = [
-    *(flip, flip, flip, cut, cut, lose_lines, lose_lines, repeat_lines, change_number, change_number, change_type),
-    *(swap, swap, swap_directories, lose_directory, another_kind, another_kind),
-    *(lambda rng, path, run: replace(path, b""), lambda rng, path, run: replace(path, path.read_bytes() + b"\0{}\n")),
-]
-
-
-def files_of(run):
-    return sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
-
-
-def damage(run, number):
-    """Damages a copy of a run; returns words about it."""
-    rng = random.Random(number)
-    kind = rng.choice(DAMAGE)
-    # a kind of file first: tensors are most of the bytes, and no more than the rest
-    named = {}
-    for file in files_of(run):
-        named.setdefault(re.sub("step-0+[0-9]", "step", str(file.relative_to(run))), []).append(file)
-    path = rng.choice(rng.choice(list(named.values())))
-    with contextlib.suppress(ValueError):  # a number beyond its type stays as it was
-        kind(rng, path, run)
-    return f"{number}: {kind.__name__} of {path.relative_to(run)}"
-
-
-# ---- what a resume makes of it
+@pytest.fixture(scope="module")
+def undamaged(whole, go_on, tmp_path_factory):
+    """What an undamaged run restores and has left when it goes on, by the step of its newest checkpoint."""
+    expected = {}
+    for step in range(1, STEPS + 1):
+        run = shutil.copytree(whole, tmp_path_factory.mktemp("undamaged") / "run")
+        for later in checkpoint.saved(run)[step:]:
+            shutil.rmtree(later)
+        status, said, state = go_on(run)
+        assert (status, said) == (0, "")
+        expected[step] = [state, left(run)]
+    return expected
 
 
 def resume(run, *flags):
-    """Exit status and what was said; any other exception is for the caller."""
+    """Exit status and what was said on stderr; any other exception is for the caller."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
-            train.main(["--resume", str(run), *MORE, *flags])
+            train.main(["--resume", str(run), "--steps", f"{STEPS + 1}", *flags])
         except SystemExit as error:
             return error.code, said.getvalue()
     return 0, said.getvalue()
 
 
-def is_line(status, said):
-    """Whether a resume has ended in a line, after one for each damaged checkpoint."""
-    *notes, line = said.splitlines() or [""]
-    told = all(re.fullmatch(r"checkpoint step-\d{6} is damaged \(.*\); trying the one before", note) for note in notes)
-    return status == 2 and told and line.startswith("error: ") and len(line) < 600 and said.endswith("\n")
-
-
+NOTE = re.compile(r"checkpoint step-\d{6} is damaged \(.*\); trying the one before\n")  # one for each such checkpoint
 TIMED = re.compile("/s$|_s$|/s/|^mem/|^step_avg")  # figures of the clock and the machine
+LOGS = [f"{name}.jsonl" for name in ("metrics", "rollouts", "eval", "eval_answers", "warnings", "judge_scores")]
+ADAPTER = ("adapter_config.json", "adapters.safetensors")
 KEPT = ["config.yaml", *(f"{name}/{file}" for name in ("adapter", "adapter-best", START) for file in ADAPTER)]
 
 
 def left(run):
     """What a run has left, but for what depends on the clock and the machine."""
-    logs = {name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in checkpoint.LOGS}
+    logs = {name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in LOGS}
     records = {name: [{k: v for k, v in one.items() if not TIMED.search(k)} for one in logs[name]] for name in logs}
     return records | {name: (run / name).read_bytes() for name in KEPT}
 
 
-def survey(whole, numbers, states=()):
-    """
-    Damages a copy of a run for each number and resumes it; returns how many went on and how many ended in a line.
+# ---- damage
 
-    states: gets what each resume restored, where that is looked at. Each must leave what an undamaged run leaves that
-    goes on from the same checkpoint, or has gone wrong in a line.
-    """
-    expected, counts = {}, {"went on": 0, "went on from an earlier checkpoint": 0, "ended in a line": 0}
+
+def edit(name, change):
+    """A damage: the content of a file of the run becomes `change(content)`."""
+
+    def damage(run):
+        path = run / name
+        content = path.read_bytes()
+        assert change(content) != content
+        path.write_bytes(change(content))
+
+    return damage
+
+
+def instead(name, make):
+    """A damage: `make(path)` puts something else in the place of a file."""
+
+    def damage(run):
+        (run / name).unlink()
+        make(run / name)
+
+    return damage
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+def lines(*numbers):
+    """Of a log only the lines of these numbers."""
+    return lambda content: b"".join(content.splitlines(keepends=True)[number] for number in numbers)
+
+
+def swap(one, two):
+    def damage(run):
+        (run / one).rename(run / "between")
+        (run / two).rename(run / one)
+        (run / "between").rename(run / two)
+
+    return damage
+
+
+def each_checkpoint(run):
+    for path in checkpoint.saved(run):
+        edit("state.safetensors", flip)(path)
+
+
+NEWEST = "checkpoints/step-000003"
+DAMAGE = {  # what is done, and the step from which the run goes on, or the line in which it ends
+    "a bit of the optimizer": (edit(f"{NEWEST}/state.safetensors", flip), 2),
+    "half an adapter": (edit(f"{NEWEST}/adapter/adapters.safetensors", lambda text: text[: len(text) // 2]), 2),
+    "an adapter's settings": (edit(f"{NEWEST}/adapter/adapter_config.json", flip), 2),
+    "an empty record": (edit(f"{NEWEST}/state.json", lambda _: b""), 2),
+    "a digit of a record": (
+        edit(f"{NEWEST}/state.json", lambda text: text.replace(b'"num_draws": 3', b'"num_draws": 4')),
+        2,
+    ),
+    "a record nested without end": (edit(f"{NEWEST}/state.json", lambda _: b"[" * 3000), 2),
+    "a record that is a pipe": (instead(f"{NEWEST}/state.json", os.mkfifo), 2),
+    "a record that links to itself": (instead(f"{NEWEST}/state.json", lambda path: path.symlink_to(path)), 2),
+    "tensors that are a directory": (instead(f"{NEWEST}/state.safetensors", Path.mkdir), 2),
+    "no newest checkpoint": (lambda run: shutil.rmtree(run / NEWEST), 2),
+    "checkpoints in each other's place": (swap(NEWEST, "checkpoints/step-000002"), 1),
+    "no whole checkpoint": (each_checkpoint, "it has no intact checkpoint; start over with: uv run train.py"),
+    "no adapter": (lambda run: shutil.rmtree(run / "adapter"), 3),
+    "a torn last line": (edit("eval.jsonl", lambda text: text + b'{"step": 4, "eval/acc'), 3),
+    "later records": (edit("metrics.jsonl", lambda text: text + b'{"step": 4}\n'), 3),
+    "a lost step": (edit("metrics.jsonl", lines(0, 2)), "metrics.jsonl, which lacks step 2, changed since step 3"),
+    "a step twice": (edit("metrics.jsonl", lines(0, 0, 1, 2)), "metrics.jsonl, whose steps are not in order, changed"),
+    "no completions": (edit("rollouts.jsonl", lambda _: b""), "rollouts.jsonl, which lacks steps 1, 2, 3, changed"),
+    "a line that is no JSON": (edit("eval.jsonl", lambda text: b"null\n" + text), "eval.jsonl, line 1 is damaged"),
+    "a log that is a pipe": (instead("metrics.jsonl", os.mkfifo), "metrics.jsonl is no file"),
+    "no settings": (edit("config.yaml", lambda _: b""), "config.yaml holds no settings"),
+    "another seed": (
+        edit("config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5")),
+        r"seed \(0, now 5\) changed",
+    ),
+    "an environment that is no JSON": (edit("env.json", lambda _: b"\xff"), "env.json cannot be read as JSON"),
+    "a lock that is a directory": (instead("lock", Path.mkdir), "the run directory .* cannot be written"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, go_on, undamaged, tmp_path, name):
+    damage, outcome = DAMAGE[name]
+    run = shutil.copytree(whole, tmp_path / "run")
+    damage(run)
+    status, said, state = go_on(run)
+    rest = NOTE.sub("", said)
+    if isinstance(outcome, int):
+        assert (status, rest) == (0, "")
+        assert [state, left(run)] == undamaged[outcome]
+    else:
+        assert status == 2 and rest.count("\n") == 1 and re.match(f"error: .*{outcome}", rest), said
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_bytes_of_a_run_change_it_restores_what_was_saved_or_ends_in_a_line(whole, go_on, undamaged, data):
+    names = sorted({str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file()})
+    content = (whole / (name := data.draw(st.sampled_from(names)))).read_bytes()
+    first, last = sorted(data.draw(st.tuples(*[st.floats(0, 1)] * 2)))
+    first, last = round(first * len(content)), round(last * len(content))
+    new = data.draw(st.one_of(st.binary(max_size=8), st.sampled_from([b"1e999", b'"12"', b"null", b"[]", None])))
     with tempfile.TemporaryDirectory() as directory:
-        for step in range(1, STEPS + 1):
-            run = shutil.copytree(whole, Path(directory) / f"undamaged-{step}")
-            for later in checkpoint.saved(run)[step:]:
-                shutil.rmtree(later)
-            assert resume(run) == (0, "")
-            expected[step] = [left(run), *states[-1:]]
-        for number in numbers:
-            run = shutil.copytree(whole, Path(directory) / f"{number}")
-            what = damage(run, number)
-            try:
-                status, said = resume(run)
-                if status:
-                    assert is_line(status, said), said
-                    counts["ended in a line"] += 1
-                else:
-                    step = json.loads((run / "changes.jsonl").read_text().splitlines()[-1])["step"]
-                    assert [left(run), *states[-1:]] == expected[step]
-                    counts["went on" if step == STEPS else "went on from an earlier checkpoint"] += 1
-            except BaseException as error:
-                raise AssertionError(f"after {what}") from error
-            shutil.rmtree(run)
-    return counts
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return record_run(tmp_path_factory.mktemp("whole"))
-
-
-def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, monkeypatch):
-    made, states = train.GrpoRun(sources.resolve({}, None, str(whole), gwen.choose_model)[0], whole), []
-
-    def make(settings, path):
-        made.config, made.dir = settings, path
-        return made
-
-    def look(_, run):
-        state = run.state()
-        states.append([state.step, state.extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
-        return iter(())
-
-    monkeypatch.setattr(gpu, "environment", lambda _: {})  # it asks git
-    monkeypatch.setattr(train, "GrpoRun", make)
-    monkeypatch.setattr(train, "train", look)
-    counts = survey(whole, range(300), states)
-    assert min(counts.values()) > 10, counts
+        run = shutil.copytree(whole, Path(directory) / "run")
+        (run / name).write_bytes(content[:first] + (content if new is None else new) + content[last:])
+        status, said, state = go_on(run)
+        rest = NOTE.sub("", said)
+        if status:
+            assert status == 2 and rest.startswith("error: ") and rest.count("\n") == 1 and len(rest) < 900, said
+        else:
+            assert state == undamaged[state[0]][0]
+            steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+            assert steps == list(range(1, state[0] + 1))
 
 
 # ---- what a run is made of
@@ -281,10 +270,7 @@ def swap_tokens(content):
         ("model/tokenizer.json", swap_tokens, "tokenizer"),
         ("model/model.safetensors", flip_last, "base model"),
         ("run/config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5"), "seed (0, now 5)"),
-        ("run/config.yaml", lambda text: text.replace(b"keep: 3", b"keep: 1"), "keep (3, now 1)"),
         ("run/metrics.jsonl", lambda text: b"", "metrics.jsonl, which lacks step 1,"),
-        ("run/rollouts.jsonl", lambda text: text.replace(b"finish", b"Finish", 1), "rollouts.jsonl"),
-        ("run/adapter-best/adapters.safetensors", lambda text: text[:-1], None),  # which a checkpoint has
     ],
 )
 def test_a_resume_names_what_has_changed_since_the_run_was_saved(made_of_files, tmp_path, file, edit, named):
@@ -293,37 +279,26 @@ def test_a_resume_names_what_has_changed_since_the_run_was_saved(made_of_files, 
     assert edit(before) != before
     try:
         path.write_bytes(edit(before))
-        expected = (0, "")
-        if named:
-            said = f"{named.format(made_of_files)} changed since step 1; --allow-changes goes on with it"
-            expected = 2, f"error: --resume {run}: {said}\n"
-        assert resume(run) == expected
+        said = f"{named.format(made_of_files)} changed since step 1; --allow-changes goes on with it"
+        assert resume(run) == (2, f"error: --resume {run}: {said}\n")
     finally:
         path.write_bytes(before)
         shutil.rmtree(run)
         shutil.move(tmp_path / "kept", run)
 
 
-def test_changes_that_are_allowed_are_recorded_and_not_asked_for_again(made_of_files, tmp_path, monkeypatch):
+def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(made_of_files, tmp_path):
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 5"))
-    (run / "warnings.jsonl").unlink()
     text = (made_of_files / "mine.jsonl").read_text()
     (made_of_files / "mine.jsonl").write_text("".join(text.splitlines(keepends=True)[1:]))  # the curriculum forgets
-    monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)  # as if it was killed before
-    monkeypatch.setattr(checkpoint, "publish", lambda *_: None)
     try:
         status, said = resume(run, "--allow-changes")
         assert status == 0, said
         assert said.splitlines() == [
             f"{run}: seed (0, now 5) changed since step 1",
-            f"{run}: warnings.jsonl, which is missing, changed since step 1",
             f"{run}: {made_of_files}/mine.jsonl changed since step 1",
         ]
-        changes = [json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines()]
-        changed = [f"{made_of_files}/mine.jsonl", "seed", "steps"]
-        assert [(line["step"], line["setting"]) for line in changes] == [(1, name) for name in changed]
-        (run / "warnings.jsonl").touch()
         assert resume(run) == (0, "")
     finally:
         (made_of_files / "mine.jsonl").write_text(text)
@@ -343,10 +318,10 @@ def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
 
 
 def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tmp_path):
-    counts = {0: 0, 2: 0}
-    for number in range(40):
-        run, out = shutil.copytree(whole, tmp_path / "run", symlinks=True), tmp_path / "out"
-        what = damage(run, number)
+    statuses = []
+    for name, (damage, _) in DAMAGE.items():
+        run, out = shutil.copytree(whole, tmp_path / "run"), tmp_path / "out"
+        damage(run)
         for command, flags in ((report.main, [run]), (lora.main, ["--export", "peft", "--run", run, "--out", out])):
             said, status = io.StringIO(), 0
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -354,21 +329,8 @@ def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tm
                     command(list(map(str, flags)))
                 except SystemExit as error:
                     status = error.code
-                except Exception as error:
-                    raise AssertionError(f"after {what}") from error
-            assert len(said.getvalue().splitlines()) == bool(status), what
-            counts[status] += 1
+            assert len(said.getvalue().splitlines()) == bool(status), name
+            statuses.append(status)
         shutil.rmtree(run)
         shutil.rmtree(out, ignore_errors=True)
-    assert min(counts.values()) > 10, counts
-
-
-def main(count, first):
-    with tempfile.TemporaryDirectory() as directory:
-        with contextlib.redirect_stdout(io.StringIO()):
-            whole = record_run(Path(directory))
-        print(f"{count} damaged directories: {survey(whole, range(first, first + count))}")
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    assert set(statuses) == {0, 2}

@@ -606,27 +606,6 @@ def test_the_warning_says_what_macos_says_of_memory_heat_and_power(monkeypatch, 
     assert "low power mode 1" in line
 
 
-def make_run(directory, name, newest, age):
-    path = directory / "runs" / name
-    (path / "checkpoints" / f"step-{newest:06d}").mkdir(parents=True)
-    (path / "config.yaml").write_text("model: demo\nsteps: 10\n")
-    os.utime(path / "checkpoints" / f"step-{newest:06d}", (10**9 - age, 10**9 - age))
-
-
-def test_resume_without_a_name_takes_the_newest_unfinished_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert parse(["--resume"]).resume is True and parse(["--resume", "runs/x"]).resume == "runs/x"
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--resume"])
-    assert ended.value.code == 2 and "no run in runs/ has a checkpoint" in capsys.readouterr().err
-    make_run(tmp_path, "finished", 10, age=0)
-    assert checkpoint.newest_unfinished() == "runs/finished"
-    make_run(tmp_path, "older", 9, age=7)
-    make_run(tmp_path, "newer", 3, age=5)
-    (tmp_path / "runs" / "began").mkdir()
-    assert checkpoint.newest_unfinished() == "runs/newer"
-
-
 # ---- the first command
 
 

@@ -300,7 +300,6 @@ def hostile_run(folder):
             details.append(answer_record(step, number, texts[number - shift], float(shift)) | named)
     write_log(folder / "eval_answers.jsonl", details)
     write_log(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
-    write_log(folder / "changes.jsonl", [{"step": 1, "setting": t, "was": t, "is": t} for t in HOSTILE])
     (folder / "env.json").write_text(json.dumps({"machine": "".join(HOSTILE), "device": HOSTILE[0]}))
     metrics = [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)]
     write_log(folder / "metrics.jsonl", metrics)

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -601,7 +602,7 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
     assert records(run / "metrics.jsonl")[1]["judge/cached"] >= 7
 
 
-def test_a_resumed_run_may_change_its_judge_and_keeps_a_record_of_it(tmp_path, serve, capsys):
+def test_a_resumed_run_may_change_its_judge_and_says_from_which_step_on(tmp_path, serve, capsys):
     run, server = tmp_path / "run", serve(lambda *_: (200, chat_completion("4"), {}))
     train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(run)])
     own = records(run / "judge_scores.jsonl")
@@ -612,16 +613,13 @@ def test_a_resumed_run_may_change_its_judge_and_keeps_a_record_of_it(tmp_path, s
     assert ended.value.code == 2 and f"from step 2 on: --judge-url {server.url} (was '')\n" in said.out
     assert f"set --judge-mode decode; saved after step 1, continue with: uv run train.py --resume {run}" in said.err
     train.main([*resume, "--judge-mode", "decode", "--judge-think", "9", "--judge-chunk-size", "3"])
-    assert "step 2/2 | " in capsys.readouterr().out
-    changes = [(line["step"], line["setting"], line["was"], line["is"]) for line in records(run / "changes.jsonl")]
-    assert changes == [
-        (1, "judge_model", "", "demo"),
-        (1, "judge_url", "", server.url),
-        (1, "steps", 1, 2),
-        (1, "judge_chunk_size", 24, 3),
-        (1, "judge_mode", "logits", "decode"),
-        (1, "judge_think", 0, 9),
-    ]
+    said = capsys.readouterr().out
+    changes = dict(re.findall(r"^from step 2 on: --(\S+) .*\(was (.*)\)$", said, re.MULTILINE))
+    assert "step 2/2 | " in said and changes == {
+        "judge-chunk-size": "24",
+        "judge-mode": "'logits'",
+        "judge-think": "0",
+    }
     held = yaml.safe_load((run / "config.yaml").read_text())
     assert (held["judge_url"], held["judge_mode"], held["judge_think"]) == (server.url, "decode", 9)
     assert records(run / "judge_scores.jsonl")[: len(own)] == own
@@ -638,6 +636,29 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
     assert run.state().extra["judge"] == {}
     with pytest.raises(ValueError, match="did not answer after 1 tries"):
         run.judge.score(["Add one and two."], ["Three."])
+
+
+def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path):
+    run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6", "--keep", "9"), 0
+    run.begun, run.now, at = 0, lambda: seconds, []
+    for figures in train.train(run.config, run):
+        at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved(tmp_path)]))
+        seconds += 140
+    assert at[:5] == [(1, [0]), (2, [0]), (3, [0]), (4, [0, 4]), (5, [0, 4, 5])]  # step 0 is the best so far
+
+
+def test_a_best_step_that_was_recorded_but_not_saved_is_saved_when_the_run_goes_on(tmp_path):
+    run = make_run(tmp_path)
+    run.save()  # as Ctrl-C does before the first evaluation is over
+    run.evaluate()  # then the run goes on, and is killed
+    resumed = make_run(tmp_path)
+    resumed.restore(checkpoint.load(tmp_path))
+    assert resumed.evaluate_if_due()
+    resumed.save()
+    assert (tmp_path / "adapter-best").is_dir() and not resumed.evaluate_if_due()
+    again = make_run(tmp_path)
+    again.restore(checkpoint.load(tmp_path))
+    assert not again.evaluate_if_due()
 
 
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):

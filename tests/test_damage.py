@@ -264,7 +264,7 @@ def swap_tokens(content):
     ("file", "edit", "named"),
     [
         ("mine.py", lambda text: text + b"# longer is better", "{}/mine.py"),
-        ("mine.jsonl", lambda text: text.replace(b'"5"', b'"7"', 1), "{}/mine.jsonl"),
+        ("mine.jsonl", lambda text: text.replace(b"plus", b"and"), "{}/mine.jsonl"),
         ("mine.yaml", lambda text: text.replace(b"it kind", b"it rude"), "{}/mine.yaml"),
         ("model/chat_template.jinja", lambda text: b"{# #}" + text, "chat template"),
         ("model/tokenizer.json", swap_tokens, "tokenizer"),
@@ -291,7 +291,7 @@ def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(ma
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 5"))
     text = (made_of_files / "mine.jsonl").read_text()
-    (made_of_files / "mine.jsonl").write_text("".join(text.splitlines(keepends=True)[1:]))  # the curriculum forgets
+    (made_of_files / "mine.jsonl").write_text("".join(text.splitlines(keepends=True)[2:]))  # the curriculum forgets
     try:
         status, said = resume(run, "--allow-changes")
         assert status == 0, said

@@ -183,6 +183,7 @@ class JudgeSettings:
     think: int = flag(0, "most thinking tokens before a decoded reply", low=0)
     chunk_size: int = flag(24, "evaluations per batch; the environment's RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
     url: str = flag("", "OpenAI-compatible server to ask, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY")
+    allow_unreadable: bool = flag(False, "go on where no score of the judge can be read", key="allow_unreadable")
 
 
 @dataclasses.dataclass(frozen=True)

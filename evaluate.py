@@ -299,6 +299,7 @@ def evaluate(
         "eval/kl": None if reference is None else divergence(reference, sampled, samples, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
+        "eval/unparsed_frac": None if earned.scores is None else float(np.isnan(earned.scores).mean()),
         "eval/num": len(problems),
         "eval/known": int((~np.isnan(measured[task.metric])).sum()),
         "eval/samples": samples,

@@ -16,7 +16,7 @@ Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a 
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from flags import Parser, add_flags, fail, visible
 from judging import labels, rubrics
 from judging.prompt_tree import Prompt, PromptTree, at_ends
 from judging.remote_judge import RemoteJudge
-from judging.rubrics import Evaluation, Grader, Question, Tell
+from judging.rubrics import Evaluation, Grader, Question
 from layers import softmax
 from layers.tree_cache import TreeCache
 from machine import alive
@@ -42,7 +42,7 @@ from settings.sources import given, of_environment
 
 class Judge(Grader):
     """
-    Answers what `Grader.score` asks, using a local model with its adapters switched off.
+    Answers the questions of `Grader.score`, using a local model with its adapters switched off.
 
     The model's other weights must not change. rubric: a path to YAML, or its content. chunk_size: evaluations at once,
     halved when memory runs out and slowly grown back. mode: "logits" or "decode". think: most tokens of thought before
@@ -92,7 +92,7 @@ class Judge(Grader):
             self._identity = rubrics.digest(asked, str(logits.dtype), said)
         return self._identity
 
-    def ask(self, questions: list[Question], tell: Tell) -> None:
+    def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
         texts = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
         answers = {text: self.prompts.answer(text) for text in dict.fromkeys(q.completion for q in questions)}
         self._check_room(texts)
@@ -104,17 +104,11 @@ class Judge(Grader):
                 del prompts[place]
                 context = self.model.config.max_position_embeddings
                 said = f"(nothing, as the answer does not fit into its context of {context} tokens)"
-                tell(place, Evaluation(math.nan, 0.0, said))
+                yield place, Evaluation(math.nan, 0.0, said)
         with lora.disabled(self.model), alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress:
-
-            def read(places: list[int], hidden: mx.array, cache: TreeCache) -> None:
-                logits = hidden @ self.model.head_weight.T
-                found = self._read_logits(logits) if self.mode == "logits" else self._read_replies(logits, cache)
-                for place, evaluation in zip(places, found, strict=True):
-                    tell(place, evaluation)
-                progress.update(len(places))
-
-            self.tree.walk(prompts, read)
+            for found in self.tree.walk(prompts, self._read):
+                progress.update()
+                yield found
         self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
@@ -133,6 +127,11 @@ class Judge(Grader):
                 f"a judge's prompt has {length} tokens before any answer, and its context has room for {self.room}; "
                 f"the longest part is {longest} with {parts[longest]}, shorten it"
             )
+
+    def _read(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
+        """The evaluations at the ends of M prompts, from hidden states (M, C)."""
+        logits = hidden @ self.model.head_weight.T
+        return self._read_logits(logits) if self.mode == "logits" else self._read_replies(logits, cache)
 
     def _read_logits(self, logits: mx.array) -> list[Evaluation]:
         """Expected scores at the first answer position, from logits (M, V)."""
@@ -188,10 +187,13 @@ def make(
     load: Callable[[], tuple[gwen.Model, Any]],
 ) -> Judge | RemoteJudge:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
+    grader: Judge | RemoteJudge
     if settings.url:
-        return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
-    model, tokenizer = load()
-    return Judge(model, tokenizer, rubric, settings.chunk_size, settings.mode, think=settings.think)
+        grader = RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
+    else:
+        grader = Judge(*load(), rubric, settings.chunk_size, settings.mode, think=settings.think)
+    grader.allow_unreadable = settings.allow_unreadable
+    return grader
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -534,6 +534,7 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "trial"
         own = ["--steps", str(TRY_STEPS), "--learning-rate", "0", "--eval-every", "0", "--save-every", "1000"]
+        own += ["--allow-unreadable"]  # the verdict says it
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags, *own, "--run-dir", str(run)]
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
@@ -563,7 +564,7 @@ def verdict(
     """
 
     def mean(key: str) -> float:
-        return sum(step[key] or 0.0 for step in steps) / len(steps)
+        return sum(step.get(key) or 0.0 for step in steps) / len(steps)
 
     num_groups = config.sampling.batch * sum(step["sampling/draws"] for step in steps)
     signals = sum(step["sampling/signal_groups"] or 0 for step in steps) / num_groups
@@ -573,7 +574,8 @@ def verdict(
     cut, degenerate = mean("completion/truncated_frac"), mean("completion/degenerate_frac")
     pace = min(step["step/s"] for step in steps)  # the first one warms up
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
-        yield f"  {answer['reward']:.3g}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
+        reward = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
+        yield f"  {reward}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
     yield (
         f"{len(steps)} steps, {len(answers)} answers: {signals:.0%} of the groups have a signal, {cut:.0%} of the "
         f"answers are cut off, {degenerate:.0%} repeat or copy"
@@ -584,6 +586,10 @@ def verdict(
     peak = max(step["mem/peak_gb"] for step in steps)
     yield f"{pace:.1f} s a step, {num} in {whole:.0f} s or {whole / 60:.0f} minutes without evaluations, {peak:.2f} GB"
     changes = []
+    if (unread := mean("judge/unparsed_frac")) > rubrics.LOUD:
+        changes.append(
+            f"{unread:.0%} of the judge's scores cannot be read: take another --judge-model, see docs/judge.md"
+        )
     if by_chance:
         changes.append(f"reward {' and '.join(by_chance)} pays by chance, not for what an answer says: take another")
     if cut > MANY_CUT:

@@ -121,9 +121,8 @@ class Legible:
 def run_ours(work: Work, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_size: int) -> Timing:
     """A fresh judge, which knows no score yet."""
     grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
-    found: dict[int, rubrics.Evaluation] = {}
     begin = time.perf_counter()
-    grader.ask(grader.questions(zip(work.prompts, work.completions, strict=True)), found.__setitem__)
+    found = dict(grader.evaluations(grader.questions(zip(work.prompts, work.completions, strict=True))))
     seconds = time.perf_counter() - begin
     said = [found[place] for place in range(len(found))]
     values, texts = np.array([one.score for one in said]), np.array([one.said for one in said], object)

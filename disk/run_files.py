@@ -120,7 +120,9 @@ def evaluation_line(record: dict[str, Any]) -> str:
     names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
         names.insert(1, "witness")
-    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {what_of(record)}"
+    lost = record.get("eval/unparsed_frac")
+    ending = f" | {lost:.0%} of the judge's scores unreadable" if lost else ""
+    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {what_of(record)}{ending}"
 
 
 def public(name: str, value: Any) -> Any:

@@ -6,8 +6,8 @@ Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 from tqdm.auto import tqdm
@@ -18,9 +18,10 @@ from machine import gpu
 
 MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
 
+T = TypeVar("T")
 Prompt = tuple[tuple[int, ...], ...]  # runs of ids
-# told the places of M prompts, hidden states (M, C) at their ends, and the cache
-Read = Callable[[list[int], mx.array, TreeCache], None]
+# what stands at the ends of M prompts, from the hidden states there, (M, C), and the cache
+Read = Callable[[mx.array, TreeCache], Sequence[T]]
 
 
 class Node(NamedTuple):
@@ -69,26 +70,24 @@ class PromptTree:
         mx.eval(end, cache.arrays())
         return cache, end
 
-    def walk(self, prompts: dict[int, Prompt], read: Read) -> None:
+    def walk(self, prompts: dict[int, Prompt], read: Read[T]) -> Iterator[tuple[int, T]]:
         """
-        Runs N prompts through the model and calls `read` once for each.
+        The place of each of N prompts and what `read` gives for it, chunk by chunk.
 
         prompts: by place, without the head, all with the same number of runs. If memory runs out, the chunks of the
         remaining prompts are smaller. Raises ValueError if memory is too small for one prompt.
         """
         left = dict(prompts)
-
-        def finish(places: list[int], hidden: mx.array, cache: TreeCache) -> None:
-            read(places, hidden, cache)
-            for place in places:
-                del left[place]
-
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
-            nodes = [(0, node) for node in tree_of(left)]
-            if gpu.attempt(self._level, self.root()[0], nodes, ends_of_a_row, finish):
-                assert not left, f"{len(left)} prompts were not read"
-                break
+            chunks = self._level(self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, read)
+            while made := gpu.attempt(next, chunks, ()):
+                assert made[0], f"{len(left)} prompts were not read"
+                for place, value in made[0]:
+                    del left[place]
+                    yield place, value
+                if not left:
+                    return
             if self.chunk.rows == 1:
                 raise self._too_little()
             self.chunk.halve(self.in_flight)
@@ -97,7 +96,9 @@ class PromptTree:
     def _too_little(self) -> ValueError:
         return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")
 
-    def _level(self, cache: TreeCache, nodes: list[tuple[int, Node]], ends_of_a_row: int, read: Read) -> None:
+    def _level(
+        self, cache: TreeCache, nodes: list[tuple[int, Node]], ends_of_a_row: int, read: Read[T]
+    ) -> Iterator[list[tuple[int, T]]]:
         """
         Computes the nodes of a level and everything below them; each comes with its parent's row in `cache`.
 
@@ -113,13 +114,14 @@ class PromptTree:
             child = cache.child([len(node.ids) for _, node in batch], [parent for parent, _ in batch])
             hidden = self.forward(child, [node.ids for _, node in batch])
             if is_last:
-                read([node.place for _, node in batch], at_ends(hidden, [len(node.ids) for _, node in batch]), child)
+                values = read(at_ends(hidden, [len(node.ids) for _, node in batch]), child)
                 self.chunk.fitted()
+                yield [(node.place, value) for (_, node), value in zip(batch, values, strict=True)]
             else:
                 # `hidden` is never evaluated, so the last layer computes only keys and values
                 mx.eval(child.arrays())
                 below = [(row, node) for row, (_, parent) in enumerate(batch) for node in parent.below]
-                self._level(child, below, ends_of_a_row, read)
+                yield from self._level(child, below, ends_of_a_row, read)
 
     def forward(self, cache: TreeCache, rows: Sequence[Sequence[int]]) -> mx.array:
         """Hidden states of a level's rows, padded on the right, (M, L, C)."""

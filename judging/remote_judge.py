@@ -8,9 +8,10 @@ Axes: N completions, J criteria.
 """
 
 import asyncio
+import contextlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import httpx2
 from config import JudgeSettings
 from flags import read_json, redacted
 from judging import rubrics
-from judging.rubrics import Evaluation, Grader, Question, Tell
+from judging.rubrics import Evaluation, Grader, Question
 from machine import alive
 
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
@@ -67,14 +68,13 @@ class Endpoint:
     def chat(
         self,
         conversations: Sequence[list[dict[str, str]]],
-        tell: Callable[[int, Reply], None],
         *,
         max_tokens: int,
         top_logprobs: int = 0,
         thinking: bool = False,
-    ) -> None:
+    ) -> Generator[tuple[int, Reply], None, None]:
         """
-        Calls `tell` with each conversation's index and greedy reply, as replies arrive.
+        Each conversation's place and greedy reply, as they arrive.
 
         top_logprobs: how many of the likeliest first tokens to request. Raises ValueError, and sends no more requests,
         if one is refused or still fails after all retries.
@@ -83,25 +83,33 @@ class Endpoint:
         body |= {"temperature": 0, "stream": False, TEMPLATE: {"enable_thinking": thinking}}
         if top_logprobs:
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
-        asyncio.run(self._ask_all([body | {"messages": messages} for messages in conversations], tell))
+        replies = self._replies([body | {"messages": messages} for messages in conversations])
 
-    async def _ask_all(self, bodies: list[dict[str, Any]], tell: Callable[[int, Reply], None]) -> None:
-        todo, most, seconds = enumerate(bodies), self.concurrency, self.timeout
-        limits = httpx2.Limits(max_connections=most)
+        async def arrived() -> tuple[int, Reply] | None:
+            return await anext(replies, None)
+
+        with asyncio.Runner() as runner:
+            while reply := runner.run(arrived()):
+                yield reply
+
+    async def _replies(self, bodies: list[dict[str, Any]]) -> AsyncIterator[tuple[int, Reply]]:
+        gate, limits = asyncio.Semaphore(self.concurrency), httpx2.Limits(max_connections=self.concurrency)
         # the client follows no redirects, which could send the key to another host
-        settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates}
-        async with httpx2.AsyncClient(timeout=seconds, limits=limits, **settings) as client:
+        settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates, "limits": limits}
+        async with httpx2.AsyncClient(timeout=self.timeout, **settings) as client:
 
-            async def work() -> None:
-                for place, body in todo:
-                    tell(place, await self._ask(client, body))
+            async def ask(place: int, body: dict[str, Any]) -> tuple[int, Reply]:
+                async with gate:
+                    return place, await self._ask(client, body)
 
-            workers = [asyncio.create_task(work()) for _ in range(min(most, len(bodies)))]
+            tasks = [asyncio.create_task(ask(*request)) for request in enumerate(bodies)]
             try:
-                await asyncio.gather(*workers)
+                for task in asyncio.as_completed(tasks):
+                    yield await task
             finally:  # after a refusal or Ctrl-C, do not wait for the others
-                for worker in workers:
-                    worker.cancel()
+                for pending in tasks:
+                    pending.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
         """One request with its retries."""
@@ -187,25 +195,17 @@ class RemoteJudge(Grader):
         model = self.server.settings.model
         return rubrics.digest(self.server.url, model, self.mode, self.think, self.rubric)
 
-    def ask(self, questions: list[Question], tell: Tell) -> None:
-        criteria, nothing_known = self.rubric.criteria, not self.cache.held
+    def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+        criteria = self.rubric.criteria
         asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
         limits = {"max_tokens": 1, "top_logprobs": TOP_LOGPROBS}
         if self.mode == "decode":
             limits = {"max_tokens": rubrics.REPLY_TOKENS + self.think}
-        with alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
-            replies: list[Reply] = []
-
-            def read(place: int, reply: Reply) -> None:
-                tell(place, self._read(reply))
-                replies.append(reply)
+        told = contextlib.closing(self.server.chat(asked, thinking=self.think > 0, **limits))
+        with told as replies, alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
+            for place, reply in replies:
                 progress.update()
-
-            self.server.chat(asked, read, thinking=self.think > 0, **limits)
-        problems = [reply.problem for reply in replies if reply.problem]
-        silent = not any(reply.first or reply.text for reply in replies)
-        if silent and problems and nothing_known:  # none ever worked, so no single answer is to blame
-            raise ValueError(f"--judge-url {self.server.url} judges nothing: {problems[0]}")
+                yield place, self._read(reply)
 
     def _read(self, reply: Reply) -> Evaluation:
         if self.mode == "decode":

@@ -2,12 +2,13 @@
 Rubrics: builds the judge's prompts, reads its answers and turns scores into rewards. Independent of any model.
 
 A judge's prompt consists of separately encoded segments, shared ones first: a tree of prompts holds every token once,
-and judged text cannot close its section or impersonate another role. Trainers call `Grader.score`, which asks each
-distinct question once and caches the scores. Its subclasses in judge.py and remote_judge.py ask the questions.
+and judged text cannot close its section or impersonate another role. Trainers call `Grader.score`, which puts each
+distinct question once and caches the scores. Its subclasses in judge.py and remote_judge.py answer the questions.
 
 Axes: N completions, J criteria.
 """
 
+import contextlib
 import difflib
 import hashlib
 import itertools
@@ -16,7 +17,7 @@ import re
 import reprlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ DEFAULT_PREAMBLE = (
 MIN_MASS = 0.5  # least probability on 1 to 5; below it a score is unreadable
 REPLY_TOKENS = 16  # most tokens of a decoded reply, without thoughts
 LOUD = 0.2  # share of unreadable evaluations that triggers a warning
+FIRST = 24  # evaluations after which a judge without one readable score is given up
 _QUESTION, _ANSWER, _CRITERION = "\ue000", "\ue001", "\ue002"  # private-use characters mark the places in the template
 LAYOUT = (
     f"<question>\n{_QUESTION}\n</question>\n<answer>\n{_ANSWER}\n</answer>\n{_CRITERION}\n"
@@ -211,9 +213,6 @@ class Evaluation(NamedTuple):
     said: str  # the likeliest first token, or the reply
 
 
-Tell = Callable[[int, Evaluation], None]  # receives the evaluation of the question at an index, as soon as it is known
-
-
 def score_token_ids(tokenizer: Any) -> list[list[int]]:
     """
     For each score 1 to 5, the ids of the single tokens that spell it, with and without a leading space.
@@ -350,6 +349,8 @@ class Grader:
     """Base of both judges: judges equal pairs once, caches scores, and warns of unreadable ones."""
 
     is_paid = False  # whether scores cost money; such scores are saved on arrival, and a resumed run keeps them
+    allow_unreadable = True  # else a first batch without one readable score is a ValueError
+    mode: str  # "logits" or "decode"
 
     def __init__(self, rubric: str | Path | dict[str, Any] | Rubric):
         self.rubric = load_rubric(rubric)
@@ -371,8 +372,8 @@ class Grader:
         """A digest of everything but prompt and completion that a score depends on."""
         raise NotImplementedError
 
-    def ask(self, questions: list[Question], tell: Tell) -> None:
-        """Calls `tell` with the evaluation of each question, in any order; the questions are distinct."""
+    def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+        """Each of distinct questions' place and evaluation, in any order, as soon as it is known."""
         raise NotImplementedError
 
     def questions(self, pairs: Iterable[tuple[str, str]]) -> list[Question]:
@@ -396,7 +397,7 @@ class Grader:
         mine = [asked[number] for number in world.part_together(questions[place].prompt for place in asked)]
         new: dict[Question, Evaluation] = {}
 
-        def tell(place: int, evaluation: Evaluation) -> None:
+        def note(place: int, evaluation: Evaluation) -> None:
             new[questions[place]], scores[questions[place]] = evaluation, evaluation.score
             if not math.isnan(evaluation.score):  # an unreadable one may be readable next time
                 self.cache.put(keys[place], evaluation.score)
@@ -404,18 +405,31 @@ class Grader:
 
         self.num_tokens = 0
         if mine:
-            self.ask([questions[place] for place in mine], lambda number, told: tell(mine[number], told))
+            with contextlib.closing(self.evaluations([questions[place] for place in mine])) as found:
+                for number, evaluation in found:
+                    note(mine[number], evaluation)
+                    if len(new) == FIRST:
+                        self._refuse_unreadable(new)
         if asked:
             parts = world.share([(place, *new[questions[place]]) for place in mine], f"judge's {len(asked)} questions")
             for place, *told in itertools.chain(*parts[: world.rank()], *parts[world.rank() + 1 :]):
-                tell(place, Evaluation(*told))
+                note(place, Evaluation(*told))
+            self._refuse_unreadable(new)
             self._count(new)
-        found = np.array([scores[question] for question in self.questions(pairs)], float)
-        found = found.reshape(len(pairs), len(self.rubric.criteria))
+        table = np.array([scores[question] for question in self.questions(pairs)], float)
+        table = table.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
         seconds, num_cached = time.perf_counter() - begin, len(questions) - len(new)
         stats = JudgeStats(seconds, len(new), mass, self.num_tokens, num_cached)
-        return Judgement(rubric_reward(found, self.rubric), found, int(np.isnan(found).sum()), stats)
+        return Judgement(rubric_reward(table, self.rubric), table, int(np.isnan(table).sum()), stats)
+
+    def _refuse_unreadable(self, new: dict[Question, Evaluation]) -> None:
+        """ValueError where no score was ever readable; `new`: the first evaluations."""
+        if not self.allow_unreadable and not self.cache.held:
+            raise ValueError(
+                f"the judge gave no readable score: none of its first {len(new)} evaluations has one. "
+                f"{self._example(new)}, or go on with --allow-unreadable"
+            )
 
     def _count(self, new: dict[Question, Evaluation]) -> None:
         """Warns once, with an example, when over a fifth of all evaluations so far is unreadable."""
@@ -425,13 +439,20 @@ class Grader:
         if not unread or self.num_unread <= LOUD * self.num_seen or self.has_warned:
             return
         self.has_warned = True
-        prompt, completion, column = unread[0]
         self.warn(
             f"{self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
-            f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. For example criterion "
-            f"{self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}: it said "
-            f"{new[unread[0]].said[:80]!r}, with {new[unread[0]].mass:.3f} of its probability on 1 to 5. "
-            "Try another --judge-model; or, if answers fit its context, --judge-mode decode with --judge-think 512"
+            f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. {self._example(new)}"
+        )
+
+    def _example(self, new: dict[Question, Evaluation]) -> str:
+        """The first unreadable evaluation, and what to try."""
+        question = next(question for question, evaluation in new.items() if math.isnan(evaluation.score))
+        prompt, completion, column = question
+        mode = "" if self.mode == "decode" else "; or, if answers fit its context, --judge-mode decode"
+        return (
+            f"For example criterion {self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to "
+            f"{prompt[:80]!r}: it said {new[question].said[:160]!r}, with {new[question].mass:.3f} of its probability "
+            f"on 1 to 5. Try another --judge-model (docs/judge.md says which can judge){mode}"
         )
 
 

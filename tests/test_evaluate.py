@@ -114,6 +114,36 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     assert len(details) == 24
 
 
+class Now(rubrics.Grader):
+    """A judge that gives 5 to answers it can read, those of an even length where `length` is 2, none where it is 0."""
+
+    def __init__(self, rubric, length):
+        super().__init__(rubric)
+        self.mode, self.length, self.warn = "logits", length, str
+
+    def identity(self):
+        return ""
+
+    def evaluations(self, questions):
+        for place, question in enumerate(questions):
+            is_read = self.length and len(question.completion) % self.length == 0
+            yield place, rubrics.Evaluation(5.0 if is_read else np.nan, float(bool(is_read)), "5")
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, length):
+    task = tasks.load("demo")._replace(verifier=None)
+    grader = Now(task.rubric, length)
+    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, limit=24), grader=grader)
+    rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
+    for detail in details:  # an unreadable rubric counts as the mean of the others
+        assert detail["values"][0] == pytest.approx(detail["rewards"]["correct"][0] + rubric)
+    assert record["eval/score"] == pytest.approx(record["eval/reward/correct"] + rubric)
+    lost = record["eval/unparsed_frac"]
+    assert lost == np.mean([detail["rewards"]["rubric"][0] is None for detail in details]) and lost > 0
+    assert run_files.evaluation_line(record).endswith(f"{lost:.0%} of the judge's scores unreadable")
+
+
 # ---- intervals
 
 
@@ -219,9 +249,9 @@ class Always(rubrics.Grader):
     def identity(self):
         return f"{self.given}{self.rubric}"
 
-    def ask(self, questions, tell):
+    def evaluations(self, questions):
         for place in range(len(questions)):
-            tell(place, rubrics.Evaluation(float(self.given), 1.0, str(self.given)))
+            yield place, rubrics.Evaluation(float(self.given), 1.0, str(self.given))
 
 
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):

@@ -46,8 +46,7 @@ class Answers(NamedTuple):
 
 def evaluate(grader, pairs):
     """What a judge that is asked about n different pairs says, each (n, J)."""
-    found = {}
-    grader.ask(grader.questions(pairs), found.__setitem__)
+    found = dict(grader.evaluations(grader.questions(pairs)))
     columns = zip(*(found[place] for place in sorted(found)), strict=True)
     return Answers(*(np.array(column).reshape(len(pairs), -1) for column in columns))
 
@@ -596,7 +595,9 @@ def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_n
 def test_a_server_into_whose_context_no_prompt_fits_is_told_of(no_proxy):
     server = Server(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
     grader = remote(server.url, mode="decode", think=512)
-    with pytest.raises(ValueError, match=r"judges nothing: .*128 tokens.*; lower --judge-think"):
+    with pytest.raises(
+        ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think.* go on with --allow-unreadable"
+    ):
         grader.score(["Add one and two."], ["Three."])
     grader.cache.put("of an earlier step", [4.0] * 3)
     assert np.isnan(grader.score(["Add one and two."], ["Three."]).scores).all()

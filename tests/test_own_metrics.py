@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from conftest import message_of
+from small_run import make_run
 
 import train
 from problems import rewards
 from reporting import charts, page, seeds
-from small_run import make_run
-from conftest import message_of
 
 MINE = """
 def right(completions, answer, **_):
@@ -111,7 +111,7 @@ def test_what_cannot_be_logged_is_told_in_a_line(log, said):
 
 def test_values_of_any_type_are_recorded_as_json():
     def mine(completions, log_extra):
-        log_extra("x", [np.float32(2), {1, 1}, float("inf"), np.arange(2)])
+        log_extra("x", [np.float32(2), {1}, float("inf"), np.arange(2)])
         return [1.0] * len(completions)
 
     fn = rewards.UserReward("mine", mine, "", rewards.Calling())

@@ -167,6 +167,13 @@ HALF = [0.0, 1.0, 0.0, 1.0]
         ({"sampling/signal_groups": 0}, [0.0] * 9 + [1.0], {}, "change: nearly all fail: take easier prompts"),
         ({"sampling/signal_groups": 0}, [1.0] * 9 + [0.0], {}, "change: nearly all succeed: take harder prompts"),
         ({"sampling/signal_groups": 0}, HALF, {}, "change: answers to one prompt earn alike: try a higher --temp"),
+        (
+            {"judge/unparsed_frac": 1.0},
+            HALF,
+            {},
+            "change: 100% of the judge's scores cannot be read: take another --judge",
+        ),
+        ({"judge/unparsed_frac": 0.1}, HALF, {}, "go"),
         ({"completion/degenerate_frac": 0.2}, HALF, {}, "change: set --reward-gate form"),
         ({"completion/degenerate_frac": 0.2}, HALF, {"reward_gate": "form"}, "go"),
     ],

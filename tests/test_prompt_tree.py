@@ -40,14 +40,15 @@ def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
     shared = {prompt[:end] for prompt in prompts for end in range(1, num_runs)}
     distinct = len(HEAD) + sum(len(path[-1]) for path in shared) + sum(len(prompt[-1]) for prompt in prompts)
     for chunk_size in (1, 5, 100):
-        tree, found = PromptTree(model, HEAD, chunk_size, "test"), {}
+        tree, sizes = PromptTree(model, HEAD, chunk_size, "test"), []
 
-        def read(places, hidden, _, chunk_size=chunk_size, found=found):
-            assert len(places) <= chunk_size and not found.keys() & set(places)
-            found.update(zip(places, np.array(hidden), strict=True))
+        def read(hidden, _, sizes=sizes):
+            sizes.append(len(hidden))
+            return list(np.array(hidden))
 
-        tree.walk(dict(enumerate(prompts)), read)
-        assert found.keys() == set(range(len(prompts)))
+        walked = list(tree.walk(dict(enumerate(prompts)), read))
+        found = dict(walked)
+        assert len(walked) == len(prompts) == len(found) and max(sizes) <= chunk_size
         np.testing.assert_allclose([found[place] for place in range(len(prompts))], expected, atol=1e-3)
         assert distinct <= tree.num_tokens <= 1.1 * distinct
 

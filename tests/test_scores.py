@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import write_log
+from conftest import message_of, write_log
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,18 +21,19 @@ class Made(rubrics.Grader):
 
     def __init__(self, name="made", unread="?"):
         super().__init__(RUBRIC)
+        self.mode = "logits"
         self.name, self.unread, self.asked = name, unread, []
 
     def identity(self):
         return self.name
 
-    def ask(self, questions, tell):
+    def evaluations(self, questions):
         self.asked.append([tuple(question) for question in questions])
         for place, (prompt, completion, column) in enumerate(questions):
             unread = column == 0 and self.unread in completion
             score = [1.0, 1.0 + len(prompt) % 5, 1.0 + len(completion) % 5][column]
             mass = [0.25 if unread else 0.75, 1.0, 1.0][column]
-            tell(place, rubrics.Evaluation(np.nan if unread else score, mass, "hm"))
+            yield place, rubrics.Evaluation(np.nan if unread else score, mass, "hm")
 
 
 def whole(*pairs):
@@ -93,18 +94,46 @@ def test_a_score_is_known_as_soon_as_it_arrives():
 
 def test_what_arrived_before_a_judge_failed_is_not_asked_again():
     made = Made()
-    ask = made.ask
+    evaluations = made.evaluations
 
-    def fail(questions, tell):
-        ask(questions[:4], tell)
+    def fail(questions):
+        yield from evaluations(questions[:4])
         raise ValueError("gone")
 
-    made.ask = fail
+    made.evaluations = fail
     with pytest.raises(ValueError, match="gone"):
         made.score(["a", "b"], ["x", "y"])
-    made.ask = ask
+    made.evaluations = evaluations
     assert made.score(["a", "b"], ["x", "y"]).scores.tolist() == [[1, 2, 2], [1, 2, 2]]
     assert made.asked[1] == [("b", "y", 1), ("b", "y", 2)]
+
+
+class Mute(Made):
+    """Nothing that it says is readable until it is told otherwise."""
+
+    num_said = 0
+    is_mute = True
+
+    def evaluations(self, questions):
+        for place, found in super().evaluations(questions):
+            self.num_said += 1
+            yield place, found._replace(score=math.nan) if self.is_mute else found
+
+
+def test_a_judge_without_one_readable_score_is_given_up_in_a_line_that_says_what_to_do():
+    mute = Mute()
+    mute.allow_unreadable = False
+    text = message_of(mute.score, ["a"] * 100, [str(number) for number in range(100)])
+    assert text.startswith("the judge gave no readable score: none of its first 24 evaluations has one. For example")
+    assert "Try another --judge-model" in text and text.endswith("or go on with --allow-unreadable")
+    assert mute.num_said == 24
+    assert "none of its first 3 evaluations" in message_of(mute.score, ["a"], ["x"])
+    mute.is_mute = False
+    mute.score(["a"], ["x"])
+    mute.is_mute = True  # by now it is known to be readable
+    assert np.isnan(mute.score(["a"] * 30, [f"y{number}" for number in range(30)]).rewards).all()
+    going_on = Mute()
+    assert np.isnan(going_on.score(["a"], ["x"]).scores).all()
 
 
 def test_the_cache_is_bounded_and_drops_the_oldest_first():

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log, write_log
-from small_run import make_config
 
 import evaluate
 import gwen
@@ -277,8 +276,8 @@ SMALL += ["--learning-rate", "0.01"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A run of the demo, one that a judge rewards, and one on a user's data and reward."""
+def runs(golden, tmp_path_factory):
+    """A run of the demo with a judge, and one on a user's data and reward."""
     root = tmp_path_factory.mktemp("runs")
     (root / "mine.py").write_text("def short(completions, **_): return [-len(text) / 10 for text in completions]")
     lines = [{"question": f"What is {n} plus one?", "kind": "odd" if n % 2 else None} for n in range(30)]
@@ -290,12 +289,7 @@ def runs(tmp_path_factory):
     own = f"--task demo --data {root}/mine.jsonl --columns prompt=question,category=kind --reward {root}/mine.py:short"
     own += f" --eval-rubric {root}/witness.yaml"
     train.main([*SMALL, *own.split(), "--run-dir", str(root / "own")])
-    # at 1 the demo says two words to everything that is no sum, and its scores of them are unreadable
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rubrics, "MIN_MASS", 0.001)
-        train.main([*SMALL, "--task", "values", "--temp", "3", "--run-dir", str(root / "values")])
-    train.main([*SMALL, "--steps", "1", "--run-dir", str(root / "demo")])
-    train.main(["--resume", str(root / "demo"), "--steps", "2"])
+    (root / "demo").symlink_to(golden("dynamic"))
     return root
 
 
@@ -307,24 +301,23 @@ def told(capsys, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "values", "own"])
+@pytest.mark.parametrize("name", ["demo", "own"])
 def test_the_command_repeats_a_run_s_last_evaluation_to_the_digit(runs, capsys, name, tmp_path):
     record = told(capsys, "--run", runs / name, "--out", tmp_path / "out.jsonl")
     *_, last = read_log(runs / name / "eval.jsonl")
-    assert last.pop("step") == 2
+    step = last.pop("step")
     for one in (record, last):
         assert one.pop("eval/s") > 0
     assert record == last and record["eval/kl"] > 1e-9  # before training it is 1e-13
-    answers = [line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == 2]
+    answers = [line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == step]
     assert answers == read_log(tmp_path / "out.jsonl")
 
 
 @pytest.mark.slow
 def test_each_step_of_a_run_can_be_repeated(runs, capsys):
-    for step, record in enumerate(read_log(runs / "demo" / "eval.jsonl")):
-        repeated = told(capsys, "--run", runs / "demo", "--step", step)
-        assert record["step"] == step
-        assert repeated | {"eval/s": 0, "step": step} == record | {"eval/s": 0}
+    for record in read_log(runs / "demo" / "eval.jsonl"):
+        repeated = told(capsys, "--run", runs / "demo", "--step", record["step"])
+        assert repeated | {"eval/s": 0, "step": record["step"]} == record | {"eval/s": 0}
 
 
 @pytest.mark.slow
@@ -356,23 +349,12 @@ def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
 
 
 @pytest.mark.slow
-def test_a_run_s_answers_are_cut_back_to_the_evaluations_on_record(runs, tmp_path):
-    (tmp_path / "eval.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
-    (tmp_path / "eval_answers.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n')
-    run = train.GrpoRun.__new__(train.GrpoRun)
-    run.config, run.dir, run.step, run.task = make_config(), tmp_path, 3, tasks.load("demo")
-    run.judge = run.witness = None
-    run.open()
-    assert run.journal.answers.read() == [{"step": 0}]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ("--run {at}/nowhere", "--run {at}/nowhere: no config.yaml there; give the directory of a run"),
         ("--step 3", "--step 3 is a step of a run; name it with --run"),
-        ("--run {at}/demo --step 7", "--step 7: {at}/demo has the steps 0, 1, 2"),
+        ("--run {at}/demo --step 7", "--step 7: {at}/demo has the steps 0, 1, 2, 3"),
         ("--run {at}/demo --adapter {at}/demo", "--adapter {at}/demo and --run {at}/demo, which has its own"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_run_that_stopped_after_any_step_ends_with_the_same_bytes(golden, kind
             shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
         better = ["--allow-changes"] if kind == "sft" else []  # its best adapter is that of a later step
         train.main(["--resume", str(run), *better])
-        for log in ("metrics", "eval", "rollouts"):
+        for log in ("metrics", "eval", "eval_answers", "rollouts"):
             for ours, theirs in zip(*(read_log(directory / f"{log}.jsonl") for directory in (run, whole)), strict=True):
                 assert figures(ours) == figures(theirs), log
         for file in ("adapter", "adapter-best", "checkpoints/step-000003/state.safetensors"):

@@ -226,6 +226,7 @@ def test_a_good_call_of_every_command_ends_with_status_0(tmp_path):
     run = tmp_path / "run"
     done = command("train.py", *SMALL, "--run-dir", run)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("model: demo, as asked; task: demo\n")
+    assert not (run / "adapter-best").exists()  # as nothing was evaluated
     model, adapter = ["--model", "demo"], ["--adapter", run / "adapter"]
     for program, flags in (
         ("sampler.py", [*model, *adapter, "--prompt", "What is one plus two?", "--max-tokens", "4"]),

@@ -1,5 +1,6 @@
 """What holds in every run, whatever it trains on: read from the six of golden.py."""
 
+import base64
 import json
 import shutil
 
@@ -15,6 +16,7 @@ import train
 from disk import checkpoint
 from reporting import page
 from settings import sources
+from tasks import demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", RUNS)]
 TIMED = ("/s", "tok_s", "mem/", "eval_s")  # figures of this machine
@@ -34,6 +36,9 @@ def test_each_step_has_its_line_its_figures_and_their_meanings(golden, kind):
         phases = [line[f"{phase}/s"] for phase in ("rollout", "reward", "judge", "ref", "teacher", "update", "other")]
         assert 0 < sum(seconds or 0.0 for seconds in phases) <= line["step/s"] + 1e-6
         assert np.isfinite(line["loss"]) and line["mem/peak_gb"] > 0
+        if kind != "sft":
+            rest = line["step/s"] - line["rollout/s"] - line["other/s"]
+            assert line["train/s"] == pytest.approx(rest) and line["mismatch/logprob_abs_max"] < 1e-4
     assert all(not without_meaning(line, EVALUATION_METRICS) for line in evaluations)
     printed = (golden(kind).parent / f"{kind}.out").read_text().splitlines()
     assert [line.split(" | ")[0] for line in printed if line.startswith("step ")] == [f"step {n}/3" for n in (1, 2, 3)]
@@ -48,6 +53,15 @@ def test_what_is_recorded_of_a_completion_adds_up(golden, kind):
         total = sum(value * weights.get(name, {"rubric": 0.5}.get(name, 1.0)) for name, value in row["rewards"].items())
         assert row["reward"] == pytest.approx(total, abs=1e-6)
         groups.setdefault((row["step"], row["group"]), []).append(row)
+        if kind not in ("sft", "tools"):  # each is rewarded for its own prompt
+            assert len(base64.b64decode(row["logprobs"])) == 2 * len(row["ids"]) > 0
+            one = {"prompts": [row["prompt"]], "completions": [row["completion"]], "answer": [row["answer"]]}
+            assert [row["rewards"]["correct"]] == demo.correct(**one)
+    if kind == "grpo":  # on policy the loss is the mean of minus the advantage over all tokens
+        for step, line in enumerate(read_log(golden(kind) / "metrics.jsonl"), 1):
+            its = [(row["advantage"], len(row["ids"])) for row in rows if row["step"] == step]
+            expected = -sum(advantage * tokens for advantage, tokens in its) / sum(tokens for _, tokens in its)
+            assert line["loss"] == pytest.approx(expected, abs=1e-4)
     for group in groups.values():
         assert len(group) == 4
         rewards, advantages = ([row[name] for row in group] for name in ("reward", "advantage"))
@@ -67,7 +81,7 @@ def test_a_run_that_stopped_after_any_step_ends_with_the_same_bytes(golden, kind
             shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
         better = ["--allow-changes"] if kind == "sft" else []  # its best adapter is that of a later step
         train.main(["--resume", str(run), *better])
-        for log in ("metrics", "eval", "eval_answers", "rollouts"):
+        for log in ("metrics", "eval", "eval_answers", "rollouts", "judge_scores"):
             for ours, theirs in zip(*(read_log(directory / f"{log}.jsonl") for directory in (run, whole)), strict=True):
                 assert figures(ours) == figures(theirs), log
         for file in ("adapter", "adapter-best", "checkpoints/step-000003/state.safetensors"):
@@ -77,6 +91,13 @@ def test_a_run_that_stopped_after_any_step_ends_with_the_same_bytes(golden, kind
             else:
                 ours, theirs = (path.read_bytes() for path in paths)
             assert ours == theirs, file
+
+
+def test_what_is_recorded_of_an_evaluation_is_what_its_answers_say(golden, kind):
+    answers = read_log(golden(kind) / "eval_answers.jsonl")
+    for line in read_log(golden(kind) / "eval.jsonl") if kind != "sft" else ():
+        values = [answer["values"][0] for answer in answers if answer["step"] == line["step"]]
+        assert len(values) == line["eval/num"] == 8 and np.mean(values) == line["eval/accuracy"]
 
 
 def test_its_settings_are_a_recipe_of_the_same_settings(golden, kind):

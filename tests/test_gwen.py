@@ -5,7 +5,6 @@ The model against mlx_lm on random weights, its files against their readers.
 import json
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ from conftest import (
     relative_error,
     write_checkpoint,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -123,39 +122,6 @@ def tree_of_tokens() -> tuple[list[list[list[int]]], list[list[int]]]:
     lengths = [[5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3]]
     parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
     return [[RNG.integers(0, 320, n).tolist() for n in level] for level in lengths], parents
-
-
-class RunningMean(nn.Module):
-    """In the place of attention: the mean of all tokens so far, kept as their sum and number."""
-
-    def __call__(self, x, context):
-        before, seen = (mx.zeros_like(x[:, :1]), 0) if context.state is None else context.state.held
-        sums = before + mx.cumsum(x, axis=1)
-        if context.state is not None:
-            context.state.update(sums[:, -1:], seen + x.shape[1])
-        return sums / (seen + 1 + mx.arange(x.shape[1]))[:, None]
-
-
-class SumState:
-    def __init__(self):
-        self.held = 0.0, 0
-
-    def update(self, total, seen):
-        self.held = total, seen
-
-    def arrays(self):
-        return [self.held[0]] if self.held[1] else []
-
-
-def test_a_state_of_another_kind_than_keys_and_values_goes_through_the_model_as_they_do(checkpoints):
-    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
-    model.layers[1].self_attn = RunningMean()
-    whole, cache = model(TOKENS), KVCache(model.config.layer_kinds)
-    cache.layers[1] = SumState()
-    assert cache.arrays() == []
-    parts = [model(TOKENS[:, begin:end], cache) for begin, end in ((0, 4), (4, 5), (5, TOKENS.shape[1]))]
-    assert relative_error(mx.concatenate(parts, axis=1), whole) < 1e-5
-    assert len(cache.arrays()) == 2 * (len(model.layers) - 1) + 1
 
 
 @pytest.fixture(params=["in parts", "joined"])
@@ -269,14 +235,6 @@ def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(checkpoin
             assert reader.apply_chat_template(messages, **given) == tokenizer.apply_chat_template(messages, **given)
 
 
-def test_a_saved_model_has_the_tensors_and_the_names_of_its_source(checkpoints, tokenizer, tmp_path):
-    for name in ("qwen2.5", "qwen3.5"):
-        gwen.save(gwen.load_model(checkpoints[name], mx.float32), tmp_path / name, tokenizer)
-        source, saved = random_weights(CONFIGS[name]), mx.load(str(tmp_path / name / "model.safetensors"))
-        assert source.keys() == saved.keys()
-        assert all(mx.array_equal(source[tensor], saved[tensor]) for tensor in source)
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_a_16_bit_model_is_saved_in_16_bits(checkpoints, tokenizer, tmp_path, dtype):
     model = gwen.load_model(checkpoints["qwen3"], dtype)
@@ -299,14 +257,6 @@ def test_a_directory_with_shards_of_another_model_is_not_saved_to(checkpoints, t
     shutil.copytree(checkpoints["qwen2.5"], tmp_path / "sharded")
     with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors of another model"):
         gwen.save(gwen.load_model(checkpoints["qwen2.5"]), tmp_path / "sharded", tokenizer)
-
-
-def test_saving_twice_to_one_directory_keeps_the_last(checkpoints, tokenizer, tmp_path):
-    model = gwen.load_model(checkpoints["qwen3"], mx.float32)
-    gwen.save(model, tmp_path, tokenizer)
-    model.norm.weight = model.norm.weight * 2
-    gwen.save(model, tmp_path, tokenizer)
-    assert mx.array_equal(gwen.load_model(tmp_path, mx.float32).norm.weight, model.norm.weight)
 
 
 def test_an_output_head_beside_a_tied_embedding_is_ignored(tmp_path):
@@ -501,46 +451,13 @@ KEYS = [*QWEN3, "rope_scaling", "rope_parameters", "layer_types", "quantization_
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
 def test_no_configuration_raises_anything_but_a_value_error(checkpoints, changes):
     raw = json.loads(json.dumps(QWEN3 | changes))
     try:
         config = hub.make_config(raw, raw)
         ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
-    except ValueError as error:
-        assert "\n" not in str(error)
-
-
-@settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_no_safetensors_file_raises_anything_but_a_value_error(checkpoints, tmp_path_factory, data):
-    whole = (checkpoints["qwen3"] / "model.safetensors").read_bytes()
-    header_size = struct.unpack("<Q", whole[:8])[0]
-    damage = data.draw(st.sampled_from(["flip", "cut", "header", "noise"]))
-    if damage == "flip":
-        position = data.draw(st.integers(0, 8 + header_size - 1))
-        file = whole[:position] + bytes([data.draw(st.integers(0, 255))]) + whole[position + 1 :]
-    elif damage == "cut":
-        file = whole[: data.draw(st.integers(0, len(whole) - 1))]
-    elif damage == "header":
-        entry = st.fixed_dictionaries(
-            {"dtype": st.sampled_from(["F32", "I64", "F8_E4M3", "X"]), "shape": JSON, "data_offsets": JSON}
-        )
-        header = json.dumps(data.draw(st.dictionaries(st.text(max_size=5), entry | JSON, max_size=3))).encode()
-        file = struct.pack("<Q", len(header)) + header + whole[8 + header_size :]
-    else:
-        file = data.draw(st.binary(max_size=64))
-    directory = tmp_path_factory.getbasetemp() / "damaged"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(QWEN3))
-    (directory / "model.safetensors").write_bytes(file)
-    try:
-        gwen.load_model(directory, mx.float32)
     except ValueError as error:
         assert "\n" not in str(error)
 

@@ -2,7 +2,7 @@
 Every kernel against its formula in float64, forward and backward, with every access to memory watched.
 
 Shapes are small, odd and below 8 elements where they can be (MLX hands such inputs to a kernel in another address
-space); Qwen's vocabulary and 7,400 draws run at the emulator's full speed.
+space); Qwen's vocabulary and 2,950 draws run at the emulator's full speed.
 """
 
 import re
@@ -512,9 +512,9 @@ def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(kernels, s
 
 
 @fast
-@pytest.mark.parametrize(("size", "rows", "scale"), [(151_936, 400, 3.0), (151_936, 200, 0.0), (8192, 2000, 2.0)])
+@pytest.mark.parametrize(("size", "rows", "scale"), [(151_936, 100, 3.0), (151_936, 50, 0.0), (8192, 400, 2.0)])
 def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scale):
-    """Of the draws 400 are from rows of Qwen's size, and 200 from rows of equal logits."""
+    """Of the draws 100 are from rows of Qwen's size, and 50 from rows of equal logits."""
     for begin in range(0, rows, 200):
         logits = array(min(200, rows - begin), size, dtype=mx.float32, scale=scale)
         uniforms = mx.array(RNG.random((len(logits), 4)).astype(np.float32))
@@ -526,10 +526,10 @@ def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scal
 
 @fast
 def test_the_kernels_draws_follow_the_distribution(kernels):
-    """Chi-square over 4,800 draws from one row of 1,100 logits."""
+    """Chi-square over 2,400 draws from one row of 1,100 logits."""
     logits = RNG.normal(0, 2, 1100).astype(np.float32)
     logits[RNG.integers(0, 1100, 200)] = -np.inf
-    num_draws = 4800
+    num_draws = 2400
     rows = mx.broadcast_to(mx.array(logits), (num_draws, 1100))
     uniforms = mx.array(RNG.random((num_draws, 4)).astype(np.float32))
     tokens = softmax.sample_token(rows, uniforms)[0]
@@ -624,12 +624,11 @@ UPDATES = [
     ("--beta", "0.1", "--temp", "0.8"),
     ("--epsilon-high", "0.3"),
     ("--num-iterations", "2", "--loss-type", "dr_grpo"),
-    ("--loss-type", "grpo"),
     ("--importance-sampling-level", "sequence"),
     ("--loss-type", "cispo", "--epsilon-high", "5"),
     ("--top-k", "5"),
 ]
-FUSED = UPDATES[:5]
+FUSED = UPDATES[:4]
 
 
 @fast
@@ -691,10 +690,9 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
 
 
 @pytest.mark.parametrize("name", list(gpu.OPS))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, name, dtype):
+def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, name):
     op = gpu.OPS[name]
-    assert all(op.error(dtype, call, {}) < 0.6 for call in op.example(dtype, False))
+    assert all(op.error(mx.float16, call, {}) < 0.6 for call in op.example(mx.float16, False))
 
 
 SOURCES = {

@@ -33,7 +33,7 @@ from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from machine import alive, gpu
+from machine import alive, gpu, world
 from problems import audit, chat_template
 from problems.examples import Example, prompt_key, prompt_text, short, spread
 from problems.form import is_degenerate, repeated
@@ -42,8 +42,9 @@ from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, of_task, resolve
 from step import dispatch
-from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
-from step.policy import completion_hidden
+from step.batch import cut, hidden
+from step.policy import Reader
+from step.sample import Sample, by_group, of_rollout
 from turns import episodes
 from turns.episodes import Toolbox, ended
 
@@ -191,26 +192,63 @@ def told_apart(answers: Answers, earned: Earned, apart: np.ndarray) -> str:
     )
 
 
-def divergence(reference: gwen.Model, answers: Answers, samples: int, temperature: float) -> float:
+def logprobs_under(model: gwen.Model, answers: Answers, temperature: float) -> np.ndarray:
+    """Log-probabilities of the completions' tokens under another model, (N, T) float64, 0 outside them."""
+    found, logprobs = dict[int, np.ndarray](), np.zeros(answers.rollout.mask.shape)
+    batches = cut(of_rollout(answers.prompts, answers.rollout), REFERENCE_TOKENS, "off")
+    for batch in alive.Bar([batch for batch in batches if batch.is_mine], desc="reference", unit="part"):
+        states, head_weight = hidden(model, batch), model.head_weight
+        ids = batch.completion_ids
+        new = lm_head.token_logprobs(states, head_weight, ids, temperature=temperature, gradient=False)[0]
+        found |= {row: its for row, its in zip(batch.rows, np.array(new * batch.mask), strict=True)}  # wait
+    for row, its in enumerate(world.collect(found)):
+        logprobs[row, : len(its)] = its
+    return logprobs
+
+
+def divergence(reference: gwen.Model, answers: Answers, temperature: float) -> float:
     """
     KL(sampling policy, `reference` before training) in nats per token; see `lora.before_training`.
 
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
     Source: see `grpo.kl_term`.
     """
-
-    def logprobs_of(batch: MicroBatch) -> mx.array:
-        hidden, head_weight = completion_hidden(reference, batch), reference.head_weight
-        ids = batch.completion_ids
-        return lm_head.token_logprobs(hidden, head_weight, ids, temperature=temperature, gradient=False)[0]
-
-    rows = [prompt for prompt in answers.prompts for _ in range(samples)]
-    batches = my_part(micro_batches(rows, answers.rollout, REFERENCE_TOKENS))
-    found = ((batch, [logprobs_of(batch)]) for batch in alive.Bar(batches, desc="reference", unit="part"))
     with lora.before_training(reference):
-        logprobs = np.array(in_rows(found, [mx.zeros(answers.rollout.mask.shape)])[0], np.float64)
+        logprobs = logprobs_under(reference, answers, temperature)
     difference, mask = logprobs - np.array(answers.rollout.logprobs, np.float64), np.array(answers.rollout.mask)
     return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
+
+
+def replies(model: gwen.Model, reader: Reader, samples: list[Sample], token_budget: int) -> dict[str, Any]:
+    """
+    The record of `eval.jsonl` without `step`: loss, nats per token, and perplexity of held-out replies.
+
+    The 95% interval is that of a ratio of two sums over groups, the conversations.
+    """
+    begin, num = time.perf_counter(), len(by_group(samples))
+    sums = np.zeros((3, num))  # negative log-probabilities, entropies, tokens
+    for batch in cut(samples, token_budget):
+        if batch.is_mine:
+            logprobs, entropy = reader.logprobs(model, batch)
+            parts = np.array(mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask]), np.float64).sum(-1)
+            for place, row in enumerate(batch.rows):
+                sums[:, samples[row].group] += parts[:, place]
+    losses, entropies, tokens = sum(world.share(sums))
+    total = tokens.sum()
+    loss = losses.sum() / total
+    reach = None
+    if num > 1:
+        reach = 1.96 * math.sqrt(((losses - loss * tokens) ** 2).sum() * num / (num - 1)) / total
+    record = {
+        "eval/loss": float(loss),
+        "eval/loss_ci95": reach,
+        "eval/perplexity": math.exp(min(loss, 700.0)),  # of more there is no float
+        "eval/entropy": float(entropies.sum() / total),
+        "eval/tokens": float(total / num),
+        "eval/num": num,
+        "eval/s": time.perf_counter() - begin,
+    }
+    return run_files.finite(record)
 
 
 # ---- an evaluation
@@ -296,7 +334,7 @@ def evaluate(
         record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
     mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
     record |= {
-        "eval/kl": None if reference is None else divergence(reference, sampled, samples, temperature),
+        "eval/kl": None if reference is None else divergence(reference, sampled, temperature),
         "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
         **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
         "eval/unparsed_frac": None if earned.scores is None else float(np.isnan(earned.scores).mean()),

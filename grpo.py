@@ -42,12 +42,13 @@ class Tokens(NamedTuple):
     logprobs: mx.array  # nats under the policy, with gradient
     old_logprobs: mx.array  # under the policy before the update
     advantages: mx.array  # (M,), or (M, T) where those of a row's tokens differ
-    mask: mx.array  # 1 = counted
+    mask: mx.array  # 1 = counted, 0 = padding
     ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
     num_items: mx.array | float | None = None  # counted tokens of the whole step; None: of these rows
     num_rows: int | None = None  # rows of the whole step; None: these
     clipped: mx.array | None = None  # the result of `clipped_term`, if a kernel computed it from the logits
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
+    weights: mx.array | None = None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
 
 
 class Loss(NamedTuple):
@@ -245,13 +246,14 @@ def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, 
         advantages = mx.stop_gradient(tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None])
         ratio = importance_ratio(logprobs, old_logprobs, mask, level)
         per_token, removed = term(ratio, logprobs, advantages, objective)
-        sums = {} if removed is None else {"clip_frac": (removed * mask).sum()}
+        counted = mask if tokens.weights is None else mask * tokens.weights
+        sums = {} if removed is None else {"clip_frac": (removed * counted).sum()}
         if tokens.clipped is not None:
             per_token = mx.where(mask > 0, tokens.clipped, 0.0)
         if tokens.ref_logprobs is not None:
             ref_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.ref_logprobs), 0.0)
             kl = kl_term(logprobs, ref_logprobs)
-            per_token, sums["kl"] = per_token + objective.beta * kl, (kl * mask).sum()
+            per_token, sums["kl"] = per_token + objective.beta * kl, (kl * counted).sum()
         return Loss(average(per_token, tokens, objective), sums)
 
     return loss

@@ -36,7 +36,7 @@ from layers import attention, delta, lm_head
 from machine import alive, chips, gpu, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
-from step import dispatch, micro_batch
+from step import batch, dispatch
 from turns.episodes import context_of
 
 LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
@@ -259,7 +259,7 @@ def _update(
     working, linear_working = counts[kept < layers], linear_counts[kept < layers]
     rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
     lengths = np.full(len(rows), length)
-    shared, cut = micro_batch.plan(rows, lengths, sizes.train_token_budget, "auto")
+    shared, cut = batch.plan(rows, lengths, sizes.train_token_budget, "auto")
     most = (0, 0, 0)
     for part, num_positions in cut:
         longest = max(len(rows[row]) for row in part)

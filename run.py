@@ -25,17 +25,17 @@ import update
 from config import Config, Sizes, Switch
 from disk import checkpoint, run_files
 from disk.run_files import START, evaluation_line
-from distill.teacher import Teacher
+from judging import rubrics
 from machine import alive, gpu, world
-from problems import chat_template, rewards
+from problems import chat_template, chats, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
 from reporting import health, page
-from reporting.console import SFT_COLUMNS, console_columns, say, sft_line, warn
+from reporting.console import SFT_COLUMNS, console_columns, say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from sft import chats, tuning
 from step import dispatch, objectives, policy
-from step.result import UpdateResult
+from step.sample import Sample, of_reply
+from step.teacher import Teacher
 from tasks import curriculum, first_look
 from turns import episodes
 
@@ -55,6 +55,8 @@ class Run:
     sizes: Sizes
     base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
     own = objectives.Own()  # a user's own loss and advantage
+    judge: rubrics.Grader | None = None
+    teacher: Teacher | None = None
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
     saved_step: int = 0  # of the newest checkpoint
     saved_best: int | None = None  # the best step that it knew
@@ -128,6 +130,22 @@ class Run:
     def is_done(self) -> bool:
         """Whether no step is left."""
         return self.step >= self.config.optimizer.steps
+
+    def note(self, samples: list[Sample]) -> None:
+        """Takes in what a step was trained on, after its update."""
+        self.step += 1
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the step that was noted last."""
+        return {}
+
+    def replies(self) -> list[Sample]:
+        """The samples of the next step, where they are given."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        """Opens the logs, once the directory exists."""
+        raise NotImplementedError
 
     def evaluate(self) -> None:
         """Evaluates what is held out and logs the result."""
@@ -259,8 +277,8 @@ class GrpoRun(Run):
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
         before_training = (self.base or self.model, self.tokenizer)
-        rubrics = self.task.rubric, self.task.witness if held_out else None
-        self.judge, self.witness = evaluate.make_graders(config, *rubrics, *before_training)
+        criteria = self.task.rubric, self.task.witness if held_out else None
+        self.judge, self.witness = evaluate.make_graders(config, *criteria, *before_training)
         lengths = [len(ids) for ids in self.prompt_ids]
         if self.toolbox:  # what follows a prompt is more than what the model writes
             config = config.but(max_tokens=self.toolbox.context - max(lengths))
@@ -310,6 +328,20 @@ class GrpoRun(Run):
 
     def _warn_of(self, name: str, text: str) -> None:
         self.journal.warn_of(self.step, health.Finding(name, text))
+
+    @property
+    def draws(self) -> range:
+        """The numbers of the batches of prompts that the next step may draw."""
+        most = curriculum.MOST_DRAWS if self.config.sampling.dynamic_sampling else 1
+        return range(self.num_draws, self.num_draws + most)
+
+    def note(self, samples: list[Sample]) -> None:
+        super().note(samples)
+        self.num_draws += len(samples) // (self.config.sampling.batch * self.config.sampling.groups)
+        self.prompts.note(samples)
+
+    def figures(self) -> dict[str, float]:
+        return self.prompts.figures()
 
     def evaluate(self) -> None:
         """Evaluates the held-out problems and logs the result."""
@@ -384,30 +416,25 @@ class SftRun(Run):
         self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]))
         self.end_step()
 
-    def draw(self) -> list[chats.Row]:
-        """The rows of the next step's conversations."""
+    def replies(self) -> list[Sample]:
+        """The samples of the next step's conversations, each a group."""
         chosen = epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
-        return [row for index in chosen for row in self.train[index]]
+        return [of_reply(*row, group) for group, index in enumerate(chosen) for row in self.train[index]]
 
     def open(self) -> None:
         """Opens the logs, once the directory exists."""
         self.keep_start()
         self.journal = Journal(self.config, self.dir, "loss", self.step, keep_scores=False)
 
-    def write_step(
-        self, seconds: dict[str, float], targets: policy.Targets, result: UpdateResult, peak: int
-    ) -> dict[str, Any]:
-        """Writes a step's figures and prints its line; returns the figures."""
-        recent, batch = self.journal.recent, self.config.sampling.batch
-        recent.append(seconds["step"])
-        figures = tuning.step_metrics(result, seconds, targets.num_rows, batch, recent)
-        figures = {"step": self.step} | figures | {"mem/peak_gb": peak / 1e9}
-        self.journal.record(figures, sft_line(figures, self.config.optimizer.steps))
-        return figures
-
     def evaluate(self) -> None:
-        record = tuning.evaluate(self.model, self.learner.reader, self.held_out, self.sizes.train_token_budget)
+        samples = [of_reply(*row, group) for group, rows in enumerate(self.held_out) for row in rows]
+        record = evaluate.replies(self.model, self.learner.reader, samples, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
+
+
+def make(config: Config, run_dir: Path) -> Run:
+    """The run of these settings."""
+    return (SftRun if config.objective.loss_type == "sft" else GrpoRun)(config, run_dir)
 
 
 def needs_base(config: Config, task: tasks.Task) -> bool:

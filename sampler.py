@@ -68,6 +68,7 @@ class RolloutStats(NamedTuple):
     decode_s: float  # the rest
     cache_bytes: int  # of the largest cache
     speeds: tuple[float, ...] = ()  # completion tokens a second of each machine, by rank
+    wait_s: float = 0.0  # waited for what rows are told
 
 
 class Rollout(NamedTuple):
@@ -431,7 +432,8 @@ def rollout(
         sample(model, rows_of, record, group_size, size, share_prefix)
     seconds = time.perf_counter() - begin
     speeds = record.bring_together(mine, seconds, prompts)
-    stats = RolloutStats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds)
+    wait_s = talk.wait_s if talk else 0.0
+    stats = RolloutStats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds, wait_s)
     return assemble(record, group_size, model.head_weight.dtype, stats)
 
 

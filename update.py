@@ -1,35 +1,32 @@
 """
-The update: gradient of the step's loss over micro-batches, then one AdamW step on float32 masters.
+The update: gradient of the step's loss over batches, then one AdamW step on float32 masters.
 
 Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
 (step/trust_region.py).
 
-Axes: N rows of the step, M rows of a micro-batch, T completion positions.
+Axes: M rows of a batch, T own tokens.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
 import lora
-import sampler
 from config import Config
 from layers import lm_head
-from layers.divergence import Lesson
 from machine import alive, gpu, world
 from step import trust_region
+from step.batch import Batch, pad_frac
 from step.loss_scale import LossScale
-from step.micro_batch import MicroBatch, in_rows, my_part, of_all, pad_frac
-from step.policy import Reader, Share, Targets
+from step.policy import Reader, Share
 from step.result import MEASURED, UpdateResult
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
@@ -72,75 +69,49 @@ class Learner:
         install(self.model, self.trainable)
 
 
-def reference_logprobs(learner: Learner, batches: list[MicroBatch], rollout: sampler.Rollout) -> mx.array:
-    """Log-probabilities under the model before training, (N, T), 0 outside the micro-batches; without gradient."""
+def with_reference(learner: Learner, batches: list[Batch]) -> list[Batch]:
+    """The batches with the log-probabilities of the model before training; without gradient."""
     model = learner.base or learner.model
-    learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    parts = alive.Bar(my_part(batches), desc="log-probabilities", unit="part")
     with lora.before_training(model):
-        found = ((batch, [learner.reader.logprobs(model, batch)[0]]) for batch in parts)
-        return in_rows(found, [mx.zeros(rollout.logprobs.shape)])[0]
+        found = logprobs_of(learner, batches, model)
+    return [batch._replace(ref_logprobs=new) for batch, new in zip(batches, found, strict=True)]
 
 
-def targets_of(
-    learner: Learner,
-    batches: list[MicroBatch],
-    rollout: sampler.Rollout,
-    advantages: mx.array,
-    ref_logprobs: mx.array | None = None,
-    lesson: Lesson | None = None,
-) -> Targets:
-    """The targets of a step's completions. advantages (N,) or (N, T), ref_logprobs (N, T); lesson: of a teacher."""
-    of_rows = advantages if advantages.ndim == 2 else advantages[:, None]
-    has_gradient = (rollout.mask.sum(axis=1) > 0) & ((of_rows != 0).any(axis=1) | learner.reader.all_teach)
-    num_items = round(float(rollout.mask.sum()))
-    return Targets(len(advantages), num_items, advantages, ref_logprobs, lesson, np.array(has_gradient))
-
-
-def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float) -> UpdateResult:
+def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     """
-    `num_iterations` times `mini_batches` steps of AdamW, each on the gradient of its rows, accumulated over
-    micro-batches.
+    `num_iterations` times `mini_batches` steps of AdamW, each on the gradient of its samples, accumulated over batches.
 
     The old policy is the one before the first of them. Its log-probabilities come from the first forward pass; only
     those of later mini-batches cost an extra one. Completions bound how far all steps move it (`--target-kl`). Where no
-    row teaches there is no step.
+    sample teaches there is no step.
     Raises ValueError if the gradient fails too often in a row.
     """
-    optimizer, num_items = learner.config.optimizer, targets.num_items
-    if not batches:  # every row was truncated and left out
+    optimizer = learner.config.optimizer
+    if not batches:  # every sample was truncated and left out
         nothing = dict.fromkeys(MEASURED)
         return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing)
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
-    bounded = lr and targets.advantages is not None
+    bounded = lr and batches[0].sampled_logprobs is not None
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
-    num, batches = optimizer.mini_batches, list(batches)
-    num_rows, its_own = targets.num_rows // num, targets.part(num)  # of a mini-batch
-    parts = [[p for p, batch in enumerate(batches) if int(batch.rows[0]) // num_rows == n] for n in range(num)]
-
-    def note(places: list[int], logprobs: list[mx.array]) -> None:
-        for place, new in zip(places, logprobs, strict=True):
-            if batches[place].old_logprobs is None:
-                batches[place] = batches[place]._replace(old_logprobs=new)
-
-    if later := list(itertools.chain.from_iterable(parts[1:])):  # the policy will have moved before their turn
-        note(later, under(learner, [batches[place] for place in later], learner.trainable))
-    passes = optimizer.num_iterations if targets.num_taught else 1
+    num, num_taught = optimizer.mini_batches, sum(batch.num_taught for batch in batches)
+    parts = [[batch for batch in batches if batch.number == number] for number in range(num)]
+    for number in range(1, num):  # the policy will have moved before their turn
+        parts[number] = with_old(parts[number], under(learner, parts[number], learner.trainable))
+    passes = optimizer.num_iterations if num_taught else 1
     for number in [*range(num)] * passes:
-        part, rows = [batches[place] for place in parts[number]], slice(number * num_rows, (number + 1) * num_rows)
-        if not part:
+        if not (part := parts[number]):
             continue
-        teaches = targets.taught is None or targets.taught[rows].any()
+        teaches = any(batch.num_taught for batch in part)
         before = learner.trainable if target and teaches else None  # else it need not be kept alive
         if teaches:
-            logprobs, measured = optimizer_step(learner, part, its_own, lr * learner.rate)
+            logprobs, measured = optimizer_step(learner, part, lr * learner.rate)
         else:
-            logprobs, measured = measure(learner, part, its_own)
+            logprobs, measured = measure(learner, part)
             measured["skipped"] = 0
-        note(parts[number], logprobs)
+        parts[number] = with_old(part, logprobs)
         if before and not measured["skipped"]:
-            probe = probe or trust_region.make_probe(batches, learner.optimizer.step.item())
+            probe = probe or trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
             held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
             # earlier steps fitted at this rate, so at half of it one more would have
             share = held.share if moved is None else max(held.share, 0.5)
@@ -164,8 +135,8 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
         rate=rate,
         num_skipped=learner.num_skipped,
         loss_scale=learner.loss_scale.value,
-        num_items=round(num_items),
-        num_taught=targets.num_taught,
+        num_items=round(batches[0].num_items * num),
+        num_taught=num_taught,
         moved=moved,
         repeats=repeats,
         num_forwards=num_forwards,
@@ -173,15 +144,21 @@ def update(learner: Learner, batches: list[MicroBatch], targets: Targets, lr: fl
     )
 
 
-def optimizer_step(
-    learner: Learner, batches: list[MicroBatch], targets: Targets, lr: float
-) -> tuple[list[mx.array], dict[str, float]]:
+def with_old(batches: list[Batch], logprobs: list[mx.array | None]) -> list[Batch]:
+    """The batches with the log-probabilities of the policy before the update, those that do not have them yet."""
+    return [
+        batch._replace(old_logprobs=new) if batch.old_logprobs is None else batch
+        for batch, new in zip(batches, logprobs, strict=True)
+    ]
+
+
+def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array | None], dict[str, float]]:
     """
     One AdamW step on the masters, copied into the model; changes nothing if the gradient is not finite.
 
-    Returns each micro-batch's log-probabilities before the step, (M, T), and what was measured.
+    Returns each batch's log-probabilities before the step, (M, T), and what was measured.
     """
-    grads, logprobs, measured = gradient(learner, batches, targets)
+    grads, logprobs, measured = gradient(learner, batches)
     grads, norm = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
     measured["grad_norm"] = norm.item()
     overflow = not (math.isfinite(measured["grad_norm"]) and math.isfinite(measured["loss"]))
@@ -201,15 +178,12 @@ def optimizer_step(
     return logprobs, measured
 
 
-def gradient(
-    learner: Learner, batches: list[MicroBatch], targets: Targets
-) -> tuple[Any, list[mx.array], dict[str, float]]:
-    """The float32 gradient of the step's loss, each micro-batch's log-probabilities, and summed measurements."""
+def gradient(learner: Learner, batches: list[Batch]) -> tuple[Any, list[mx.array | None], dict[str, float]]:
+    """The float32 gradient of the step's loss, each batch's log-probabilities, and summed measurements."""
     grads: dict[str, Any] = {}
-    found: list[Any] = []
-    learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    for batch in alive.Bar(my_part(batches), desc="update", unit="part"):
-        (_, logprobs, sums), tree = share_and_gradient(learner, batch, targets)
+    found: dict[int, Share] = {}
+    for place, batch in passes(learner, batches, "update"):
+        share, tree = share_and_gradient(learner, batch)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed
         grads = grads or dict.fromkeys(part)
@@ -218,45 +192,62 @@ def gradient(
                 new = part.pop(name).astype(mx.float32) / learner.loss_scale.value
                 grads[name] = new if grads[name] is None else grads[name] + new
             mx.async_eval([grads[name] for name in names])
-        mx.eval(grads, logprobs, sums)  # wait: the next micro-batch may use this one's memory
-        found.append((mx.stop_gradient(logprobs), {name: value.item() for name, value in sums.items()}))
-    grads = grads or {name: mx.zeros(array.shape) for name, array in learner.trainable.items()}  # no part was ours
-    # a machine without a part knows another order, in which the norm would round otherwise
+        mx.eval(grads, share)  # wait: the next batch may use this one's memory
+        found[place] = share._replace(logprobs=mx.stop_gradient(share.logprobs))
+    grads = grads or {name: mx.zeros(array.shape) for name, array in learner.trainable.items()}  # no batch was ours
+    # a machine without a batch knows another order, in which the norm would round otherwise
     names = sorted(grads) if world.size() > 1 else list(grads)
     grads = dict(zip(names, world.all_sum([grads[name] for name in names]), strict=True))
     return tree_unflatten(list(grads.items())), *joined(batches, found)
 
 
-def measure(learner: Learner, batches: list[MicroBatch], targets: Targets) -> tuple[list[mx.array], dict[str, float]]:
+def measure(learner: Learner, batches: list[Batch]) -> tuple[list[mx.array | None], dict[str, float]]:
     """What `gradient` gives beside the gradient, by forward passes alone."""
-    learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    found = []
+    found = {}
     with gpu.without_gradients():
-        for batch in my_part(batches):
-            _, logprobs, sums = learner.reader.share(learner.model, batch, targets)
-            mx.eval(logprobs, sums)  # wait
-            found.append((logprobs, {name: value.item() for name, value in sums.items()}))
+        for place, batch in passes(learner, batches, "update"):
+            found[place] = learner.reader.share(learner.model, batch)
+            mx.eval(found[place])  # wait
     return joined(batches, found)
 
 
-def joined(batches: list[MicroBatch], found: list[Any]) -> tuple[list[mx.array], dict[str, float]]:
-    """Log-probabilities and measurements of all micro-batches, from those of this machine's."""
-    found, totals = of_all(batches, found), dict[str, float]()
-    for _, sums in found:
-        for name, value in sums.items():
+def joined(batches: list[Batch], found: dict[int, Share]) -> tuple[list[mx.array | None], dict[str, float]]:
+    """The log-probabilities of this machine's batches, and the measurements of all, from their shares."""
+    logprobs = [found[place].logprobs if place in found else None for place in range(len(batches))]
+    sums: dict[int, Any] = {place: {name: value.item() for name, value in found[place].sums.items()} for place in found}
+    totals = dict[str, float]()
+    for its in world.collect(sums):
+        for name, value in its.items():
             held = totals.get(name, 0.0)
             totals[name] = max(held, value) if name.endswith("_max") else held + value
-    return [logprobs for logprobs, _ in found], totals
+    return logprobs, totals
 
 
-def share_and_gradient(learner: Learner, batch: MicroBatch, targets: Targets) -> tuple[Any, Any]:
-    """A micro-batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
+def share_and_gradient(learner: Learner, batch: Batch) -> tuple[Share, Any]:
+    """A batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
 
     def scaled(model: gwen.Model) -> Share:
-        share = learner.reader.share(model, batch, targets)
+        share = learner.reader.share(model, batch)
         return share._replace(loss=share.loss * learner.loss_scale.value)
 
-    return nn.value_and_grad(learner.model, scaled)(learner.model)
+    share, tree = nn.value_and_grad(learner.model, scaled)(learner.model)
+    return Share(*share), tree
+
+
+def passes(learner: Learner, batches: list[Batch], what: str) -> Iterator[tuple[int, Batch]]:
+    """The batches that this machine computes, each with its place; counts the rows of all."""
+    learner.num_forwards += sum(len(batch.rows) for batch in batches)
+    mine = [(place, batch) for place, batch in enumerate(batches) if batch.is_mine]
+    yield from alive.Bar(mine, desc=what, unit="part")
+
+
+def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array | None]:
+    """Log-probabilities under a model, (M, T) of each batch that this machine computes; without gradient."""
+    found: list[mx.array | None] = [None] * len(batches)
+    for place, batch in passes(learner, batches, "log-probabilities"):
+        found[place], _ = learner.reader.logprobs(model, batch)
+        mx.eval(found[place])  # wait: the next batch may use this one's memory
+    return found
 
 
 def in_backward_order(names: Iterable[str]) -> list[list[str]]:
@@ -273,16 +264,10 @@ def in_backward_order(names: Iterable[str]) -> list[list[str]]:
     return [list(layer) for _, layer in itertools.groupby(sorted(names, key=place), place)]
 
 
-def under(learner: Learner, probe: list[MicroBatch], weights: trust_region.Weights) -> list[mx.array]:
-    """Installs masters and returns the probe's log-probabilities under them, (M, T) per micro-batch."""
+def under(learner: Learner, batches: list[Batch], weights: trust_region.Weights) -> list[mx.array | None]:
+    """Installs masters and returns the batches' log-probabilities under them."""
     install(learner.model, weights)
-    found = []
-    learner.num_forwards += sum(len(batch.rows) for batch in probe)
-    for batch in my_part(probe):
-        new, _ = learner.reader.logprobs(learner.model, batch)
-        mx.eval(new)  # wait: the next micro-batch may use this one's memory
-        found.append(new)
-    return of_all(probe, found)
+    return logprobs_of(learner, batches, learner.model)
 
 
 def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:

@@ -34,7 +34,7 @@ from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, gpu
 from settings.sources import resolve
-from step import micro_batch, policy
+from step import batch, policy, sample
 
 # ---- flags and the work
 
@@ -69,7 +69,7 @@ STEP: Numbers = {  # the shape of a step
 def add_step(parser: Parser) -> dict[str, float]:
     """Adds the flags of a step; returns their least values."""
     parser.add_argument("--model", default="random:30m", help="as train.py's")
-    parser.add_argument("--share-prefix", choices=micro_batch.SHARING, default="auto", help="in our update")
+    parser.add_argument("--share-prefix", choices=batch.SHARING, default="auto", help="in our update")
     return add_numbers(parser, STEP)
 
 
@@ -112,14 +112,15 @@ class Learning(NamedTuple):
         prompts = self.rows(num_rows)[::size]
         return sampler.rollout(self.model, prompts, params, group_size=size, key=key, batch_size=num_rows)
 
-    def updates(self) -> Callable[[sampler.Rollout, mx.array, float], update.UpdateResult]:
+    def updates(self) -> Callable[[sampler.Rollout, list[float], float], update.UpdateResult]:
         """A function that updates by a rollout of a whole step, by advantages and a rate."""
         sizes, rows = preflight.settle(self.demand), self.rows(self.args.batch * self.args.groups)
         learner = update.Learner(self.model, self.config, policy.Reader(self.config, sizes))
 
-        def once(rollout: sampler.Rollout, advantages: mx.array, rate: float) -> update.UpdateResult:
-            batches = micro_batch.micro_batches(rows, rollout, sizes.train_token_budget, self.args.share_prefix)
-            return update.update(learner, batches, update.targets_of(learner, batches, rollout, advantages), rate)
+        def once(rollout: sampler.Rollout, advantages: list[float], rate: float) -> update.UpdateResult:
+            drawn = sample.of_rollout(rows[:: self.args.groups], rollout)
+            taught = [one._replace(advantage=its) for one, its in zip(drawn, advantages, strict=True)]
+            return update.update(learner, batch.cut(taught, sizes.train_token_budget, self.args.share_prefix), rate)
 
         return once
 
@@ -130,10 +131,10 @@ def learning(args: argparse.Namespace, config: Config, dtype: mx.Dtype | None = 
     return Learning(args, config, model, tokenizer)
 
 
-def advantages(args: argparse.Namespace) -> mx.array:
+def advantages(args: argparse.Namespace) -> list[float]:
     """Those of the rewards, row by row."""
     by_group = np.array(rewards(args)).reshape(args.batch, args.groups)
-    return mx.array(grpo.group_advantages(by_group).reshape(-1))
+    return grpo.group_advantages(by_group).reshape(-1).tolist()
 
 
 def describe(args: argparse.Namespace) -> str:

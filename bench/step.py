@@ -100,7 +100,7 @@ def run_ours(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps
     ours, num_rows = harness.learning(args, harness.settings(args, str(directory))), args.batch * args.groups
     update, steps = ours.updates(), Steps()
 
-    def reward(rollout: sampler.Rollout) -> mx.array:
+    def reward(rollout: sampler.Rollout) -> list[float]:
         sampler.texts(ours.tokenizer, rollout, ())
         check_lengths(args, rollout.ids)
         return harness.advantages(args)

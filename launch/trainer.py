@@ -4,11 +4,12 @@ A run from Python. `train.Trainer` is the one to import: it knows the loops.
 Left out: the loops (train.py), what a run holds (run.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import gwen
+import run as runs
 import sampler
 from config import Config
 from disk import run_files
@@ -32,13 +33,16 @@ class Trainer:
     A break or an interrupt ends the loop after a whole step, which is saved; `steps` or `fit` goes on from there.
     """
 
+    loop: Callable[[runs.Run], Steps]  # see train.py
+
     def __init__(self, begun: Begun):
         """Raises ValueError in one line for what the user got wrong; no directory is left then."""
         config, state, path = begun.config, begun.state, begun.path
-        run = self.run = self.make(config, Path(path))
+        run = self.run = runs.make(config, Path(path))
         if state:
             run.restore(state)
-            if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
+            if isinstance(run, runs.GrpoRun) and "rollout_batch_size" in begun.flags:
+                # may exceed what the checkpoint had backed off to
                 run.batch_size.rows = run.sizes.rollout_batch_size
             state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
         # only after everything has loaded, so that a user's mistake leaves no directory behind
@@ -48,14 +52,6 @@ class Trainer:
         print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
         print(run.memory)
         print(run.legend, flush=True)
-
-    def make(self, config: Config, path: Path) -> Any:
-        """The run of these settings."""
-        raise NotImplementedError
-
-    def loop(self) -> Steps:
-        """Its steps."""
-        raise NotImplementedError
 
     @classmethod
     def start(cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any) -> "Trainer":
@@ -93,7 +89,7 @@ class Trainer:
             run_files.own(self.dir)
         try:
             with self.run.shown(), stoppable(self.run):
-                yield from self.loop()
+                yield from self.loop(self.run)
         except GeneratorExit:
             self.save()
             say(f"saved after step {self.run.step}: {self.dir}")

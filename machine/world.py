@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import queue
@@ -101,6 +102,11 @@ def share(value: Any, about: str = "share") -> list[Any]:
     if _link is None:
         return [value]
     return [_decode(data) for data in _link.meet(about, _encode(value), _link.gather)]
+
+
+def collect(found: dict[int, T], about: str = "collect") -> list[T]:
+    """The values of all machines, by ascending number; each number is of one machine."""
+    return [value for _, value in sorted(itertools.chain(*share(list(found.items()), about)), key=lambda pair: pair[0])]
 
 
 def first(make: Callable[[], T]) -> T:

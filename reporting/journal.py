@@ -10,17 +10,17 @@ What is left out: console lines (console.py), the page (page.py), and the state 
 
 import base64
 import contextlib
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-import sampler
 from config import Config
 from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
@@ -29,10 +29,9 @@ from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import Logged, merged
 from reporting import health, trackers
-from reporting.console import LiveLine, comparison, console_line, say, warn
-from step.groups import Choice, Draw
+from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
 from step.result import UpdateResult
-from turns.seats import spans
+from step.sample import Sample, by_group
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -43,19 +42,22 @@ class PhaseClock:
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self.on_phase = on_phase  # hears of each phase that begins
         self.seconds: dict[str, float] = {}
+        self.costs: dict[str, list[Any]] = {}  # what else a phase cost each time, by its own account
         self._begin = time.perf_counter()
         self._running: str | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
-        """Bills the time of its body to `name`; the body must end with `done(*arrays)`, which waits for them."""
+        """Bills its body's time to `name`; the body must end with `done(*arrays, cost=...)`, which waits for arrays."""
         assert self._running is None, f"phase {name} inside phase {self._running}"
         self.on_phase(name)
         self._running, finished, begin = name, False, time.perf_counter()
 
-        def done(*arrays: Any) -> None:
+        def done(*arrays: Any, cost: Any = None) -> None:
             nonlocal finished
             mx.eval(arrays)  # wait: the phase pays for its own lazy work
+            if cost is not None:
+                self.costs.setdefault(name, []).append(cost)
             finished = True
 
         try:
@@ -70,7 +72,7 @@ class PhaseClock:
         """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
-        self.seconds, self._begin = {}, now
+        self.seconds, self.costs, self._begin = {}, {}, now
         return seconds | world.lap()
 
 
@@ -82,75 +84,84 @@ class Step(NamedTuple):
 
     number: int  # from 1
     seconds: dict[str, float]  # by phase
-    draws: list[Draw]
-    choice: Choice  # the groups that were trained
-    rollout: sampler.Rollout  # of these
+    costs: dict[str, list[Any]]  # by phase: `RolloutStats`, `Logged` by rewards, `Judgement`
+    samples: list[Sample]  # all that were drawn
     result: UpdateResult
     peak_bytes: int
-    curriculum: dict[str, float]  # figures of the choice of prompts
+    figures: dict[str, float]  # of the choice of prompts
+
+
+# what given replies do not have; null in their metrics.jsonl
+NOT_SAMPLED = (
+    *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
+    *("sampling/draws", "sampling/signal_groups", "sampling/unused_frac"),
+    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s"),
+    *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
+    *("completion/truncated_frac", "completion/repeated", "completion/degenerate_frac", "mem/cache_gb"),
+)
 
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    seconds, draws, result = step.seconds, step.draws, step.result
-    num_trained = config.sampling.batch * config.sampling.groups
-    stats = [draw.rollout.stats for draw in draws]
-    num_tokens, num_rows = sum(int(draw.rollout.lengths.sum()) for draw in draws), len(draws) * num_trained
-    rewards, filled = ([getattr(draw.rewards, name) for draw in draws] for name in ("total", "filled"))
-    judged = [draw.rewards.judgement for draw in draws if draw.rewards.judgement is not None]
-    judge_s = sum(one.stats.seconds for one in judged)
-    num_judged = sum(one.stats.num_evaluations for one in judged)
-    num_scores = sum(one.scores.size for one in judged)
-    num_groups = len(draws) * config.sampling.batch
-    num_signal = step.choice.num_signal if config.compares_rewards else None
-    weights = config.data.reward_weights
-    by_function = [
-        values
-        for draw in draws
-        for name, values in draw.rewards.components.items()
-        if name != "rubric" and weights.get(name, 1.0)
-    ]
-    num_none = int(sum(np.isnan(values).sum() for values in by_function))
-    has_std = config.sampling.groups > 1 and np.isfinite(np.concatenate(rewards)).any()
-    speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in seconds else []  # of several machines
-    metrics: dict[str, Any] = {
-        "step": step.number,
-        "reward/mean": mean(np.concatenate(rewards)),
-        "reward/std": float(np.concatenate(filled).std(axis=1, ddof=1).mean()) if has_std else None,
-        "reward/zero_std_frac": None if num_signal is None else 1 - step.choice.num_unlike / num_groups,
-        **{
-            f"reward/{name}": mean(np.concatenate([draw.rewards.components[name] for draw in draws]))
-            for name in draws[0].rewards.components
-        },
-        **logged_metrics([draw.rewards.logged for draw in draws]),
-        **step.curriculum,
-        "reward/none": num_none,
-        "sampling/draws": len(draws),
-        "sampling/signal_groups": num_signal,
-        "sampling/unused_frac": 1 - num_trained / num_rows,
-        "rollout/s": seconds["rollout"],
-        "rollout/tok_s": num_tokens / seconds["rollout"],
-        "prefill/s": sum(one.prefill_s for one in stats),
-        "decode/s": sum(one.decode_s for one in stats),
-        "reward/s": seconds["reward"],
-        "judge/s": seconds.get("judge", 0.0),
+    samples, stats = step.samples, step.costs.get("rollout", [])
+    num_trained = sum(sample.advantage is not None for sample in samples)
+    num_tokens, num_completions = sum(len(sample.own) for sample in samples), len(by_group(samples))
+    metrics: dict[str, Any] = {"step": step.number} | dict.fromkeys(NOT_SAMPLED)
+    if stats:
+        num_completions = len(samples)
+        metrics |= reward_metrics(config, step) | judge_metrics(step) | step.figures | tool_metrics(step) | forms(step)
+        speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in step.seconds else []  # of several machines
+        metrics |= {
+            "sampling/draws": len(stats),
+            "sampling/unused_frac": 1 - num_trained / len(samples),
+            "rollout/s": step.seconds["rollout"],
+            "rollout/tok_s": num_tokens / step.seconds["rollout"],
+            "prefill/s": sum(one.prefill_s for one in stats),
+            "decode/s": sum(one.decode_s for one in stats),
+            "ref/s": step.seconds.get("ref", 0.0),
+            "teacher/s": step.seconds.get("teacher"),
+            **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
+            "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / len(samples),
+            "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
+        }
+    metrics |= step.result.metrics(step.seconds, num_trained, recent)
+    return finite(
+        metrics | {"completion/mean_tokens": num_tokens / num_completions, "mem/peak_gb": step.peak_bytes / 1e9}
+    )
+
+
+def reward_metrics(config: Config, step: Step) -> dict[str, Any]:
+    """Figures of the rewards of all samples, and of the groups that they tell apart."""
+    samples, groups = step.samples, by_group(step.samples)
+    rewards, values = (np.array([getattr(one, name) for one in samples]) for name in ("reward", "value"))
+    has_std = config.sampling.groups > 1 and np.isfinite(rewards).any()
+    parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
+    compares = config.compares_rewards
+    return {
+        "reward/mean": mean(rewards),
+        "reward/std": float(values.reshape(len(groups), -1).std(axis=1, ddof=1).mean()) if has_std else None,
+        "reward/zero_std_frac": 1 - sum(one[0].unlike for one in groups) / len(groups) if compares else None,
+        **{f"reward/{name}": mean(part) for name, part in parts.items()},
+        **logged_metrics(step.costs["reward"]),
+        "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
+        "reward/s": step.seconds["reward"],
+        "sampling/signal_groups": sum(one[0].signal for one in groups) if compares else None,
+    }
+
+
+def judge_metrics(step: Step) -> dict[str, Any]:
+    """Figures of what the judge was asked."""
+    judged = step.costs.get("judge", [])
+    judge_s, num_judged = sum(one.stats.seconds for one in judged), sum(one.stats.num_evaluations for one in judged)
+    unparsed = sum(one.unparsed for one in judged) if judged else None
+    return {
+        "judge/s": step.seconds.get("judge", 0.0),
         "judge/crit_eval_s": num_judged / judge_s if num_judged else None,
-        "judge/unparsed": sum(one.unparsed for one in judged) if judged else None,
-        "judge/unparsed_frac": sum(one.unparsed for one in judged) / num_scores if judged else None,
+        "judge/unparsed": unparsed,
+        "judge/unparsed_frac": unparsed / sum(one.scores.size for one in judged) if judged else None,
         "judge/mass": mean(np.array([one.stats.mass for one in judged])),
         "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
-        "ref/s": seconds.get("ref", 0.0),
-        "teacher/s": seconds.get("teacher"),
-        **result.metrics(seconds, num_trained, recent),
-        **tool_metrics(draws),
-        **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
-        "completion/mean_tokens": num_tokens / num_rows,
-        "completion/truncated_frac": sum(d.rollout.finish_reasons.count("length") for d in draws) / num_rows,
-        **forms(config, draws),
-        "mem/peak_gb": step.peak_bytes / 1e9,
-        "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
-    return finite(metrics)
 
 
 def logged_metrics(logs: list[Logged]) -> dict[str, float]:
@@ -159,63 +170,63 @@ def logged_metrics(logs: list[Logged]) -> dict[str, float]:
     return {f"metric/{name}": float(np.mean(values)) for name, values in metrics.items()}
 
 
-def forms(config: Config, draws: list[Draw]) -> dict[str, float | None]:
+def forms(step: Step) -> dict[str, float | None]:
     """Means over all completions of what tells of answers that are none; null with tools, whose calls repeat."""
-    if draws[0].talk:
-        return {"completion/repeated": None, "completion/degenerate_frac": None}
-    texts = [text for draw in draws for text in draw.rewards.completions]
-    prompts = [prompt_text(example["prompt"]) for draw in draws for example in draw.examples]
-    asked = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
+    if step.samples[0].conversation:
+        return {}
+    texts = [sample.text for sample in step.samples]
+    asked = [prompt_text(sample.example["prompt"]) for sample in step.samples]
     return {
         "completion/repeated": sum(map(form.repeated, texts)) / len(texts),
         "completion/degenerate_frac": sum(map(form.is_degenerate, texts, asked)) / len(texts),
     }
 
 
-def tool_metrics(draws: list[Draw]) -> dict[str, float]:
+def tool_metrics(step: Step) -> dict[str, float]:
     """The figures of conversations with tools; none without."""
-    each = [draw.talk.metrics() for draw in draws if draw.talk]
-    return {
-        name: sum(one[name] for one in each) / (len(each) if name == "tools/turns" else 1)
-        for name in (each[0] if each else ())
-    }
+    talks = [sample.conversation for sample in step.samples if sample.conversation]
+    calls = [call for talk in talks for call in talk["tool_calls"]]
+    return (
+        {}
+        if not talks
+        else {
+            "tools/calls": float(len(calls)),
+            "tools/failures": float(sum(call["error"] is not None for call in calls)),
+            "tools/s": sum(call["seconds"] for call in calls),
+            "tools/wait_s": sum(one.wait_s for one in step.costs["rollout"]),
+            "tools/turns": sum(talk["turns"] for talk in talks) / len(talks),
+        }
+    )
 
 
-def completion_records(config: Config, step: Step) -> Iterator[dict[str, Any]]:
+def completion_records(step: Step) -> Iterator[dict[str, Any]]:
     """One record per sampled completion; groups are numbered through all draws."""
-    trained = {group: place for place, group in enumerate(step.choice.groups)}
-    first = 0  # the draw's first group
-    for draw in step.draws:
-        rollout, rewards, judged, extra = draw.rollout, draw.rewards, draw.rewards.judgement, draw.rewards.logged.extra
-        ids, logprobs, total = rollout.ids, np.array(rollout.logprobs), rewards.total.reshape(-1)
-        for row, completion in enumerate(rewards.completions):
-            group, member = divmod(row, config.sampling.groups)
-            example, num, place = draw.examples[group], len(ids[row]), trained.get(first + group)
-            yield {
-                "step": step.number,
-                "group": first + group,
-                "prompt": example["prompt"],
-                "answer": None if example.get("answer") is None else str(example["answer"]),  # may have any type
-                "category": example.get("category"),
-                "completion": completion,
-                "ids": rollout.sequences[row] if rollout.sequences else ids[row],
-                **({"own": spans((rollout.places or [])[row])} | draw.talk.record(row) if draw.talk else {}),
-                "logprobs": packed(logprobs[row, :num]),
-                "reward": _known(total[row]),
-                "rewards": {name: _known(values[row]) for name, values in rewards.components.items()},
-                **({"extra": {name: column[row] for name, column in extra.items()}} if extra else {}),
-                "judge_scores": None
-                if judged is None
-                else [s and round(s, 4) for s in map(_known, judged.scores[row])],
-                "finish_reason": rollout.finish_reasons[row],
-                # where turns have their own, the first one's: it is of the whole conversation
-                "advantage": None if place is None else step.choice.advantages[place, member].flat[0].item(),
-            }
-        first += len(draw.examples)
+    for sample in step.samples:
+        if sample.logprobs is None:
+            continue
+        example, answer = sample.example, sample.example.get("answer")
+        yield {
+            "step": step.number,
+            "group": sample.group,
+            "prompt": example["prompt"],
+            "answer": None if answer is None else str(answer),  # may have any type
+            "category": example.get("category"),
+            "completion": sample.text,
+            "ids": sample.ids,
+            **({"own": sample.spans} | sample.conversation if sample.conversation else {}),
+            "logprobs": packed(sample.logprobs),
+            "reward": _known(sample.reward),
+            "rewards": {name: _known(value) for name, value in sample.parts.items()},
+            **({"extra": sample.extra} if sample.extra else {}),
+            "judge_scores": sample.scores and [s and round(s, 4) for s in map(_known, sample.scores)],
+            "finish_reason": sample.finish_reason,
+            # where turns have their own, the first one's: it is of the whole conversation
+            "advantage": None if sample.advantage is None else np.ravel(sample.advantage)[0].item(),
+        }
 
 
 def _known(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
+    return None if math.isnan(value) else value
 
 
 def packed(values: np.ndarray) -> str:
@@ -268,25 +279,22 @@ class Journal:
         """Writes a step's figures and all sampled completions, and prints its line; returns the figures."""
         self.recent.append(step.seconds["step"])
         figures = step_metrics(self.config, step, self.recent)
-        self.record(figures, console_line(figures, self.config.optimizer.steps), completion_records(self.config, step))
-        return figures
-
-    def record(self, figures: dict[str, Any], line: str, completions: Iterable[dict[str, Any]] = ()) -> None:
-        """Writes a step's figures and completions, prints its line, and warns of what they show."""
         self.metrics.write(figures)
         self.steps.append(figures)
         group: list[dict[str, Any]] = []
-        for completion in completions:
+        for completion in completion_records(step):
             self.rollouts.write(completion)
             if completion["group"] == 0:
                 group.append(trackers.completion_row(completion))
         is_shown = figures["step"] == 1 or figures["step"] % trackers.TABLE_EVERY == 0
         self._track(figures, "completions", group if is_shown else [])
-        say(line)
+        line = sft_line if self.config.objective.loss_type == "sft" else console_line
+        say(line(figures, self.config.optimizer.steps))
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
         self.live.note(figures)
+        return figures
 
     def _track(self, record: dict[str, Any], table: str, rows: list[dict[str, Any]]) -> None:
         for tracker in self.trackers:

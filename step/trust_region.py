@@ -6,19 +6,19 @@ before and after passes the target, the step is shortened. AdamW's moments do no
 step is proportional to it, so scaling the step equals a lower rate and needs no new gradient.
 Sources: PPO's target KL (Schulman et al. 2017), the line search of TRPO (Schulman et al. 2015). Left out: the model.
 
-Axes: M rows of a micro-batch, T completion positions.
+Axes: M rows of a batch, T own tokens.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 import grpo
 from machine import world
-from step.micro_batch import MicroBatch
+from step.batch import Batch
 
 PROBE_TOKENS, MOST_STRIDE = 128, 8  # every 8th micro-batch or row is probed; more, if that had fewer tokens
 SLACK = 1.5  # a step may move this many times the target
@@ -28,31 +28,24 @@ MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, a
 Weights = dict[str, mx.array]  # float32 masters by name
 
 
-def make_probe(batches: list[MicroBatch], step: int) -> list[MicroBatch]:
+def make_probe(batches: list[Batch], step: int) -> list[Batch]:
     """
-    A k-th of the micro-batches, or of each one's rows if there are too few, another every step. Rows that share a
-    prompt stay together, as it is computed once.
+    A k-th of the batches, or of each one's rows if there are too few, another every step. Rows that share a prompt stay
+    together, as it is computed once.
 
     Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
     """
-    num_tokens = sum(int((batch.mask > 0).sum()) for batch in batches)
+    num_tokens = sum(int(batch.mask.sum()) for batch in batches)
     stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
     if len(batches) >= stride:
         return batches[step % stride :: stride]
     stride = min(stride, max(len(batch.rows) for batch in batches))
     places = [_part(batch, step % stride, stride) for batch in batches]
-    return [take_rows(batch, some) for batch, some in zip(batches, places, strict=True) if some]
+    return [batch.take(some) for batch, some in zip(batches, places, strict=True) if some]
 
 
-def take_rows(batch: MicroBatch, places: list[int]) -> MicroBatch:
-    """Some rows of a micro-batch with unchanged padding, and the prompts that they continue."""
-    index, prefix = mx.array(places), batch.prefix and batch.prefix.of_rows(places)
-    arrays = {name: value[index] for name, value in batch._asdict().items() if isinstance(value, mx.array)}
-    return batch._replace(prefix=prefix, lengths=[batch.lengths[place] for place in places], **arrays)
-
-
-def _part(batch: MicroBatch, number: int, stride: int) -> list[int]:
-    """The places of one of `stride` parts of a micro-batch's rows."""
+def _part(batch: Batch, number: int, stride: int) -> list[int]:
+    """The places of one of `stride` parts of a batch's rows."""
     num_rows = len(batch.rows)
     if batch.prefix is None:
         return list(range(number, num_rows, stride))
@@ -60,20 +53,22 @@ def _part(batch: MicroBatch, number: int, stride: int) -> list[int]:
     return ordered[num_rows * number // stride : num_rows * (number + 1) // stride]
 
 
-def distance(probe: list[MicroBatch], present: list[mx.array]) -> float:
+def distance(probe: list[Batch], present: list[mx.array | None]) -> float:
     """
     KL(old policy, current policy) in nats per token: the mean of r - 1 - log r over the old policy's tokens.
 
-    present: the probe's log-probabilities under the current policy, (M, T) per micro-batch; r = current / old
-    probability. The mean over tokens drawn by the old policy is unbiased, and no token's term is negative (k3,
+    present: the probe's log-probabilities under the current policy, (M, T) per batch; r = current / old probability.
+    The mean over tokens drawn by the old policy is unbiased, and no token's term is negative (k3,
     http://joschu.net/blog/kl-approx.html).
     """
-    total, count = mx.array(0.0), mx.array(0.0)
-    for batch, new in zip(probe, present, strict=True):
-        assert batch.old_logprobs is not None
-        new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
-        total += (grpo.kl_term(batch.old_logprobs, new) * batch.mask).sum()
-        count += batch.mask.sum()
+    found = {}
+    for place, (batch, new) in enumerate(zip(probe, present, strict=True)):
+        if new is not None:
+            assert batch.old_logprobs is not None
+            new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
+            counted = batch.mask * batch.weights
+            found[place] = [(grpo.kl_term(batch.old_logprobs, new) * counted).sum().item(), counted.sum().item()]
+    total, count = np.array(world.collect(found), np.float32).cumsum(axis=0)[-1]  # one after another
     return float(total / count)
 
 
@@ -89,9 +84,9 @@ class BoundedStep(NamedTuple):
 def hold(
     before: Weights,
     after: Weights,
-    probe: list[MicroBatch],
+    probe: list[Batch],
     target: float,
-    logprobs_under: Callable[[Weights], list[mx.array]],
+    logprobs_under: Callable[[Weights], list[mx.array | None]],
 ) -> BoundedStep:
     """
     Shortens the step from `before` to `after` until the policy has moved at most SLACK times the target.
@@ -100,12 +95,12 @@ def hold(
     """
     share = 1.0
     for repeats in range(MOST_TRIES):
-        moved = world.first(functools.partial(distance, probe, logprobs_under(after)))
+        moved = distance(probe, logprobs_under(after))
         if moved <= SLACK * target:
             return BoundedStep(after, share, moved, repeats)
         # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
         factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         share *= factor
         after = {name: old + factor * (after[name] - old) for name, old in before.items()}
-    moved = world.first(functools.partial(distance, probe, logprobs_under(before)))
+    moved = distance(probe, logprobs_under(before))
     return BoundedStep(before, share, moved, MOST_TRIES)

@@ -7,6 +7,7 @@ the checkpoint holds. `note` ends a step; until then nothing that a draw did is 
 Axes: B prompts a draw, G completions a prompt.
 """
 
+import itertools
 import math
 import random
 import sys
@@ -30,12 +31,20 @@ MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
 
 
 class Earned(Protocol):
-    """What a draw earned; see `step.groups.Draw`."""
+    """What a prompt's completion earned; see `step.sample.Sample`."""
 
     @property
-    def examples(self) -> list[Example]: ...
+    def group(self) -> int: ...
     @property
-    def rewards(self) -> Any: ...
+    def example(self) -> Example: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def parts(self) -> dict[str, float]: ...
+
+
+def by_group(samples: Sequence[Earned]) -> list[list[Earned]]:
+    return [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.group)]
 
 
 class Epochs:
@@ -52,8 +61,8 @@ class Epochs:
     def choose(self, number: int) -> list[int]:
         return epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
 
-    def note(self, draws: Sequence[Earned]) -> None:
-        """Takes in what the draws of a whole step earned."""
+    def note(self, samples: Sequence[Earned]) -> None:
+        """Takes in what the samples of a whole step earned."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the last whole step; JSON values."""
@@ -118,15 +127,15 @@ class BySignal(Epochs):
         self.open.append((number, indices))
         return indices
 
-    def note(self, draws: Sequence[Earned]) -> None:
-        totals = [draw.rewards.total for draw in draws]
-        readable = np.concatenate(totals)[~np.isnan(np.concatenate(totals))]
+    def note(self, samples: Sequence[Earned]) -> None:
+        readable = [sample.reward for sample in samples if not math.isnan(sample.reward)]
         self.low, self.high = min([self.low, *readable]), max([self.high, *readable])
         expected = [self.signal(number)[indices].mean() for number, indices in self.open]
-        for (number, indices), rewards in zip(self.open, totals, strict=True):
+        groups = iter(by_group(samples))
+        for number, indices in self.open:
             fade = self.fade(number)
-            for index, group in zip(indices, rewards, strict=True):
-                values = group[~np.isnan(group)]
+            for index, group in zip(indices, groups, strict=False):
+                values = np.array([sample.reward for sample in group if not math.isnan(sample.reward)])
                 if not values.size:
                     continue
                 scaled = (values - self.low) / max(self.high - self.low, 1e-9)
@@ -197,16 +206,14 @@ class Endless(Epochs):
     def _make(self, places: Sequence[int]) -> list[Example]:
         return self.problems.make(places, self.config.sampling.seed, self.levels)
 
-    def note(self, draws: Sequence[Earned]) -> None:
+    def note(self, samples: Sequence[Earned]) -> None:
         if self.repeats:
             print(f"all different problems of {self.config.data.task} were seen; they come again", file=sys.stderr)
             self.seen, self.repeats = [], False
         self.place, self.seen, self.open = self.ahead, self.seen + self.open, []
-        for draw in draws:
-            if self.levels:
-                right = draw.rewards.components["correct"].reshape(draw.rewards.total.shape) >= 1
-                for example, group in zip(draw.examples, right, strict=True):
-                    self._count(example["category"], example["level"], float(group.mean()))
+        for group in by_group(samples) if self.levels else []:
+            rate = float(np.mean([sample.parts["correct"] >= 1 for sample in group]))
+            self._count(group[0].example["category"], group[0].example["level"], rate)
 
     def _count(self, name: str, level: int | None, rate: float) -> None:
         """Takes in the pass rate of one problem, of a level that may be over by now."""

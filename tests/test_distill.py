@@ -9,7 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log
+from distill import from_disk
+from distill import teacher as distill
 from mlx.utils import tree_flatten
+from sft import tuning as sft
+from sft.chats import Row
 from small_run import SMALL, Recorder, make_config, make_run, sample, take_step
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
@@ -20,14 +24,10 @@ import preflight
 import train
 import update
 from disk import checkpoint, hub
-from distill import from_disk
-from distill import teacher as distill
 from layers import divergence
 from machine import gpu
 from problems import chat_template
 from settings import checks
-from sft import tuning as sft
-from sft.chats import Row
 from step import groups, micro_batch, policy
 
 pytestmark = pytest.mark.slow

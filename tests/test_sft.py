@@ -13,6 +13,9 @@ import pytest
 from conftest import message_of, read_log
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
+from sft import chats
+from sft import tuning as sft
+from sft.chats import Row
 from small_run import resolve
 from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
 
@@ -26,9 +29,6 @@ from disk import checkpoint, hub, run_files
 from problems import chat_template
 from reporting import page
 from settings.sources import given, parse
-from sft import chats
-from sft import tuning as sft
-from sft.chats import Row
 from step import policy
 from tasks import demo as sums
 

@@ -8,13 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from sft import tuning as sft
 from test_sft import SIZES, count, random_rows
 
 import gwen
 import update
 from config import Config
 from disk import hub
-from sft import tuning as sft
 from step import policy
 
 torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")

@@ -484,20 +484,22 @@ class Episodes:
         reward = self.rows[row].reward
         return "\n".join([*lines, f"[{reason}]" + ("" if reward is None else f" reward {reward:g}")])
 
-    def metrics(self) -> dict[str, float]:
-        """The figures `tools/…` of a rollout, sums but for the turns."""
-        calls = [call for episode in self.rows for call in episode.calls]
-        return {
-            "tools/calls": len(calls),
-            "tools/failures": sum(call["error"] is not None for call in calls),
-            "tools/s": sum(call["seconds"] for call in calls),
-            "tools/wait_s": self.wait_s,
-            "tools/turns": sum(episode.turns for episode in self.rows) / len(self.rows),
-        }
+    def of_samples(self, samples: list[Any], weights: dict[str, float]) -> list[Any]:
+        """The rollout's samples with their conversations, what rewards may ask for, and what turns are paid."""
+        columns, earned = self.columns(), self.earned(weights)
+        texts = self.said([sample.text for sample in samples])
+        return [
+            sample._replace(
+                text=texts[row],
+                columns={name: values[row] for name, values in columns.items()},
+                conversation=self._record(episode),
+                paid=earned and earned[row],
+            )
+            for row, (sample, episode) in enumerate(zip(samples, self.rows, strict=True))
+        ]
 
-    def record(self, row: int) -> dict[str, Any]:
-        """What `rollouts.jsonl` has of a row's conversation."""
-        episode = self.rows[row]
+    def _record(self, episode: Episode) -> dict[str, Any]:
+        """What `rollouts.jsonl` has of a conversation."""
         paid = {"turn_rewards": episode.earned} if pays_turns(type(episode.worker.instance)) else {}
         return {"messages": episode.messages, "turns": episode.turns, "tool_calls": episode.calls} | paid
 

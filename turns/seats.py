@@ -20,6 +20,8 @@ from turns.cache import Columns, TurnCache
 class Talk(Protocol):
     """What rows are told between their turns."""
 
+    wait_s: float  # seconds waited for answers
+
     def begin(self, rows: list[int]) -> None:
         """These rows are drawn from their prompts on, some of them again."""
 
@@ -256,14 +258,3 @@ class Seats:
             self.logits[mx.array(list(parts))] = last @ self.model.head_weight.T  # the last part's stay
             self.cache.lengths[list(parts)] += [len(ids) for ids in parts.values()]
             mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use the memory of these
-
-
-def spans(places: list[int]) -> list[list[int]]:
-    """[begin, end) of each turn of a row, from the places of its tokens in its sequence."""
-    found: list[list[int]] = []
-    for place in places:
-        if found and found[-1][1] == place:
-            found[-1][1] += 1
-        else:
-            found.append([place, place + 1])
-    return found

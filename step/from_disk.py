@@ -1,11 +1,11 @@
 """
 A model that is read from disk layer by layer, where a machine cannot hold it beside the one in training.
 
-All micro-batches of a step go through a layer before the next one is read. So the weights of one layer are held at a
+All batches of a step go through a layer before the next one is read. So the weights of one layer are held at a
 time, and beside them two arrays for each position of the step; a step reads the model once. Left out: what is made of
 the hidden states (teacher.py), when to do this (preflight.py).
 
-Axes: M rows of a micro-batch, T completion positions, D hidden.
+Axes: M rows of a batch, T own tokens, D hidden.
 """
 
 from typing import Any
@@ -14,8 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import gwen
-from step.micro_batch import MicroBatch
-from step.policy import completion_hidden
+from step.batch import Batch, hidden
 
 Streams = list[tuple[mx.array, mx.array]]  # the two results of a layer, of each pass through it
 
@@ -33,9 +32,9 @@ class Recorded(nn.Module):
         return self._results[-1]
 
 
-def hidden_states(model: gwen.Model, batches: list[MicroBatch]) -> list[mx.array]:
+def hidden_states(model: gwen.Model, batches: list[Batch]) -> list[mx.array]:
     """
-    `completion_hidden` of each micro-batch, (M, T, D), to the bit. What it leaves of the model is all but its layers.
+    `batch.hidden` of each batch, (M, T, D), to the bit. What it leaves of the model is all but its layers.
 
     model: as `gwen.open_model` gives it. The passes are written down whole, which computes nothing, and then computed
     across: an array that exists forgets what it came from, so a layer that every pass has left is free.
@@ -43,10 +42,10 @@ def hidden_states(model: gwen.Model, batches: list[MicroBatch]) -> list[mx.array
     streams: list[Streams] = [[] for _ in model.layers]
     layers: list[Any] = [Recorded(layer, results) for layer, results in zip(model.layers, streams, strict=True)]
     model.layers = layers
-    found = [completion_hidden(model, batch) for batch in batches]
+    found = [hidden(model, batch) for batch in batches]
     for results in streams:
         for pair in results:
-            mx.eval(pair)  # wait: the next micro-batch may use this one's memory
+            mx.eval(pair)  # wait: the next batch may use this one's memory
         model.layers.pop(0)
         results.clear()
     return found

@@ -5,8 +5,7 @@ The loss is the divergence of the two distributions at each token (layers/diverg
 of the same tokenizer, or with `self` the model before training; a prompt that only the teacher sees may stand in front
 of what the student sees. Left out: sampling, rewards, the optimizer.
 
-Axes: N rows of the step, M rows of a micro-batch, T completion positions, V vocabulary, C hidden of the student,
-D hidden of the teacher.
+Axes: M rows of a batch, T own tokens, V vocabulary, C hidden of the student, D hidden of the teacher.
 """
 
 import re
@@ -17,17 +16,16 @@ import mlx.core as mx
 
 import gwen
 import lora
-import sampler
 from config import Config
 from disk import hub
-from distill import from_disk
 from flags import read_text
 from layers import divergence
 from problems import chat_template
 from problems.examples import Example, short
-from step.groups import Draw
-from step.micro_batch import MicroBatch, in_rows, micro_batches, my_part
-from step.policy import completion_hidden
+from step import from_disk
+from step.batch import Batch, cut
+from step.batch import hidden as batch_hidden
+from step.sample import Sample
 
 
 class Teacher:
@@ -46,7 +44,7 @@ class Teacher:
     ):
         """
         base: the model before training, where `student` without its adapters is not that. token_budget: positions of a
-        micro-batch. on_disk: see from_disk.py.
+        batch. on_disk: see from_disk.py.
 
         Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
         ids, and where the file of its prompt cannot be read.
@@ -100,29 +98,48 @@ class Teacher:
                 "another model"
             )
 
-    def teach(
-        self, draws: list[Draw], chosen: list[int], batches: list[MicroBatch], rollout: sampler.Rollout
-    ) -> divergence.Lesson:
-        """Its hidden states of the chosen groups' tokens, (N, T, D), and its head for the student's ids."""
-        if self.text is not None:
-            examples = [example for draw in draws for example in draw.examples]
-            seen = self.prompts(examples[group] for group in chosen)
-            rows = [ids for ids in seen for _ in range(self.config.sampling.groups)]
-            batches = micro_batches(rows, rollout, self.token_budget, "auto")
+    def with_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
+        """The batches with its hidden states of their tokens, and its head for the student's ids."""
         model = self.model or gwen.open_model(self.directory)
-        head_weight = model.head_weight[: self.num_ids]
-        empty = mx.zeros((*rollout.mask.shape, head_weight.shape[1]), head_weight.dtype)
-        found = ((batch, [hidden]) for batch, hidden in self._read(model, my_part(batches)))
-        return divergence.Lesson(in_rows(found, [empty])[0], head_weight)
+        head_weight, found = model.head_weight[: self.num_ids], list(batches)
+        places = [place for place, batch in enumerate(batches) if batch.is_mine]
+        if self.text is None:
+            taught = self._read(model, [batches[place] for place in places])
+        else:
+            taught = self._in_front(model, samples, [batches[place] for place in places])
+        for place, hidden in zip(places, taught, strict=True):
+            mx.eval(hidden)  # wait: the next batch may use this one's memory
+            found[place] = batches[place]._replace(lesson=divergence.Lesson(hidden, head_weight))
+        return found
 
-    def _read(self, model: gwen.Model, batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, mx.array]]:
-        """Each micro-batch and the model's hidden states of its completion tokens, (M, T, D)."""
+    def _in_front(self, model: gwen.Model, samples: list[Sample], batches: list[Batch]) -> Iterator[mx.array]:
+        """The hidden states of batches, (M, T, D) each, where the teacher sees another prompt: its own batches."""
+        rows = sorted(row for batch in batches for row in batch.rows)
+        prompts = self.prompts_of(samples, rows)
+        seen = [samples[row]._replace(prompt=prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        states: dict[int, mx.array] = {}
+        theirs = cut(seen, self.token_budget)
+        for batch, hidden in zip(theirs, self._read(model, theirs), strict=True):
+            mx.eval(hidden)  # wait: the next batch may use this one's memory
+            states |= {rows[row]: hidden[place] for place, row in enumerate(batch.rows)}
+        for batch in batches:
+            own = [states[row][: batch.mask.shape[1]] for row in batch.rows]
+            yield mx.stack([mx.pad(one, [(0, batch.mask.shape[1] - len(one)), (0, 0)]) for one in own])
+
+    def prompts_of(self, samples: list[Sample], rows: list[int]) -> list[list[int]]:
+        """The ids of the prompts of some samples as the teacher sees them, a list for each group."""
+        groups = {samples[row].group: samples[row].example for row in rows}
+        ids = dict(zip(groups, self.prompts(groups.values()), strict=True))
+        return [ids[samples[row].group] for row in rows]
+
+    def _read(self, model: gwen.Model, batches: list[Batch]) -> Iterator[mx.array]:
+        """The model's hidden states of each batch's tokens, (M, T, D)."""
         if self.model is None:
-            yield from zip(batches, from_disk.hidden_states(model, batches), strict=True)
+            yield from from_disk.hidden_states(model, batches)
             return
         with lora.before_training(model):
             for batch in batches:
-                yield batch, completion_hidden(model, batch)
+                yield batch_hidden(model, batch)
 
 
 def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:

@@ -1,1 +1,0 @@
-"""Distillation: a teacher that scores the student's completions."""

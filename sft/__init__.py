@@ -1,1 +1,0 @@
-"""Supervised fine-tuning: conversations, and the steps and evaluations made of them."""

@@ -1,0 +1,251 @@
+"""
+Batches: samples that go through the model together, padded, with everything that their loss needs.
+
+A row is its prompt and what follows; or, where that is cheaper, each prompt is computed once, with gradient, and the
+rows of its group continue it. Every token has the same past and position in both forms, hence the same gradient. Of
+what follows a prompt only a row's own tokens, at their places, are predicted.
+
+Axes: N samples of the step, M rows of a batch, B its prompts, P prompt positions, L positions of a row, T own tokens,
+C hidden.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+import gwen
+from layers.divergence import Lesson
+from layers.tree_cache import TreeCache
+from machine import world
+from step.sample import Sample
+
+SHARING = ("auto", "on", "off")
+# Sharing prompts pays from this share of positions saved. On a CPU time was 1.14x with 10% saved, 0.97x with 18%, 0.88x
+# with 29%; on a GPU, counted, 0.85x, 0.83x and 0.75x (`c148fd6:bench/ledger.py`).
+LEAST_SAVED = 0.2
+ROOM = 9 / 8  # a group that shares its prompt may exceed the budget by this factor, so that it need not be split
+
+Cut = list[tuple[list[int], int]]  # each batch's rows, and its positions with padding
+
+
+class Prefix(NamedTuple):
+    """The prompts of a batch, padded on the right."""
+
+    tokens: mx.array  # (B, P)
+    lengths: list[int]  # B
+    parents: list[int]  # M, each row's prompt
+
+    @classmethod
+    def of(cls, prompts: list[list[int]]) -> "Prefix":
+        """The distinct ones of M rows' prompts."""
+        place = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        distinct = [list(prompt) for prompt in place]
+        return cls(padded(distinct), list(map(len, distinct)), [place[tuple(prompt)] for prompt in prompts])
+
+    def of_rows(self, places: list[int]) -> "Prefix":
+        """The prompts that some of the rows continue."""
+        parents = [self.parents[place] for place in places]
+        kept = sorted(set(parents))
+        lengths, places = [self.lengths[parent] for parent in kept], [kept.index(parent) for parent in parents]
+        return Prefix(self.tokens[mx.array(kept)], lengths, places)
+
+
+class Batch(NamedTuple):
+    """Samples computed together, padded on the right; what stands where the mask is 0 is arbitrary."""
+
+    rows: list[int]  # M, their numbers in the step
+    prefix: Prefix | None  # None: each row starts with its prompt
+    tokens: mx.array  # (M, L) after the prefix, without the last token, which predicts nothing
+    lengths: list[int]  # M, of `tokens`
+    positions: mx.array | None  # (M, T) index of each token's prediction in the hidden states; None: they are in order
+    completion_ids: mx.array  # (M, T) own tokens
+    mask: mx.array  # (M, T) 1 = own token, 0 = padding
+    weights: mx.array  # (M, 1) tokens that each token counts for in what is measured; 1 where it has a gradient
+    advantages: mx.array  # (M, 1), or (M, T) where those of a row's tokens differ
+    sampled_logprobs: mx.array | None  # (M, T) as the sampler recorded them; None for given replies
+    num_taught: int  # rows with a gradient
+    # ---- of the mini-batch that it is a part of
+    number: int  # which of them
+    num_rows: int  # samples
+    num_items: float  # own tokens
+    # ---- what other passes found
+    old_logprobs: mx.array | None = None  # (M, T) of the policy before the update
+    ref_logprobs: mx.array | None = None  # (M, T) of the model before training
+    lesson: Lesson | None = None  # a teacher's hidden states (M, T, D)
+    is_mine: bool = True  # whether this machine computes it
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the model computes, with padding."""
+        return self.tokens.size + (self.prefix.tokens.size if self.prefix else 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions without padding."""
+        return sum(self.lengths) + (sum(self.prefix.lengths) if self.prefix else 0)
+
+    def take(self, places: list[int]) -> "Batch":
+        """Some rows with unchanged padding, and the prompts that they continue."""
+        index, prefix = mx.array(places), self.prefix and self.prefix.of_rows(places)
+        arrays: Any = {name: value[index] for name, value in self._asdict().items() if isinstance(value, mx.array)}
+        rows, lengths = ([held[place] for place in places] for held in (self.rows, self.lengths))
+        return self._replace(rows=rows, prefix=prefix, lengths=lengths, **arrays)
+
+
+def pad_frac(batches: list[Batch]) -> float:
+    """Padding's share of the positions that the model computes."""
+    return 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches)
+
+
+# ---- samples into batches
+
+
+def cut(samples: Sequence[Sample], token_budget: int, sharing: str = "auto", num_parts: int = 1) -> list[Batch]:
+    """
+    Samples in batches of at most `token_budget` positions, of one row or of one group; each of one of `num_parts`
+    mini-batches, of equally many samples. Samples without tokens or weight are left out. sharing: see `plan`.
+
+    The mean of the mini-batches' losses is the loss of all samples: a token weighs the same in each, so a mini-batch
+    divides by the mean number of tokens and not by its own. Source: TRL 1.16.
+    """
+    prompts = [sample.prompt for sample in samples]
+    lengths = np.array([len(sample.ids) if sample.own and sample.weight else 0 for sample in samples])
+    part_of = np.arange(len(samples)) * num_parts // max(len(samples), 1)
+    num_items, found = sum(len(sample.own) for sample in samples), list[Batch]()
+    for part in range(num_parts):
+        shared, rows_of = plan(prompts, lengths * (part_of == part), token_budget, sharing)
+        made = [_make(rows, [samples[row] for row in rows], shared) for rows, _ in rows_of]
+        mine = set(world.part([batch.num_positions for batch in made]))
+        whole: Any = {"number": part, "num_rows": len(samples) // num_parts, "num_items": num_items / num_parts}
+        found += [batch._replace(is_mine=place in mine, **whole) for place, batch in enumerate(made)]
+    return found
+
+
+def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str) -> tuple[bool, Cut]:
+    """
+    Whether to share prompts, and the rows of each batch, from prompts and the lengths of what follows, N each.
+
+    sharing: "on", "off", or "auto": share if that saves enough positions.
+    """
+    assert sharing in SHARING, sharing
+    rows = np.flatnonzero(num_tokens).tolist()
+    plain = _cut_plain(rows, [len(prompt) for prompt in prompts], num_tokens, token_budget)
+    if sharing == "off" or not rows:
+        return False, plain
+    shared = _cut_shared(rows, prompts, num_tokens, token_budget)
+    saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
+    return (True, shared) if sharing == "on" or saved >= LEAST_SAVED else (False, plain)
+
+
+def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, token_budget: int) -> Cut:
+    """Rows ordered by length."""
+    total = {row: lengths[row] + num - 1 for row, num in zip(rows, num_tokens[rows].tolist(), strict=True)}
+    cut: Cut = []
+    for row in sorted(rows, key=total.__getitem__):  # ascending: each row added is the longest
+        part = cut[-1][0] if cut else []
+        if part and (len(part) + 1) * total[row] <= token_budget:
+            part.append(row)
+            cut[-1] = (part, len(part) * total[row])
+        else:
+            cut.append(([row], total[row]))
+    return cut
+
+
+def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
+    """Whole groups, ordered by their longest completion; one that exceeds ROOM times the budget is split evenly."""
+    num = num_tokens.tolist()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    known = {id(prompt): prompt for prompt in prompts}  # rows of a group mostly hold the same list
+    keys = {place: tuple(prompt) for place, prompt in known.items()}
+    for row in sorted(rows, key=num.__getitem__):
+        groups.setdefault(keys[id(prompts[row])], []).append(row)
+    ordered = sorted(groups.items(), key=lambda item: num[item[1][-1]])
+    found: Cut = []
+    num_prompts = longest = 0  # of the last part
+    for prompt, group in ordered:
+        length, part = len(prompt), found[-1][0] if found else []
+        size = (num_prompts + 1) * max(longest, length) + (len(part) + len(group)) * (num[group[-1]] - 1)
+        if found and size <= token_budget:
+            found[-1] = (part + group, size)  # ascending: this group has the longest completion
+            num_prompts, longest = num_prompts + 1, max(longest, length)
+            continue
+        num_rows = max((int(ROOM * token_budget) - length) // max(num[group[-1]] - 1, 1), 1)  # at once, at most
+        num_rows = math.ceil(len(group) / math.ceil(len(group) / num_rows))
+        for part in (group[first : first + num_rows] for first in range(0, len(group), num_rows)):
+            found.append((part, length + len(part) * (num[part[-1]] - 1)))
+        num_prompts, longest = 1, length
+    return found
+
+
+def _make(rows: list[int], samples: list[Sample], shared: bool) -> Batch:
+    prompts, most = [sample.prompt for sample in samples], max(len(sample.own) for sample in samples)
+    # token t after a prompt is predicted one position earlier, the first one by the prompt's last position
+    places = np.array([[*sample.own, *range(len(sample.own), most)] for sample in samples])
+    if shared:
+        tokens = [sample.ids[:-1] for sample in samples]
+        places = np.minimum(places, max(map(len, tokens)))
+    else:
+        tokens = [sample.prompt + sample.ids[:-1] for sample in samples]
+        places = np.minimum(places + np.array([[len(prompt) - 1] for prompt in prompts]), max(map(len, tokens)) - 1)
+    in_order = shared and all(len(sample.own) == len(sample.ids) for sample in samples)
+    logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
+    advantages = [np.array(0.0 if sample.advantage is None else sample.advantage) for sample in samples]
+    if any(one.ndim for one in advantages):
+        advantages = [np.broadcast_to(one, len(row.own)) for one, row in zip(advantages, samples, strict=True)]
+    return Batch(
+        rows,
+        Prefix.of(prompts) if shared else None,
+        padded(tokens),
+        list(map(len, tokens)),
+        None if in_order else mx.array(places.astype(np.int32)),
+        completion_ids=padded([sample.tokens for sample in samples]),
+        mask=padded([np.ones(len(sample.own)) for sample in samples], np.float32),
+        weights=padded([[sample.weight] for sample in samples], np.float32),
+        advantages=padded([one.reshape(-1) for one in advantages], np.float32),
+        sampled_logprobs=padded(logprobs, np.float32) if logprobs else None,
+        num_taught=sum(sample.has_gradient for sample in samples),
+        number=0,
+        num_rows=len(samples),
+        num_items=0.0,
+    )
+
+
+def padded(rows: Sequence[Sequence[float] | np.ndarray], dtype: type = np.int32) -> mx.array:
+    """Rows as one array, (len(rows), longest), padded with 0."""
+    out: np.ndarray = np.zeros((len(rows), max(map(len, rows))), dtype)
+    for place, row in enumerate(rows):
+        out[place, : len(row)] = row
+    return mx.array(out)
+
+
+# ---- batches through the model
+
+
+def hidden(model: gwen.Model, batch: Batch, checkpoint_layers: int = 0) -> mx.array:
+    """
+    The hidden states that predict the own tokens, (M, T, C).
+
+    checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
+    """
+    if batch.prefix is None:
+        found = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
+    else:
+        found = _hidden_shared(model, batch.prefix, batch, checkpoint_layers)
+    if batch.positions is None:
+        return found
+    return mx.take_along_axis(found, batch.positions[:, :, None], axis=1)
+
+
+def _hidden_shared(model: gwen.Model, prefix: Prefix, batch: Batch, checkpoint_layers: int) -> mx.array:
+    """The hidden states at each prompt's last position and at the tokens (M, L) after it, (M, 1 + L, C)."""
+    cache = TreeCache(model.config.layer_kinds).child(prefix.lengths)
+    of_prompts = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
+    last = mx.array([length - 1 for length in prefix.lengths])
+    first = of_prompts[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
+    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
+        return first[:, None]
+    children = cache.child(batch.lengths, prefix.parents)
+    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)

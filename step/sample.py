@@ -1,0 +1,288 @@
+"""
+A sample: what follows one prompt, and all that is known of it, from the sampler or a data set to `rollouts.jsonl`.
+
+A step is a list of samples. Functions here take the list and return it with more known: its rewards, its advantages,
+which of it is computed. Left out: sampling and judging (train.py), the arithmetic of advantages (grpo.py), how samples
+go through the model (step/batch.py).
+
+Axes: B groups trained a step, G samples of a group, N samples, T tokens of a sample that the policy wrote, K turns.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import grpo
+import sampler
+from config import Config
+from problems.examples import Example
+from step import objectives
+from step.objectives import Advantage
+
+MEASURED_OF = 8  # one of so many samples without a gradient is measured
+
+
+class Sample(NamedTuple):
+    """A completion of a prompt, or a reply to learn."""
+
+    prompt: list[int]
+    ids: list[int]  # all after the prompt: what the policy wrote, and what it was told in between
+    own: Sequence[int]  # the places in `ids` of what it wrote, its T tokens
+    group: int  # samples of a group are compared; counted through the step
+    logprobs: np.ndarray | None = None  # (T,) as the sampler recorded them; None for a given reply
+    finish_reason: str = "stop"
+    example: Example = {}  # noqa: RUF012  (what the prompt was made of; nobody writes to it)
+    text: str = ""
+    columns: dict[str, Any] = {}  # noqa: RUF012  (what rewards may ask for besides)
+    conversation: dict[str, Any] | None = None  # with tools, as `rollouts.jsonl` has it
+    paid: list[float] | None = None  # what an environment pays for each whole turn, weighted
+    # ---- rewarded
+    parts: dict[str, float] = {}  # noqa: RUF012  (each reward before weighting; nan where unreadable)
+    filled: dict[str, float] = {}  # noqa: RUF012  (those with a weight; an unreadable one is what it is compared with)
+    value: float = 0.0  # weighted sum of the filled parts
+    turns: list[float] | None = None  # the value of each turn, which sum to `value`; None: only the whole is paid
+    scores: list[float] | None = None  # the judge's, nan where unreadable
+    extra: dict[str, Any] = {}  # noqa: RUF012  (what rewards gave to `log_extra`)
+    # ---- chosen
+    advantage: float | np.ndarray | None = None  # of the sample, or (T,) of each token; None: it is not trained
+    signal: bool = True  # whether its group has an advantage other than 0 in a sample that is trained
+    unlike: bool = True  # whether the rewards of its group differ by more than noise
+    # ---- computed
+    has_gradient: bool = True
+    weight: float = 1.0  # so many tokens each of its tokens counts for in what is measured; 0: it is not computed
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the policy wrote, T."""
+        return [self.ids[place] for place in self.own]
+
+    @property
+    def reward(self) -> float:
+        """Its value; nan where every part that counts is unreadable."""
+        return math.nan if all(math.isnan(self.parts[name]) for name in self.filled) else self.value
+
+    @property
+    def spans(self) -> list[list[int]]:
+        """[begin, end) in `ids` of each of its turns."""
+        found: list[list[int]] = []
+        for place in self.own:
+            if found and found[-1][1] == place:
+                found[-1][1] += 1
+            else:
+                found.append([place, place + 1])
+        return found
+
+
+def of_rollout(
+    prompts: list[list[int]],
+    rollout: sampler.Rollout,
+    examples: Sequence[Example] | None = None,
+    texts: Sequence[str] | None = None,
+    first_group: int = 0,
+) -> list[Sample]:
+    """The samples of a rollout, (B * G); prompts and examples: B. Groups are counted from `first_group`."""
+    size = len(rollout.finish_reasons) // len(prompts)
+    examples, texts = examples or [{}] * len(prompts), texts or [""] * len(rollout.finish_reasons)
+    whole, logprobs = rollout.sequences or rollout.ids, np.array(rollout.logprobs)
+    own: Sequence[Sequence[int]] = rollout.places or [range(len(ids)) for ids in whole]
+    return [
+        Sample(
+            prompts[row // size],
+            whole[row],
+            own[row],
+            first_group + row // size,
+            logprobs[row, : len(own[row])],
+            reason,
+            examples[row // size],
+            texts[row],
+        )
+        for row, reason in enumerate(rollout.finish_reasons)
+    ]
+
+
+def of_reply(ids: list[int], places: list[int], group: int = 0) -> Sample:
+    """A given reply, from token ids and the places in them of those to learn; its advantage is 1."""
+    begin = places[0]
+    return Sample(ids[:begin], ids[begin:], [place - begin for place in places], group, advantage=1.0)
+
+
+def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each group, in order."""
+    return [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.group)]
+
+
+# ---- rewards
+
+
+def columns(samples: list[Sample]) -> dict[str, list[Any]]:
+    """What reward functions get of each sample beside its text."""
+    found: dict[str, list[Any]] = {"completion_ids": [sample.tokens for sample in samples]}
+    found["num_tokens"] = list(map(len, found["completion_ids"]))
+    return found | {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
+
+
+def rewarded(
+    config: Config,
+    samples: list[Sample],
+    components: dict[str, np.ndarray],
+    weights: dict[str, float],
+    scores: np.ndarray | None = None,
+    extra: dict[str, list[Any]] | None = None,
+) -> list[Sample]:
+    """
+    The samples with their rewards, from components (N,) by name, a judge's scores (N, J) and what rewards logged, (N,)
+    by name. A component of weight 0 is a metric: it is recorded and nothing else.
+
+    An unreadable score becomes the mean that it would be compared with. So the judge neither rewards nor punishes that
+    completion, and its verifiers count in full. A reward function that gave None for a completion is left out of that
+    completion's sum.
+    """
+    counted = {name: values for name, values in components.items() if weights[name]}
+    for name, values in counted.items():
+        if (np.abs(weights[name] * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
+            raise ValueError(
+                f"reward {name} times its weight {weights[name]:g} passes 1e15; start again with lower --reward-weights"
+            )
+    shape, axis = (-1, config.sampling.groups), None if config.objective.advantage == "reinforce" else 1
+    filled = {
+        name: fill(values.reshape(shape), axis).reshape(-1) if name == "rubric" else np.nan_to_num(values)
+        for name, values in counted.items()
+    }
+    # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
+    total = sum((weights[name] * values for name, values in filled.items()), np.zeros(len(samples)))
+    return [
+        sample._replace(
+            parts={name: float(values[row]) for name, values in components.items()},
+            filled={name: float(values[row]) for name, values in filled.items()},
+            value=float(total[row]),
+            turns=None if sample.paid is None else turns_of(sample, float(total[row])),
+            scores=None if scores is None else scores[row].tolist(),
+            extra={name: values[row] for name, values in (extra or {}).items()},
+        )
+        for row, sample in enumerate(samples)
+    ]
+
+
+def turns_of(sample: Sample, value: float) -> list[float]:
+    """What each turn is worth: its pay, nothing where it was cut off; the last one also gets what no turn was paid."""
+    paid = sample.paid or []
+    turns = paid + [0.0] * (len(sample.spans) - len(paid))
+    turns[-1] += value - sum(paid)
+    return turns
+
+
+def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """(B, G) with each nan replaced by the mean of the readable values along `axis` (None: of all), 0 without any."""
+    readable = ~np.isnan(values)
+    total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
+    return np.where(readable, values, total / np.maximum(number, 1))
+
+
+# ---- advantages, and which groups are trained
+
+
+def advantages(
+    config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
+) -> np.ndarray:
+    """
+    Advantages of groups, (B, G) float32, or (B, G, K) where turns are paid. own: a user's, in place of ours.
+
+    They are 0 in groups of one, which only a teacher trains.
+    """
+    size, settings = config.sampling.groups, config.objective
+    if size == 1:
+        return np.zeros((len(samples), 1), np.float32)
+    if settings.combine_rewards == "normalize":
+        parts = np.array([list(sample.filled.values()) for sample in samples]).T.reshape(-1, len(samples) // size, size)
+        return grpo.decoupled_advantages(parts, [weights[name] for name in samples[0].filled], grpo.SIGNAL_FLOOR)
+    if samples[0].turns is not None:
+        most = max(len(sample.turns or []) for sample in samples)
+        turns = np.full((len(samples), most), np.nan)
+        for row, sample in enumerate(samples):
+            turns[row, : len(sample.turns or [])] = sample.turns
+        return grpo.turn_advantages(turns.reshape(-1, size, most), settings.scale_rewards, grpo.SIGNAL_FLOOR)
+    rewards = np.array([sample.value for sample in samples]).reshape(-1, size)
+    if own is not None:
+        return objectives.advantages(settings.advantage, own, rewards)
+    return grpo.group_advantages(rewards, settings.scale_rewards, settings.advantage, grpo.SIGNAL_FLOOR)
+
+
+def of_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
+    """The advantage of a sample, or those of its turns (K,) as those of its tokens (T,)."""
+    if advantages.ndim == 0:
+        return float(advantages)
+    lengths = [end - begin for begin, end in sample.spans]
+    return np.repeat(advantages[: len(lengths)], lengths)
+
+
+def chosen(
+    config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
+) -> list[Sample]:
+    """
+    The samples, those of the B groups that are trained with their advantages.
+
+    They are the first groups with a signal; if there are too few, the first without one fill up the batch.
+    """
+    size, num_groups = config.sampling.groups, config.sampling.batch
+    all_groups = each = advantages(config, samples, weights, own)
+    kept = np.array([is_kept(config, sample) for sample in samples]).reshape(-1, size)
+    signal = ((each != 0).reshape(*kept.shape, -1).any(-1) & kept).any(-1)
+    groups = sorted(np.argsort(~signal, kind="stable")[:num_groups].tolist())
+    if len(groups) < len(each):
+        some = [samples[group * size + member] for group in groups for member in range(size)]
+        each = advantages(config, some, weights, own)
+    if own is not None or config.objective.advantage == "reinforce":  # by which equal rewards may teach
+        rewards = np.array([sample.value for sample in samples]).reshape(-1, size)
+        all_groups = grpo.group_advantages(rewards, "none", signal_floor=grpo.SIGNAL_FLOOR)
+    unlike = (all_groups != 0).reshape(len(signal), -1).any(-1)
+    found = [
+        sample._replace(advantage=None, signal=bool(signal[row // size]), unlike=bool(unlike[row // size]))
+        for row, sample in enumerate(samples)
+    ]
+    for group, its in zip(groups, each, strict=True):
+        for row, one in enumerate(its, group * size):
+            found[row] = found[row]._replace(advantage=of_tokens(found[row], one))
+    return found
+
+
+def is_kept(config: Config, sample: Sample) -> bool:
+    """Whether a sample is trained: --truncated mask leaves out what hit --max-tokens."""
+    return config.objective.truncated != "mask" or sample.finish_reason != "length"
+
+
+def moves(sample: Sample) -> bool:
+    """Whether a sample has an advantage other than 0."""
+    return sample.advantage is not None and bool(np.any(sample.advantage != 0))
+
+
+def is_full(config: Config, samples: list[Sample]) -> bool:
+    """Whether every group that is trained has a signal."""
+    trained = [group for group in by_group(samples) if group[0].advantage is not None]
+    return all(any(moves(sample) and is_kept(config, sample) for sample in group) for group in trained)
+
+
+# ---- which of them are computed
+
+
+def trained(config: Config, samples: list[Sample], step: int, all_teach: bool = False) -> list[Sample]:
+    """
+    The samples of a step's loss: those with an advantage, N; what is left out has no tokens.
+
+    One whose advantage is 0 has no gradient, unless `all_teach`, and is not computed; but one in MEASURED_OF of these,
+    others every step, is measured for all of them, by their share of the tokens.
+    """
+    found = [sample for sample in samples if sample.advantage is not None]
+    found = [sample if is_kept(config, sample) else sample._replace(own=()) for sample in found]
+    found = [sample._replace(has_gradient=bool(sample.own) and (all_teach or moves(sample))) for sample in found]
+    idle = [row for row, sample in enumerate(found) if sample.own and not sample.has_gradient]
+    if not idle:
+        return found
+    num = math.ceil(len(idle) / MEASURED_OF)  # neighbours, which mostly share a prompt
+    measured = [idle[place % len(idle)] for place in range(step * num, (step + 1) * num)]
+    lengths = [sum(len(found[row].own) for row in rows) for rows in (idle, measured)]
+    for row in idle:
+        found[row] = found[row]._replace(weight=lengths[0] / lengths[1] if row in measured else 0.0)
+    return found

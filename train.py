@@ -35,7 +35,7 @@ from problems import form
 from problems.examples import prompt_text
 from problems.rewards import call_rewards
 from reporting.journal import Step
-from run import GrpoRun, Run
+from run import GrpoRun, Run, make
 from settings.sources import parse
 from step import sample
 from step.batch import cut
@@ -158,7 +158,7 @@ def rewarded(run: GrpoRun, samples: list[Sample]) -> list[Sample]:
 class Trainer(trainer.Trainer):
     """A run from Python; see launch/trainer.py."""
 
-    loop = staticmethod(train)
+    make, loop = staticmethod(make), staticmethod(train)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import gwen
-import run as runs
 import sampler
 from config import Config
 from disk import run_files
@@ -33,16 +32,16 @@ class Trainer:
     A break or an interrupt ends the loop after a whole step, which is saved; `steps` or `fit` goes on from there.
     """
 
-    loop: Callable[[runs.Run], Steps]  # see train.py
+    make: Callable[[Config, Path], Any]  # run.py's
+    loop: Callable[[Any], Steps]  # train.py's
 
     def __init__(self, begun: Begun):
         """Raises ValueError in one line for what the user got wrong; no directory is left then."""
         config, state, path = begun.config, begun.state, begun.path
-        run = self.run = runs.make(config, Path(path))
+        run = self.run = self.make(config, Path(path))
         if state:
             run.restore(state)
-            if isinstance(run, runs.GrpoRun) and "rollout_batch_size" in begun.flags:
-                # may exceed what the checkpoint had backed off to
+            if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
                 run.batch_size.rows = run.sizes.rollout_batch_size
             state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
         # only after everything has loaded, so that a user's mistake leaves no directory behind

@@ -8,13 +8,14 @@ from mlx.utils import tree_flatten
 import grpo
 import gwen
 import sampler
-import train
 import update
 from problems import chat_template
 from problems.examples import epoch_indices
+from run import GrpoRun
 from settings import sources
 from settings.sources import given, parse
-from step import micro_batch
+from step.batch import cut
+from step.sample import of_rollout
 
 RENDERED = {}
 chat_ids = chat_template.chat_ids
@@ -51,42 +52,66 @@ def resolve(flags, recipe=None, resume=None):
 
 
 def make_run(tmp_path, *flags):
-    run = train.GrpoRun(make_config(*flags), tmp_path)
+    run = GrpoRun(make_config(*flags), tmp_path)
     run.open()
     return run
 
 
-def sample(run, key=1):
-    """Examples, prompts of every row, and completions of them."""
+ADVANTAGES = np.random.default_rng(3).normal(size=12)
+
+
+def sample(run, advantages=None, key=1):
+    """Samples of the run's first prompts; their advantages, N."""
     config = run.config
     indices = epoch_indices(len(run.task.train), config.sampling.batch, 0, 0)
-    prompts = [run.prompt_ids[index] for index in indices]
-    rollout = sampler.rollout(
-        run.model,
-        prompts,
-        run.sampling,
-        group_size=config.sampling.groups,
-        key=key,
-    )
-    rows = [prompt for prompt in prompts for _ in range(config.sampling.groups)]
-    return [run.task.train[index] for index in indices], rows, rollout
+    examples, prompts = ([held[index] for index in indices] for held in (run.task.train, run.prompt_ids))
+    rollout = sampler.rollout(run.model, prompts, run.sampling, group_size=config.sampling.groups, key=key)
+    texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
+    return advanced(of_rollout(prompts, rollout, examples, texts), ADVANTAGES if advantages is None else advantages)
 
 
-def take_step(run, batches, rollout, advantages, lr, ref_logprobs=None, lesson=None):
-    targets = update.targets_of(run.learner, batches, rollout, advantages, ref_logprobs, lesson)
-    return update.update(run.learner, batches, targets, lr)
+def advanced(samples, advantages):
+    """The samples with these advantages."""
+    return [one._replace(advantage=float(its)) for one, its in zip(samples, np.ravel(advantages), strict=True)]
+
+
+def shifted(samples, scale):
+    """The samples as another policy would have recorded them."""
+    rng = np.random.default_rng(0)
+    return [one._replace(logprobs=one.logprobs + scale * rng.normal(size=len(one.own))) for one in samples]
+
+
+def recorded(samples):
+    """What the sampler recorded, (N, T), and the mask."""
+    widths = [len(one.own) for one in samples]
+    mask = np.arange(max(widths)) < np.array(widths)[:, None]
+    logprobs = np.zeros(mask.shape)
+    logprobs[mask] = np.concatenate([one.logprobs for one in samples])
+    return logprobs, mask
+
+
+def told(batches, field, rows):
+    """The batches with a column, (M, T) of each, from values of all rows, (N, T)."""
+    rows = mx.array(rows, mx.float32)
+    return [one._replace(**{field: rows[mx.array(one.rows), : one.mask.shape[1]]}) for one in batches]
+
+
+def logprobs_of(run, batches, num_rows=12):
+    """Log-probabilities under the policy of all rows, (N, T) float64, 0 outside the mask."""
+    found = np.zeros((num_rows, max(batch.mask.shape[1] for batch in batches)))
+    for batch in batches:
+        logprobs, _ = run.learner.reader.logprobs(run.model, batch)
+        found[batch.rows, : batch.mask.shape[1]] = np.array(logprobs * batch.mask)
+    return found
 
 
 def update_once(run, budget=100_000, advantages=None):
-    _, rows, rollout = sample(run)
     if advantages is None:
-        rewards = np.array(
-            mx.random.normal((run.config.sampling.batch, run.config.sampling.groups), key=mx.random.key(3)), np.float64
-        )
-        advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
-    batches = micro_batch.micro_batches(rows, rollout, budget)
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
-    result = take_step(run, batches, rollout, advantages, update.learning_rate(run.config, run.step), ref)
+        shape = run.config.sampling.batch, run.config.sampling.groups
+        advantages = grpo.group_advantages(np.random.default_rng(3).normal(size=shape))
+    batches = cut(sample(run, advantages), budget, "off")
+    batches = update.with_reference(run.learner, batches) if run.config.objective.beta else batches
+    result = update.update(run.learner, batches, update.learning_rate(run.config, run.step))
     run.end_step()
     return result
 
@@ -111,8 +136,8 @@ class Recorder:
         return masters
 
 
-def gradient_of_update(run, batches, rollout, advantages, ref_logprobs=None):
+def gradient_of_update(run, batches):
     """The result of an update that changes nothing, and the gradient it would have taken."""
     run.learner.optimizer = Recorder()
-    result = take_step(run, batches, rollout, advantages, 1e-3, ref_logprobs)
+    result = update.update(run.learner, batches, 1e-3)
     return result, run.learner.optimizer.grads[-1]

@@ -35,6 +35,7 @@ from config import SETTINGS
 from disk import checkpoint, run_files
 from flags import fail, flag_of
 from reporting import console
+from run import Run
 from settings import sources
 from settings.sources import parse
 

@@ -23,7 +23,8 @@ def memory(*flags, num=40):
 
 
 def earned(rewards):
-    return SimpleNamespace(rewards=SimpleNamespace(total=np.asarray(rewards, float)))
+    """Samples with these rewards, group by group."""
+    return [SimpleNamespace(group=group, reward=float(one)) for group, its in enumerate(rewards) for one in its]
 
 
 def play(prompts, rewards_of, steps, first=0):
@@ -31,7 +32,7 @@ def play(prompts, rewards_of, steps, first=0):
     drawn = []
     for number in range(first, first + steps):
         ids = [one[0] for one in prompts.draw(number)[1]]
-        prompts.note([earned([rewards_of(n) for n in ids])])
+        prompts.note(earned([rewards_of(n) for n in ids]))
         drawn += ids
     return drawn
 
@@ -66,7 +67,7 @@ def test_a_draw_holds_no_prompt_twice_nor_does_a_step():
         step = [prompts.draw(number * 4 + more)[1] for more in range(4)]
         flat = [ids[0] for one in step for ids in one]
         assert len(set(flat)) == len(flat) == 16
-        prompts.note([earned([mixed(ids[0]) for ids in one]) for one in step])
+        prompts.note(earned([mixed(ids[0]) for one in step for ids in one]))
 
 
 def test_fewer_prompts_than_a_step_may_draw_are_refused():
@@ -78,7 +79,7 @@ def test_the_expected_variance_is_that_of_the_rewards_between_the_lowest_and_hig
     prompts = memory()
     assert prompts.signal(0) == pytest.approx(PRIOR)
     ids = [one[0] for one in prompts.draw(0)[1]]
-    prompts.note([earned([[-1, 3] * 4, [3] * 8, [-1] * 8, [1] * 8])])  # on a scale from -1 to 3
+    prompts.note(earned([[-1, 3] * 4, [3] * 8, [-1] * 8, [1] * 8]))  # on a scale from -1 to 3
     epoch = 40 / 4
     for index, variance in zip(ids, [0.25, 0, 0, 0], strict=True):
         assert prompts.signal(0)[index] == pytest.approx((2 * PRIOR + 8 * variance) / 10)
@@ -92,7 +93,7 @@ def test_a_prompt_solved_twice_rests_for_two_epochs_and_unreadable_rewards_say_n
     prompts.low, prompts.high = 0.0, 1.0
     for number in (0, 1):
         prompts.open = [(number, [5, 6, 7, 8])]
-        prompts.note([earned([[1] * 8, [1] * 7 + [0], [0] * 8, [np.nan] * 8])])
+        prompts.note(earned([[1] * 8, [1] * 7 + [0], [0] * 8, [np.nan] * 8]))
     assert np.flatnonzero(prompts.resting(2)).tolist() == [5] and prompts.seen_at[8] == -1
     assert all(5 not in [one[0] for one in prompts.draw(number)[1]] for number in range(2, 10))
     assert not prompts.resting(1 + 20).any(), "two epochs of ten draws later"

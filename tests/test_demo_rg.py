@@ -73,7 +73,7 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     """Sampled: 36% of 254 before and 64% after 16 steps; showing working 40% and 100%."""
     run = GrpoRun(resolve({"model": "demo:rg", "steps": 16, "eval_every": 16, "eval_limit": 128})[0], tmp_path)
     run.open()
-    list(train.train(run.config, run))
+    list(train.train(run))
     first, last = read_log(tmp_path / "eval.jsonl")
     assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4
     assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1

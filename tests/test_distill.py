@@ -9,12 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log
-from distill import from_disk
-from distill import teacher as distill
 from mlx.utils import tree_flatten
-from sft import tuning as sft
-from sft.chats import Row
-from small_run import SMALL, Recorder, make_config, make_run, sample, take_step
+from small_run import SMALL, Recorder, make_config, make_run, sample
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
 import config
@@ -28,7 +24,10 @@ from layers import divergence
 from machine import gpu
 from problems import chat_template
 from settings import checks
-from step import groups, micro_batch, policy
+from step import from_disk
+from step import teacher as distill
+from step.batch import cut, hidden
+from step.sample import of_reply
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")
@@ -65,15 +64,13 @@ def moved(run):
 
 
 def lesson_of(run, budget=150, sharing="off"):
-    """One draw's micro-batches, its rollout, and what the teacher says of it."""
-    examples, rows, rollout = sample(run)
-    batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
-    draws = [groups.Draw(examples, rows[:: run.config.sampling.groups], rollout, None)]
-    return batches, rollout, run.teacher.teach(draws, list(range(run.config.sampling.batch)), batches, rollout)
+    """Samples and their batches, with what the teacher says of them."""
+    samples = sample(run, np.zeros(12))
+    return samples, run.teacher.with_lessons(samples, cut(samples, budget, sharing))
 
 
-def targets_of(run, batches, rollout, lesson):
-    return update.targets_of(run.learner, batches, rollout, mx.zeros(len(rollout.mask)), lesson=lesson)
+def num_items(samples):
+    return sum(len(one.own) for one in samples)
 
 
 def scored_alone(model, ids, completion, temperature=1.0):
@@ -89,27 +86,27 @@ def scored_alone(model, ids, completion, temperature=1.0):
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, teacher, beta, sharing):
     run = moved(make_run(tmp_path, *DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"))
-    batches, rollout, lesson = lesson_of(run, sharing=sharing)
+    samples, batches = lesson_of(run, sharing=sharing)
     assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
-    reader, targets = run.learner.reader, targets_of(run, batches, rollout, lesson)
+    reader = run.learner.reader
     head, its_head = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
-        hidden, teacher_hidden = (policy.completion_hidden(m, batch) for m in (run.model, run.teacher.model))
+        states, teacher_hidden = (hidden(m, batch) for m in (run.model, run.teacher.model))
 
-        def share(hidden, batch=batch):
-            monkeypatch.setattr(reader, "hidden", lambda *_: hidden)
-            return reader.share(run.model, batch, targets)
+        def share(states, batch=batch):
+            monkeypatch.setattr(reader, "hidden", lambda *_: states)
+            return reader.share(run.model, batch)
 
-        (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(hidden)
+        (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(states)
         logits, teacher_logits = (
-            np.array(hidden, np.float64) @ head.T / 0.9,
+            np.array(states, np.float64) @ head.T / 0.9,
             np.array(teacher_hidden, np.float64) @ its_head.T / 0.9,
         )
-        weights = np.array(batch.mask, np.float64) / round(float(rollout.mask.sum()))
+        weights = np.array(batch.mask, np.float64) / num_items(samples)
         exact = (weights * written_out(logits, teacher_logits, beta)).sum()
         assert abs(value.item() - exact) < 2e-5 * exact  # float32 logits of up to 20 allow no better
-        assert sums["distill"].item() == pytest.approx(exact * rollout.mask.sum().item(), rel=2e-5)
+        assert sums["distill"].item() == pytest.approx(exact * num_items(samples), rel=2e-5)
         d_logits = weights[..., None] * gradient_by_logits(logits, teacher_logits, beta) / 0.9
         assert error(d_hidden, d_logits @ head) < 1e-4
         total += value.item()
@@ -120,12 +117,11 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
 def test_the_gradient_of_the_weights_is_that_of_the_plain_expression(tmp_path, monkeypatch, teacher, rank):
     run = make_run(tmp_path, *DISTILL, teacher, "--lora-rank", rank)
     run = moved(run) if rank != "0" else run
-    batches, rollout, lesson = lesson_of(run)
-    targets = targets_of(run, batches, rollout, lesson)
+    _, batches = lesson_of(run)
 
     def gradient():
         run.learner.optimizer = Recorder()
-        update.optimizer_step(run.learner, batches, targets, 1e-3)
+        update.optimizer_step(run.learner, batches, 1e-3)
         return run.learner.optimizer.grads[-1]
 
     ours = gradient()
@@ -140,21 +136,19 @@ def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
     run = moved(make_run(tmp_path, *DISTILL, teacher))
     losses, logprobs = [], []
     for budget, sharing in ((1, "off"), (150, "off"), (100_000, "off"), (150, "on")):
-        batches, rollout, lesson = lesson_of(run, budget, sharing)
-        targets = targets_of(run, batches, rollout, lesson)
-        shares = [run.learner.reader.share(run.model, batch, targets) for batch in batches]
+        samples, batches = lesson_of(run, budget, sharing)
+        shares = [run.learner.reader.share(run.model, batch) for batch in batches]
         losses.append(sum(share.loss.item() for share in shares))
         logprobs.append(
             sum((share.logprobs * batch.mask).sum().item() for share, batch in zip(shares, batches, strict=True))
         )
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-    np.testing.assert_allclose(logprobs, (rollout.logprobs * rollout.mask).sum().item(), rtol=1e-3)
+    np.testing.assert_allclose(logprobs, sum(one.logprobs.sum() for one in samples), rtol=1e-3)
 
 
 def test_who_is_taught_by_itself_has_nothing_to_learn(tmp_path):
     run = make_run(tmp_path, *DISTILL, "demo", "--target-kl", "0")
-    batches, rollout, lesson = lesson_of(run)
-    result = update.update(run.learner, batches, targets_of(run, batches, rollout, lesson), 1e-3)
+    result = update.update(run.learner, lesson_of(run)[1], 1e-3)
     assert result.loss < 1e-10 and result.grad_norm < 1e-6
 
 
@@ -164,20 +158,17 @@ def test_who_is_taught_by_itself_has_nothing_to_learn(tmp_path):
 @pytest.mark.parametrize("other", [False, True])
 def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher, prompt, other):
     run = moved(make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt))
-    examples, rows, _ = sample(run)
-    batches, rollout, lesson = lesson_of(run)
+    samples, batches = lesson_of(run)
     plain = run.teacher.model if other else gwen.load("demo")[0]
-    for row in range(12):
-        ids = rollout.completion_ids[row].tolist()[: int(rollout.mask[row].sum())]
-        example = examples[row // 4]
-        seen = chat_template.chat_ids(
-            run.tokenizer, example["prompt"], system=f"Carry the one: it is {example['answer']}.", thinking=False
-        )
-        assert len(seen) > len(rows[row])
-        exact = scored_alone(plain, seen, ids)
-        logits = np.array(lesson.hidden[row, : len(ids)] @ lesson.head_weight.T, np.float64)
-        np.testing.assert_allclose(log_softmax(logits), exact, atol=2e-4)
-    share = run.learner.reader.share(run.model, batches[0], targets_of(run, batches, rollout, lesson))
+    for batch in batches:
+        for row, states in zip(batch.rows, batch.lesson.hidden, strict=True):
+            example, ids = samples[row].example, samples[row].ids
+            said = f"Carry the one: it is {example['answer']}."
+            seen = chat_template.chat_ids(run.tokenizer, example["prompt"], system=said, thinking=False)
+            assert len(seen) > len(samples[row].prompt)
+            logits = np.array(states[: len(ids)] @ batch.lesson.head_weight.T, np.float64)
+            np.testing.assert_allclose(log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4)
+    share = run.learner.reader.share(run.model, batches[0])
     drawn = np.array(batches[0].sampled_logprobs)  # the student saw its own prompt, through its adapters
     assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
 
@@ -222,17 +213,15 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
 
 def test_a_teacher_needs_no_groups(tmp_path, teacher):
     run = make_run(tmp_path, "--groups", "1", "--batch", "12", *DISTILL, teacher)
-    batches, rollout, lesson = lesson_of(moved(run))
-    assert groups.advantages_of(run.config, [], list(range(12))).tolist() == [[0.0]] * 12
-    targets = targets_of(run, batches, rollout, lesson)
-    found = sum(run.learner.reader.share(run.model, batch, targets).loss.item() for batch in batches)
-    mask = np.array(rollout.mask, np.float64)
-    hidden = [policy.completion_hidden(run.model, batch) for batch in batches]
-    logits = [np.array(one @ run.model.head_weight.T, np.float64) for one in hidden]
-    its_logits = np.array(lesson.hidden @ lesson.head_weight.T, np.float64)
-    places = [(np.array(batch.rows), slice(batch.mask.shape[1])) for batch in batches]
-    parts = [written_out(one, its_logits[at], 0.5) * mask[at] for one, at in zip(logits, places, strict=True)]
-    exact = sum(part.sum() for part in parts) / mask.sum()
+    samples, batches = lesson_of(moved(run))
+    found = sum(run.learner.reader.share(run.model, batch).loss.item() for batch in batches)
+    exact = 0.0
+    for batch in batches:
+        logits, its_logits = (
+            np.array(states @ head.T, np.float64)
+            for states, head in ((hidden(run.model, batch), run.model.head_weight), batch.lesson)
+        )
+        exact += (written_out(logits, its_logits, 0.5) * np.array(batch.mask)).sum() / num_items(samples)
     assert found == pytest.approx(exact, rel=2e-5) and abs(exact) > 1e-3
     flags = [*SMALL, "--groups", "1", *DISTILL, teacher, "--eval-every", "0", "--steps", "1"]
     with warnings.catch_warnings():
@@ -360,8 +349,7 @@ def test_a_teacher_on_disk_says_the_same_to_the_bit(tmp_path, monkeypatch, teach
         run = moved(make_run(tmp_path, *flags, "--target-kl", "0"))
         assert (run.teacher.model is None) == on_disk
         for _ in range(2):  # a second step reads it again
-            batches, rollout, lesson = lesson_of(run, sharing=sharing)
-            result = take_step(run, batches, rollout, mx.zeros(12), 1e-3, lesson=lesson)
+            result = update.update(run.learner, lesson_of(run, sharing=sharing)[1], 1e-3)
         ends.append((result.loss, run.learner.trainable))
     assert ends[0][0] == ends[1][0] != 0
     for name, array in ends[0][1].items():
@@ -374,7 +362,7 @@ def test_of_a_teacher_on_disk_one_layer_is_held_at_a_time(tmp_path):
     gwen.save(model, tmp_path, hub.load_tokenizer(hub.DEMO))
     layer = sum(array.nbytes for _, array in tree_flatten(model.layers[0].parameters()))
     del model
-    batches = sft.make_batches([Row([5, 6, 7, 8], [2, 3])] * 2, 4)
+    batches = cut([of_reply([5, 6, 7, 8], [2, 3])] * 2, 4, "off")
     assert len(batches) == 2
     opened = gwen.open_model(tmp_path)
     mx.eval(opened.head_weight)

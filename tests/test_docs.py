@@ -76,7 +76,7 @@ def test_a_key_that_nobody_explained_is_found():
 @pytest.mark.slow
 def test_every_metric_of_a_run_has_a_meaning(tmp_path):
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "1", "--eval-rubric", "data/demo_rubric.yaml")
-    list(train.train(run.config, run))
+    list(train.train(run))
     metrics, evaluations = read_log(tmp_path / "metrics.jsonl"), read_log(tmp_path / "eval.jsonl")
     assert len(metrics) == 1 and len(evaluations) == 2
     assert without_meaning(metrics[0], METRICS) == []

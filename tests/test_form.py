@@ -97,7 +97,7 @@ def test_the_gate_takes_what_is_above_zero_and_leaves_what_is_below():
 @pytest.mark.slow
 def test_a_run_with_the_gate_pays_only_for_answers_with_a_form(tmp_path):
     run = make_run(tmp_path, "--reward-gate", "form", "--steps", "1", "--eval-every", "0", "--max-tokens", "9")
-    list(train.train(run.config, run))
+    list(train.train(run))
     records = run.journal.rollouts.read()
     assert {record["finish_reason"] for record in records} == {"stop", "length"}
     for record in records:

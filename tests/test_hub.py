@@ -26,7 +26,6 @@ import pytest
 from conftest import CONFIGS, QWEN3, command, message_of, write_checkpoint, write_log
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, filter_repo_objects
-from sft import chats
 from small_run import resolve
 from test_layout import MODULES
 
@@ -34,7 +33,7 @@ import gwen
 import train
 from disk import hub
 from machine import gpu
-from problems import chat_template, examples
+from problems import chat_template, chats, examples
 
 QWEN = "Qwen/Qwen3-0.6B"
 MAIN, OTHER = "1" * 40, "2" * 40  # two commits

@@ -4,12 +4,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from small_run import gradient_of_update, make_run, sample, take_step, update_once
+from small_run import gradient_of_update, make_run, recorded, sample, told, update_once
 from test_grpo import LOSSES
 
 import update
 from reporting.console import console_line
-from step import policy, trust_region
+from step import sample as samples
+from step import trust_region
+from step.batch import cut
 
 pytestmark = pytest.mark.slow
 ADVANTAGES = np.array([[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]])  # six rows of twelve teach
@@ -17,16 +19,12 @@ ADVANTAGES = np.array([[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]])  # 
 OWN = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens.logprobs * tokens.mask).sum(), {})\n"
 
 
-def cut(run, rows, rollout, advantages=ADVANTAGES, turn=0):
-    return run.learner.reader.cut(rows, rollout, advantages, turn)
-
-
-def everything(run, rows, rollout):
-    return cut(run, rows, rollout, np.ones((3, 4)))
+def trained(run, drawn, turn=0):
+    return cut(samples.trained(run.config, drawn, turn, run.learner.reader.all_teach), 1024)
 
 
 def rows_of(batches):
-    return sorted(row for batch in batches for row in batch.rows.tolist())
+    return sorted(row for batch in batches for row in batch.rows)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -34,11 +32,10 @@ def rows_of(batches):
 def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, loss, flags):
     run = make_run(tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ()))
     update_once(run)  # B of the adapters is 0 before
-    _, rows, rollout = sample(run)
-    advantages = mx.array(ADVANTAGES.reshape(-1), mx.float32)
-    whole = gradient_of_update(run, everything(run, rows, rollout), rollout, advantages)
-    taught = gradient_of_update(run, cut(run, rows, rollout), rollout, advantages)
-    assert whole[0].num_taught == taught[0].num_taught == 6 and len(rows_of(cut(run, rows, rollout))) < 12
+    drawn = sample(run, ADVANTAGES)
+    whole = gradient_of_update(run, cut(drawn, 1024))
+    taught = gradient_of_update(run, trained(run, drawn))
+    assert taught[0].num_taught == 6 and len(rows_of(trained(run, drawn))) < 12
     assert taught[0].loss == pytest.approx(whole[0].loss, abs=1e-6)
     largest = max(mx.abs(array).max().item() for array in whole[1].values())
     for name, array in whole[1].items():
@@ -58,51 +55,49 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_loss.py").write_text(OWN)
     run = make_run(tmp_path, *flags)
-    _, rows, rollout = sample(run)
-    batches = cut(run, rows, rollout)
-    assert rows_of(batches) == list(range(12)) and all((batch.mask <= 1).all().item() for batch in batches)
-    assert update.targets_of(run.learner, batches, rollout, mx.zeros(12)).num_taught == 12
+    batches = trained(run, sample(run, np.zeros(12)))
+    assert rows_of(batches) == list(range(12)) and sum(batch.num_taught for batch in batches) == 12
+    assert all((batch.weights == 1).all().item() for batch in batches)
 
 
 def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy, "MEASURED_OF", 3)
+    monkeypatch.setattr(samples, "MEASURED_OF", 3)
     run = make_run(tmp_path, "--target-kl", "0")
-    _, rows, rollout = sample(run)
-    advantages, idle = mx.array(ADVANTAGES.reshape(-1), mx.float32), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
-    lengths, seen, weights, found = np.array(list(map(len, rollout.ids))), [], [], []
+    drawn, idle = sample(run, ADVANTAGES), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
+    lengths, seen, weights, found = np.array([len(one.own) for one in drawn]), [], [], []
     for turn in range(6, 9):  # two of the six idle rows in each
-        batches = cut(run, rows, rollout, turn=turn)
-        assert sum(batch.mask.sum().item() for batch in batches) == pytest.approx(lengths.sum())
+        batches = trained(run, drawn, turn)
+        counted = sum((batch.mask * batch.weights).sum().item() for batch in batches)
+        assert counted == pytest.approx(lengths.sum()) and all((batch.mask <= 1).all().item() for batch in batches)
         measured = sorted(set(rows_of(batches)) & set(idle.tolist()))
         seen += measured
         weights.append(lengths[measured].sum())
-        found.append(gradient_of_update(run, batches, rollout, advantages)[0].means)
+        found.append(gradient_of_update(run, batches)[0].means)
     assert sorted(seen) == idle.tolist()
-    whole = gradient_of_update(run, everything(run, rows, rollout), rollout, advantages)[0].means
+    whole = gradient_of_update(run, cut(drawn, 1024))[0].means
     for name in ("entropy", "ratio_mean"):
         assert np.average([means[name] for means in found], weights=weights) == pytest.approx(whole[name], rel=1e-5)
 
 
 def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
     run = make_run(tmp_path)
-    _, rows, rollout = sample(run)
-    pushed = ADVANTAGES.reshape(-1) != 0
-    moved = rollout.logprobs + 0.1 * mx.array(pushed)[:, None]
-    known = [b._replace(old_logprobs=moved[b.rows, : b.mask.shape[1]]) for b in cut(run, rows, rollout)]
+    drawn, pushed = sample(run, ADVANTAGES), ADVANTAGES.reshape(-1) != 0
+    logprobs, mask = recorded(drawn)
+    known = told(trained(run, drawn), "old_logprobs", logprobs + 0.1 * pushed[:, None])
     probe = trust_region.make_probe(known, 0)
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
-    lengths, gap = np.array(list(map(len, rollout.ids))), np.exp(-0.1) - 1 + 0.1
-    present = [rollout.logprobs[batch.rows, : batch.mask.shape[1]] for batch in probe]
+    lengths, gap = mask.sum(axis=1), np.exp(-0.1) - 1 + 0.1
+    present = [batch.sampled_logprobs for batch in probe]
     assert trust_region.distance(probe, present) == pytest.approx(gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4)
 
 
 def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    _, rows, rollout = sample(run)
-    known = cut(run, rows, rollout)
-    num_held = sum(int((batch.mask > 0).sum()) for batch in known)
+    drawn = sample(run, ADVANTAGES)
+    known = trained(run, drawn)
+    num_held = sum(int(batch.mask.sum()) for batch in known)
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_held // 2 + 1)  # half of them would be too few
-    assert num_held < round(float(rollout.mask.sum()))
+    assert num_held < sum(len(one.own) for one in drawn)
     assert rows_of(trust_region.make_probe(known, 0)) == rows_of(known)
 
 
@@ -110,14 +105,11 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
     run = make_run(tmp_path)
     update_once(run)  # its momentum would go on
     before, count = dict(run.learner.trainable), run.learner.optimizer.step.item()
-    _, rows, rollout = sample(run)
-    zeros = np.zeros((3, 4))
-    batches = cut(run, rows, rollout, zeros)
-    targets = update.targets_of(run.learner, batches, rollout, mx.array(zeros.reshape(-1)))
-    by_both = update.gradient(run.learner, batches, targets)[2]
-    assert update.measure(run.learner, batches, targets)[1] == pytest.approx(by_both, rel=1e-5, abs=1e-6)
+    batches = trained(run, sample(run, np.zeros(12)))
+    by_both = update.gradient(run.learner, batches)[2]
+    assert update.measure(run.learner, batches)[1] == pytest.approx(by_both, rel=1e-5, abs=1e-6)
     monkeypatch.setattr(update, "share_and_gradient", None)  # forward passes alone
-    result = take_step(run, cut(run, rows, rollout, zeros), rollout, mx.array(zeros.reshape(-1)), 1e-3)
+    result = update.update(run.learner, batches, 1e-3)
     assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
     assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, 0, None)
     assert result.means["entropy"] > 0 and result.means["logprob_abs_mean"] < 1e-4

@@ -198,7 +198,7 @@ def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
 @pytest.mark.slow
 def test_a_run_measures_each_kind_and_pays_what_the_verifiers_say(tmp_path):
     run = make_run(tmp_path, "--task", "ifeval", "--steps", "1", "--batch", "5", "--eval-every", "1")
-    list(train.train(run.config, run))
+    list(train.train(run))
     assert run.config.data.reward_gate == "form"  # the recipe's
     for record in run.journal.evaluations:
         assert {f"eval/accuracy/{kind}" for kind in (*ifeval.USUAL, "two")} <= record.keys()

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from small_run import resolve
+from small_run import advanced, resolve
 
 import grpo
 import gwen
@@ -19,7 +19,9 @@ import update
 from config import Sizes
 from disk import hub
 from machine import gpu
-from step import micro_batch, policy
+from step import policy
+from step.batch import cut
+from step.sample import of_rollout
 
 GB = 10**9
 BIG = gwen.random_config("random:0.6b")
@@ -49,10 +51,8 @@ def one_step(model, config, sizes, prompts):
     how = {"group_size": sampling.groups, "batch_size": sizes.rollout_batch_size, "share_prefix": sizes.sharing}
     rollout = sampler.rollout(model, prompts, params, key=0, **how)
     rewards = np.arange(sampling.batch * sampling.groups).reshape(sampling.batch, -1) % 3.0
-    rows = [prompt for prompt in prompts for _ in range(sampling.groups)]
-    batches = micro_batch.micro_batches(rows, rollout, sizes.train_token_budget, "auto")
-    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
-    update.update(learner, batches, update.targets_of(learner, batches, rollout, advantages), 1e-4)
+    samples = advanced(of_rollout(prompts, rollout), grpo.group_advantages(rewards))
+    update.update(learner, cut(samples, sizes.train_token_budget), 1e-4)
 
 
 RUBRIC = Path(gwen.__file__).parent / "data" / "demo_rubric.yaml"

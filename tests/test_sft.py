@@ -13,9 +13,6 @@ import pytest
 from conftest import message_of, read_log
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
-from sft import chats
-from sft import tuning as sft
-from sft.chats import Row
 from small_run import resolve
 from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
 
@@ -26,10 +23,13 @@ import train
 import update
 from config import Config, Sizes
 from disk import checkpoint, hub, run_files
-from problems import chat_template
+from problems import chat_template, chats
+from problems.chats import Row
 from reporting import page
 from settings.sources import given, parse
 from step import policy
+from step.batch import cut
+from step.sample import of_reply
 from tasks import demo as sums
 
 SIZES = Sizes(1, "off", 1024, 0)
@@ -61,6 +61,10 @@ def random_rows(vocab, num=6):
         places = [*range(begin, end), length - 2, length - 1]
         rows.append(Row(rng.integers(3, vocab, length).tolist(), places))
     return rows
+
+
+def batches_of(rows, token_budget):
+    return cut([of_reply(*row) for row in rows], token_budget)
 
 
 def count(rows):
@@ -158,12 +162,12 @@ def oracle(logits, rows):
 def test_the_gradient_of_the_loss_alone_is_that_of_its_formula_in_float64():
     rows, rng = random_rows(320), np.random.default_rng(0)
     states, head = rng.normal(size=(6, 20, 32)), rng.normal(0, 0.3, (320, 32))
-    reader, batches = policy.Reader(Config.of(loss_type="sft"), SIZES), sft.make_batches(rows, 10_000)
+    reader, batches = policy.Reader(Config.of(loss_type="sft"), SIZES), batches_of(rows, 10_000)
     order = np.array(batches[0].rows)
 
     def loss(hidden):
         stub = SimpleNamespace(layers=[], head_weight=mx.array(head, mx.float32), hidden=lambda *_, **__: hidden)
-        return reader.share(stub, batches[0], policy.Targets(6, count(rows))).loss
+        return reader.share(stub, batches[0]).loss
 
     width = batches[0].tokens.shape[1]
     value, ours = mx.value_and_grad(loss)(mx.array(states[order, :width], mx.float32))
@@ -198,9 +202,9 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
     model, config = gwen.load_model(checkpoints[name]), Config.of(loss_type="sft", lora_rank=0)
     learner = update.Learner(model, config, policy.Reader(config, SIZES))
     for budget in (1, 40, 10_000):
-        batches = sft.make_batches(rows, budget)
+        batches = batches_of(rows, budget)
         assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
-        grads, _, measured = update.gradient(learner, batches, policy.Targets(6, count(rows)))
+        grads, _, measured = update.gradient(learner, batches)
         assert measured["loss"] == pytest.approx(right, rel=1e-5)
         ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
         assert set(ours) == set(expected)
@@ -212,7 +216,8 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = sft.evaluate(model, policy.Reader(Config.of(loss_type="sft"), SIZES), conversations, 40)
+    samples = [of_reply(*row, group) for group, part in enumerate(conversations) for row in part]
+    record = evaluate.replies(model, policy.Reader(Config.of(loss_type="sft"), SIZES), samples, 40)
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)

@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from sft import tuning as sft
-from test_sft import SIZES, count, random_rows
+from test_sft import SIZES, batches_of, count, random_rows
 
 import gwen
 import update
@@ -43,10 +42,10 @@ def test_loss_and_gradient_equal_those_of_transformers_in_float64_but_for_float3
         for dtype in (torch.float64, torch.float32)
     )
     model, config = gwen.load_model(checkpoints[name], mx.float32), Config.of(loss_type="sft", lora_rank=0)
-    batches = sft.make_batches(rows, 40)
+    batches = batches_of(rows, 40)
     assert len(batches) > 1
     learner = update.Learner(model, config, policy.Reader(config, SIZES))
-    grads, _, measured = update.gradient(learner, batches, policy.Targets(len(rows), count(rows)))
+    grads, _, measured = update.gradient(learner, batches)
     assert measured["loss"] == pytest.approx(loss, rel=1e-6)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
     assert set(ours) == set(exact)

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from config import Config, ToolSettings
 from problems import chat_template
+from reporting import journal
+from step.sample import Sample
 from tasks import calculator, guess
 from turns import calls, episodes, frames
 
@@ -248,14 +251,12 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     assert [one["function"]["name"] for one in messages[0]["tool_calls"]] == ["add", "fails", "later"]
     assert ids == box.frames.between(messages[1:], list(box.schemas[""].values()))
     assert answer(talk, talker, "four")[0] == "stop"
-    record = talk.record(0)
-    assert record["turns"] == 2 and [one["error"] for one in record["tool_calls"]] == [
-        None,
-        "RuntimeError: no luck",
-        None,
-    ]
-    assert [one["turn"] for one in record["tool_calls"]] == [0, 0, 0]
-    figures = talk.metrics()
+    (sample,) = talk.of_samples([Sample([], [1], range(1), 0)], {})
+    calls = sample.conversation["tool_calls"]
+    assert [one["error"] for one in calls] == [None, "RuntimeError: no luck", None]
+    assert [one["turn"] for one in calls] == [0, 0, 0] and sample.conversation["turns"] == 2
+    step = journal.Step(1, {}, {"rollout": [SimpleNamespace(wait_s=0.5)]}, [sample], None, 0, {})
+    figures = journal.tool_metrics(step)
     assert (figures["tools/calls"], figures["tools/failures"], figures["tools/turns"]) == (3, 1, 2)
 
 
@@ -477,7 +478,7 @@ def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(
 
 def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     """Its rows have the ids of prompt, turn, frame and turn; what tools said is in them and is not trained."""
-    from sft import chats
+    from problems import chats
 
     box = box_of(talker, [add])
     made = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
@@ -509,7 +510,7 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     ],
 )
 def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
-    from sft import chats
+    from problems import chats
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""} | change]
     assert said in message_of(chats.read_chat, {"messages": messages})

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -41,7 +40,9 @@ from machine import gpu
 from problems import chat_template
 from reporting import journal
 from reporting.journal import completion_records
-from step import dispatch, groups, micro_batch, policy, trust_region
+from step import dispatch, trust_region
+from step import sample as samples
+from step.sample import Sample
 
 pytestmark = pytest.mark.slow
 
@@ -59,15 +60,13 @@ def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_o
     monkeypatch.setattr(sampler, "rollout", lambda *a, **k: rollouts.append(roll(*a, **k)) or rollouts[-1])
     monkeypatch.setattr(update, "update", lambda run, cut, *rest: batches.extend(cut) or update_whole(run, cut, *rest))
     run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
-    list(train.train(run.config, run))
+    list(train.train(run))
     drawn = rollouts[0].ids
     read = [run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn]
     assert sum(a != b for a, b in zip(drawn, read, strict=True)) > 6
     for batch in batches:
-        for row, completion, mask in zip(
-            batch.rows.tolist(), batch.completion_ids.tolist(), batch.mask.tolist(), strict=True
-        ):
-            assert completion[: int(sum(mask))] == drawn[row]
+        for row, own, mask in zip(batch.rows, batch.completion_ids.tolist(), batch.mask.tolist(), strict=True):
+            assert own[: int(sum(mask))] == drawn[row]
     metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert metrics["mismatch/logprob_abs_max"] < 1e-3
 
@@ -104,9 +103,9 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
 
 
 def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(update, "reference_logprobs", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr(update, "with_reference", lambda *_: pytest.fail("a reference pass"))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
-    list(train.train(run.config, run))
+    list(train.train(run))
     assert run.base is None
     with_kl = train.GrpoRun(make_config("--beta", "0.1"), tmp_path)
     assert with_kl.base is None and with_kl.judge.model is with_kl.model
@@ -118,40 +117,45 @@ def test_rewards_are_computed_once_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(judge.Judge, "score", lambda *a: calls.append("judge") or score(*a))
     monkeypatch.setattr(train, "call_rewards", lambda *a: calls.append("reward") or reward(*a))
     run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "3")
-    list(train.train(run.config, run))
+    list(train.train(run))
     assert sorted(calls) == ["judge"] * 3 + ["reward"] * 3
 
 
-def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path, monkeypatch):
+def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path):
     run = make_run(tmp_path)
-    examples, _, rollout = sample(run)
-    answers = [example["answer"] for example in examples for _ in range(run.config.sampling.groups)]
-    monkeypatch.setattr(sampler, "texts", lambda *_: answers)
-    assert (train.reward_completions(run, examples, rollout).components["correct"] == 1).all()
-    monkeypatch.setattr(sampler, "texts", lambda *_: [*answers[:5], "zero", *answers[6:]])
-    rewards = train.reward_completions(run, examples, rollout)
-    assert np.argwhere(rewards.components["correct"] == 0).tolist() == [[5]]
-    weighted = rewards.components["correct"] + 0.5 * rewards.components["rubric"]
-    np.testing.assert_allclose(rewards.total, weighted.reshape(3, 4))
+    samples = [one._replace(text=one.example["answer"]) for one in sample(run)]
+    assert all(one.parts["correct"] == 1 for one in train.rewarded(run, samples))
+    samples[5] = samples[5]._replace(text="zero")
+    rewarded = train.rewarded(run, samples)
+    assert [row for row, one in enumerate(rewarded) if one.parts["correct"] == 0] == [5]
+    assert all(one.reward == one.parts["correct"] + 0.5 * one.parts["rubric"] for one in rewarded)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_path, monkeypatch, scale):
-    seen, update_whole = [], update.update
+    seen, update_whole = {}, update.update
 
-    def spied(learner, batches, targets, lr):
-        seen.append(targets.advantages)
-        return update_whole(learner, batches, targets, lr)
+    def spied(learner, batches, lr):
+        for batch in batches:
+            seen.update(zip(batch.rows, batch.advantages[:, 0].tolist(), strict=True))
+        return update_whole(learner, batches, lr)
 
     monkeypatch.setattr(update, "update", spied)
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--scale-rewards", scale)
-    list(train.train(run.config, run))
+    list(train.train(run))
     lines = read_log(tmp_path / "rollouts.jsonl")
     rewards = np.array([line["reward"] for line in lines]).reshape(3, 4)
-    assert np.ptp(rewards, axis=1).any()
+    assert np.ptp(rewards, axis=1).any() and seen
     expected = grpo.group_advantages(rewards, scale).reshape(-1)
-    np.testing.assert_allclose(np.array(seen[0]), expected, atol=1e-5)
+    np.testing.assert_allclose(list(seen.values()), expected[list(seen)], atol=1e-5)
     np.testing.assert_allclose([line["advantage"] for line in lines], expected, atol=1e-5)
+
+
+def paid(parts, reason="stop"):
+    """Samples whose rewards are the sums of `parts`, (K, B, G)."""
+    for row, its in enumerate(np.moveaxis(parts, 0, -1).reshape(-1, len(parts)).tolist()):
+        filled = {f"reward {number}": one for number, one in enumerate(its)}
+        yield Sample([], [1], range(1), row // parts.shape[2], filled=filled, value=sum(its), finish_reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -168,28 +172,24 @@ def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_pat
 )
 def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_is(flags):
     """float32 has steps of 128 at 1.7e9, seconds since 1970."""
-    config, rng, chosen = make_config(*flags), np.random.default_rng(0), [0, 2, 3, 5]
+    config, rng = make_config(*flags), np.random.default_rng(0)
 
     def advantages(parts):
-        draws = [
-            train.Draw([], [], None, train.Rewards(some.sum(0), some.sum(0), some, [1.0, 1.0], {}, None, []))
-            for some in np.split(parts, 2, axis=1)
-        ]
-        return groups.advantages_of(config, draws, chosen)
+        return samples.advantages(config, list(paid(parts)), {"reward 0": 1.0, "reward 1": 1.0})
 
-    parts = rng.integers(0, 40, (2, 6, 4)).astype(float)
-    parts[:, 2] = 7
+    parts = rng.integers(0, 40, (2, 4, 4)).astype(float)
+    parts[:, 1] = 7
     plain = advantages(parts)
     assert (np.abs(plain[[0, 2, 3]]) > 0.01).any(axis=1).all() and ((plain[1] == 0).all() or "reinforce" in flags)
     for offset in (1.7e9, -1.7e9, 1e14):
         np.testing.assert_allclose(advantages(parts + offset), plain, atol=1e-5)
-    parts = rng.normal(0, 1, (2, 6, 4))
+    parts = rng.normal(0, 1, (2, 4, 4))
     expected = (
-        grpo.decoupled_advantages(parts[:, chosen], [1.0, 1.0])
+        grpo.decoupled_advantages(parts, [1.0, 1.0])
         if config.objective.combine_rewards == "normalize"
-        else grpo.group_advantages(parts.sum(0)[chosen], config.objective.scale_rewards, config.objective.advantage)
+        else grpo.group_advantages(parts.sum(0), config.objective.scale_rewards, config.objective.advantage)
     )
-    np.testing.assert_array_equal(advantages(parts), expected)
+    np.testing.assert_allclose(advantages(parts), expected, atol=1e-6)
 
 
 CORRECT_ONLY = ("--reward-weights", "rubric=0")  # right or wrong: many groups are equal
@@ -201,21 +201,8 @@ def test_every_draw_of_every_step_and_every_seed_has_a_key_of_its_own(tmp_path, 
     for seed in ("0", "1"):
         flags = ("--steps", "3", "--eval-every", "0", "--seed", seed, "--dynamic-sampling", *CORRECT_ONLY)
         run = make_run(tmp_path, *flags)
-        list(train.train(run.config, run))
+        list(train.train(run))
     assert len(set(keys)) == len(keys) > 8 and evaluate.KEY not in keys
-
-
-def with_rewards(monkeypatch, equal):
-    """Every reward becomes a number of its own, but in the groups, counted through all draws, that `equal` names."""
-    groups, reward = itertools.count(), train.reward_completions
-
-    def rewarded(*args):
-        rewards = reward(*args)
-        for row, number in zip(rewards.filled, groups, strict=False):
-            row[:] = 0.5 if equal(number) else np.arange(len(row)) + number
-        return rewards._replace(total=rewards.filled)
-
-    monkeypatch.setattr(train, "reward_completions", rewarded)
 
 
 @pytest.mark.parametrize(
@@ -232,36 +219,31 @@ def with_rewards(monkeypatch, equal):
 def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
     tmp_path, monkeypatch, equal, draws, signal, chosen
 ):
-    with_rewards(monkeypatch, equal)
-    trained, update_whole = [], update.update
+    """Every reward is a number of its own, but in the groups, counted through all draws, that `equal` names."""
+    numbers, reward, trained, update_whole = itertools.count(), train.rewarded, [], update.update
 
-    def spied(learner, batches, targets, lr):
-        trained.append((batches, targets.advantages))
-        return update_whole(learner, batches, targets, lr)
+    def rewarded(*args):
+        values = [0.5 if equal(number := next(numbers) // 4) else row % 4 + number for row in range(12)]
+        return [one._replace(value=float(its)) for one, its in zip(reward(*args), values, strict=True)]
 
-    monkeypatch.setattr(update, "update", spied)
-    plain_rows = micro_batch.micro_batches
-    monkeypatch.setattr(policy, "micro_batches", lambda *given: plain_rows(*given[:3], weights=given[4]))
+    monkeypatch.setattr(train, "rewarded", rewarded)
+    monkeypatch.setattr(
+        update, "update", lambda learner, cut, lr: trained.extend(cut) or update_whole(learner, cut, lr)
+    )
     flags = ["--steps", "1", "--eval-every", "0", "--dynamic-sampling"]
     run = make_run(tmp_path, *flags, "--target-kl", "0")  # which takes passes of its own
-    list(train.train(run.config, run))
+    list(train.train(run))
     (metrics,), lines = records(tmp_path / "metrics.jsonl"), records(tmp_path / "rollouts.jsonl")
     assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
     assert metrics["sampling/unused_frac"] == pytest.approx(1 - 1 / draws)
     assert len(lines) == 12 * draws and run.num_draws == draws
     assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
-    ((batches, advantages),) = trained
     rows = [row for group in chosen for row in range(4 * group, 4 * group + 4)]
-    for place, row in enumerate(rows):
-        assert advantages[place].item() == pytest.approx(lines[row]["advantage"], abs=1e-6)
-        batch = next((b for b in batches if place in b.rows.tolist()), None)
-        if batch is None:  # its group has no signal, and another one is measured for it
-            assert lines[row]["advantage"] == 0
-            continue
-        tokens = batch.tokens[batch.rows.tolist().index(place)].tolist()
-        prompt = run.prompt_ids[[str(e["prompt"]) for e in run.task.train].index(str(lines[row]["prompt"]))]
-        whole = prompt + lines[row]["ids"]
-        assert tokens[: len(whole) - 1] == whole[:-1]
+    for batch in trained:
+        for place, row in enumerate(batch.rows):
+            line, length = lines[rows[row]], int(batch.mask[place].sum().item())
+            assert batch.advantages[place, 0].item() == pytest.approx(line["advantage"], abs=1e-6)
+            assert batch.completion_ids[place].tolist()[:length] == line["ids"]
     assert metrics["mismatch/logprob_abs_max"] < 1e-4
     taught = min(signal, 3)
     assert metrics["update/rows"] == 4 * taught
@@ -270,27 +252,32 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
 
 
 def drawn(rewards, reasons):
-    """A draw of groups of two, as far as `choose_groups` looks."""
-    rewards = SimpleNamespace(filled=np.array(rewards, float), turns=None)
-    return SimpleNamespace(rewards=rewards, rollout=SimpleNamespace(finish_reasons=reasons))
+    """Samples of groups of two."""
+    found = paid(np.array([rewards], float))
+    return [one._replace(finish_reason=reason) for one, reason in zip(found, reasons, strict=True)]
+
+
+def counts(config, drawn, own=None):
+    """Which groups are trained, how many have a signal and how many differ, and whether the step is full."""
+    groups = samples.by_group(samples.chosen(config, drawn, {}, own))
+    trained = [number for number, group in enumerate(groups) if group[0].advantage is not None]
+    flat = [one for group in groups for one in group]
+    sums = (sum(getattr(group[0], name) for group in groups) for name in ("signal", "unlike"))
+    return trained, *sums, samples.is_full(config, flat)
 
 
 def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
     config = Config.of(batch=2, groups=2, truncated="mask")
-    first = drawn([[0, 1], [0, 1]], ["length", "length", "stop", "length"])
-    choice = groups.choose_groups(config, [first])
-    assert (choice.groups, choice.num_signal, choice.num_unlike, choice.is_full) == ([0, 1], 1, 2, False)
-    choice = groups.choose_groups(config, [first, drawn([[1, 1], [2, 0]], ["stop"] * 4)])
-    assert (choice.groups, choice.num_signal, choice.is_full) == ([1, 3], 2, True)
-    assert groups.choose_groups(config.but(truncated="keep"), [first]).is_full
+    first = ["length", "length", "stop", "length"]
+    assert counts(config, drawn([[0, 1], [0, 1]], first)) == ([0, 1], 1, 2, False)
+    assert counts(config, drawn([[0, 1], [0, 1], [1, 1], [2, 0]], [*first, *["stop"] * 4])) == ([1, 3], 2, 3, True)
+    assert counts(config.but(truncated="keep"), drawn([[0, 1], [0, 1]], first))[3]
 
 
 def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teach():
-    draw = drawn([[1, 1], [0, 1]], ["stop"] * 4)
     for config, own in ((Config.of(), lambda rewards: rewards + 1), (Config.of(advantage="reinforce"), None)):
         config = config.but(batch=2, groups=2, scale_rewards="batch")
-        choice = groups.choose_groups(config, [draw], own)
-        assert (choice.num_signal, choice.num_unlike, choice.is_full) == (2, 1, True)
+        assert counts(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), own) == ([0, 1], 2, 1, True)
 
 
 def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
@@ -326,7 +313,7 @@ def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
         flags += ("--beta", "1e-9")  # so that all rows have a gradient
         (tmp_path / how).mkdir()
         run = make_run(tmp_path / how, *flags)
-        list(train.train(run.config, run))
+        list(train.train(run))
         (metrics,), lines = records(tmp_path / how / "metrics.jsonl"), records(tmp_path / how / "rollouts.jsonl")
         cut = [line for line in lines if line["finish_reason"] == "length"]
         assert 0 < len(cut) < 12 and metrics["completion/truncated_frac"] == len(cut) / 12
@@ -356,7 +343,7 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
 
 def test_rewards_can_be_normalized_one_by_one_and_then_summed(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--combine-rewards", "normalize")
-    list(train.train(run.config, run))
+    list(train.train(run))
     lines = records(tmp_path / "rollouts.jsonl")
     rewards = np.array([[line["rewards"][name] for line in lines] for name in ("correct", "rubric")]).reshape(2, 3, 4)
     expected = oracle.decoupled(rewards, [run.task.reward_weights[name] for name in ("correct", "rubric")])
@@ -436,11 +423,15 @@ def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def spied(self, name):
         with phase(self, name) as done:
-            yield lambda *arrays: waited.__setitem__(name, [a for _, a in tree_flatten(arrays)]) or done(*arrays)
+            yield (
+                lambda *arrays, **cost: (
+                    waited.__setitem__(name, [a for _, a in tree_flatten(arrays)]) or done(*arrays, **cost)
+                )
+            )
 
     monkeypatch.setattr(journal.PhaseClock, "phase", spied)
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--beta", "0.1")
-    list(train.train(run.config, run))
+    list(train.train(run))
     assert {"rollout", "batch", "ref", "update"} == {name for name, arrays in waited.items() if arrays}
     assert waited.keys() == {"rollout", "reward", "judge", "batch", "ref", "update"}
     made = [*run.learner.trainable.values(), *(array for _, array in tree_flatten(run.learner.optimizer.state))]
@@ -452,7 +443,7 @@ def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
 def test_a_judge_that_cannot_be_read_is_on_record_once(tmp_path, monkeypatch, capsys, least_mass, names):
     monkeypatch.setattr(rubrics, "MIN_MASS", least_mass)
     run = make_run(tmp_path, "--steps", "2", "--eval-every", "0")
-    list(train.train(run.config, run))
+    list(train.train(run))
     found = [warning for warning in run.journal.warnings.read() if warning["name"] == "unreadable"]
     assert [warning["name"] for warning in found] == names and all(warning["step"] == 0 for warning in found)
     assert capsys.readouterr().err.count("no readable score") == len(names)
@@ -460,7 +451,7 @@ def test_a_judge_that_cannot_be_read_is_on_record_once(tmp_path, monkeypatch, ca
 
 def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    examples, _, rollout = sample(run)
+    samples = sample(run)
 
     def score(self, prompts, completions):
         rewards = np.arange(12.0)
@@ -469,33 +460,25 @@ def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path,
 
     monkeypatch.setattr(judge.Judge, "score", score)
     run.task = run.task._replace(rewards={}, reward_weights={"rubric": 1.0})
-    rewards = train.reward_completions(run, examples, rollout)
-    assert np.isnan(rewards.total.reshape(-1)[[1, 8, 9, 10, 11]]).all()
-    np.testing.assert_allclose(rewards.filled[0], [0, (0 + 2 + 3) / 3, 2, 3])
-    advantages = grpo.group_advantages(rewards.filled)
-    assert advantages[0, 1] == pytest.approx(0, abs=1e-6)
-    assert (advantages[2] == 0).all()
+    rewarded = train.rewarded(run, samples)
+    assert [row for row, one in enumerate(rewarded) if np.isnan(one.reward)] == [1, 8, 9, 10, 11]
+    np.testing.assert_allclose([one.value for one in rewarded[:4]], [0, (0 + 2 + 3) / 3, 2, 3])
     run.config = run.config.but(advantage="reinforce", scale_rewards="batch")  # there it is the mean of the step
-    rewards = train.reward_completions(run, examples, rollout)
-    np.testing.assert_allclose(rewards.filled.reshape(-1)[[1, 8, 9, 10, 11]], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
-    advantages = grpo.group_advantages(rewards.filled, "batch", "reinforce")
-    np.testing.assert_allclose(advantages.reshape(-1)[[1, 8, 9, 10, 11]], 0, atol=1e-6)
+    values = np.array([one.value for one in train.rewarded(run, samples)])
+    np.testing.assert_allclose(values[[1, 8, 9, 10, 11]], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
 
 
 def test_a_verifier_s_difference_counts_where_the_judge_was_unreadable(tmp_path, monkeypatch):
     """Right or wrong tells a group's answers apart; the judge read the first two alone."""
     run = make_run(tmp_path)
-    examples, _, rollout = sample(run)
-    answers = [example["answer"] for example in examples for _ in range(4)]
-    monkeypatch.setattr(sampler, "texts", lambda *_: ["zero" if row % 4 else text for row, text in enumerate(answers)])
+    samples = [one._replace(text="zero" if row % 4 else one.example["answer"]) for row, one in enumerate(sample(run))]
     rubric = np.array([1.0, 0.0, np.nan, np.nan] * 3)
     judged = rubrics.Judgement(rubric, np.full((12, 3), 3.0), 18, rubrics.JudgeStats(0.1, 36, 0.1))
     monkeypatch.setattr(judge.Judge, "score", lambda *_: judged)
-    rewards = train.reward_completions(run, examples, rollout)
+    rewarded = train.rewarded(run, samples)
     assert run.task.reward_weights == {"correct": 1.0, "rubric": 0.5}
-    np.testing.assert_allclose(rewards.total, [[1.5, 0.0, 0.25, 0.25]] * 3)  # 0.5 is the mean of 1 and 0
-    np.testing.assert_array_equal(rewards.filled, rewards.total)
-    assert np.isnan(rewards.components["rubric"][2:4]).all()
+    assert [one.reward for one in rewarded] == [1.5, 0.0, 0.25, 0.25] * 3  # 0.5 is the mean of 1 and 0
+    assert np.isnan([one.parts["rubric"] for one in rewarded[2:4]]).all()
 
 
 # ---- a run
@@ -522,7 +505,7 @@ UNMEASURED = {
 def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, case, capsys):
     flags, unmeasured = UNMEASURED[case]
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", *flags)
-    list(train.train(run.config, run))
+    list(train.train(run))
     (metrics,) = run.journal.metrics.read()
     assert {name for name, value in metrics.items() if value is None} == unmeasured | {"distill/kl", "teacher/s"}
     assert ("loss nan" in capsys.readouterr().out) == ("loss" in unmeasured)
@@ -535,7 +518,7 @@ def test_the_seconds_of_own_rewards_are_not_the_judge_s_and_train_counts_both(tm
     monkeypatch.setattr(train, "call_rewards", lambda *a: seen.append(("own", phases[-1])) or call(*a))
     monkeypatch.setattr(judge.Judge, "score", lambda *a: seen.append(("judge", phases[-1])) or score(*a))
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
-    list(train.train(run.config, run))
+    list(train.train(run))
     (metrics,) = run.journal.metrics.read()
     assert seen == [("own", "reward"), ("judge", "judge")]
     assert metrics["train/s"] > metrics["reward/s"] + metrics["judge/s"] + metrics["update/s"] > metrics["update/s"]
@@ -544,7 +527,7 @@ def test_the_seconds_of_own_rewards_are_not_the_judge_s_and_train_counts_both(tm
 
 def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
     run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "2")
-    list(train.train(run.config, run))
+    list(train.train(run))
     run.journal.metrics.path.touch()
     after_two = [record for record in run.journal.judge_scores.read() if record["step"] <= 2]
     assert 0 < len(after_two) < len(run.journal.judge_scores.read())
@@ -800,7 +783,7 @@ NO_MEMORY = RuntimeError("[METAL] Command buffer execution failed: Insufficient 
 @pytest.mark.parametrize("error", [NO_MEMORY, MemoryError("Unable to allocate 9 GiB")], ids=["MLX", "numpy"])
 @pytest.mark.parametrize(
     ("name", "which", "step"),
-    [((sampler, "rollout"), 3, 2), ((update, "gradient"), 5, 2), ((train, "reward_completions"), 1, 0)],
+    [((sampler, "rollout"), 3, 2), ((update, "gradient"), 5, 2), ((train, "rewarded"), 1, 0)],
     ids=["rollout", "update", "first"],
 )
 def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_loses_no_step(
@@ -854,7 +837,7 @@ def test_an_error_that_is_not_about_memory_is_seen_whole_and_loses_no_step(tmp_p
     def broken(*_):
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(train, "reward_completions", broken)
+    monkeypatch.setattr(train, "rewarded", broken)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         train.main([*SMALL, "--steps", "2", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
     assert "saved after step 0, continue with: uv run train.py --resume" in capsys.readouterr().err
@@ -1032,23 +1015,19 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert [line["group"] for line in rollouts] == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path, monkeypatch):
+def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
-    run.task = run.task._replace(train=[example | {"category": "sums"} for example in run.task.train])
-    examples, _, rollout = sample(run)
-    rewards = train.reward_completions(run, examples, rollout)
-    draw, untrained = train.Draw(examples, [], rollout, rewards), SimpleNamespace(groups=[])
-    step = SimpleNamespace(number=1, draws=[draw], choice=untrained, result=None)
-    for row, record in enumerate(completion_records(run.config, step)):
-        example = examples[row // 4]
-        assert record["group"] == row // 4 and record["category"] == "sums"
-        assert (record["prompt"], record["answer"]) == (example["prompt"], example["answer"])
+    drawn = [one._replace(example=one.example | {"category": "sums"}) for one in train.rewarded(run, sample(run))]
+    step = journal.Step(1, {}, {}, drawn, None, 0, {})
+    for one, record in zip(drawn, completion_records(step), strict=True):
+        assert (record["group"], record["category"]) == (one.group, "sums")
+        assert (record["prompt"], record["answer"]) == (one.example["prompt"], one.example["answer"])
         logprobs = np.frombuffer(base64.b64decode(record["logprobs"]), "<f2")
-        assert len(logprobs) == len(record["ids"]) == int(rollout.mask[row].sum().item())
-        np.testing.assert_allclose(logprobs, np.array(rollout.logprobs)[row, : len(logprobs)], rtol=1e-3, atol=1e-7)
-    examples[0]["answer"], examples[1]["answer"] = {"sum": float("nan")}, None  # as a user's own data may have it
-    answers = [record["answer"] for record in completion_records(run.config, step)]
-    assert answers[:8] == ["{'sum': nan}"] * 4 + [None] * 4
+        assert len(logprobs) == len(record["ids"]) == len(one.own)
+        np.testing.assert_allclose(logprobs, one.logprobs, rtol=1e-3, atol=1e-7)
+    drawn[0].example["answer"], drawn[4].example["answer"] = {"sum": float("nan")}, None  # as a user's data may have it
+    answers = [record["answer"] for record in completion_records(step)]
+    assert (answers[0], answers[4]) == ("{'sum': nan}", None)
 
 
 def test_a_run_s_config_repeats_the_run(tmp_path, capsys):
@@ -1090,7 +1069,7 @@ def test_a_rate_that_destroys_the_policy_without_a_bound_does_not_with_it(tmp_pa
         flags = ["--batch", "4", "--learning-rate", "0.1", "--steps", "15", "--eval-every", "0", "--target-kl", target]
         (tmp_path / target).mkdir()
         run = make_run(tmp_path / target, *flags)
-        list(train.train(run.config, run))
+        list(train.train(run))
         metrics = records(tmp_path / target / "metrics.jsonl")
         right[target] = sum(record["reward/correct"] for record in metrics[-10:]) / 10
     assert right["0"] < 0.1 < 0.3 < right["0.02"], right

@@ -22,10 +22,11 @@ from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOS
 
 import flags
 import gwen
-import sampler
 from config import Config, Sizes
 from disk import hub
-from step import micro_batch, policy
+from step import policy
+from step.batch import cut
+from step.sample import Sample
 
 REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -142,16 +143,17 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
     model = gwen.load_model(checkpoints["qwen3"], mx.float32)
     model.freeze()
     model.unfreeze()
-    rollout = sampler.Rollout(
-        mx.array(completions.astype(np.int32)), array(case.old), array(case.mask), ["stop"] * 4, None
-    )
-    batches = micro_batch.micro_batches(prompts, rollout, 20)
+    ids = [row[mask > 0].tolist() for row, mask in zip(completions, case.mask, strict=True)]
+    samples = [
+        Sample(prompt, its, range(len(its)), 0, old[: len(its)], advantage=float(advantage))
+        for prompt, its, old, advantage in zip(prompts, ids, case.old, case.advantages, strict=True)
+    ]
+    batches = cut(samples, 20, "off")
     reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, "auto", 20, 0))
-    targets = policy.Targets(4, int(case.mask.sum()), advantages=array(case.advantages))
     batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
     def loss_of(model):
-        return sum(reader.share(model, batch, targets).loss for batch in batches)
+        return sum(reader.share(model, batch).loss for batch in batches)
 
     value, grads = nn.value_and_grad(model, loss_of)(model)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)

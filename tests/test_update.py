@@ -1,7 +1,5 @@
 """What the loss sees, and what an update changes, on the bundled model."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -10,17 +8,29 @@ import oracle
 import pytest
 from conftest import peak_of
 from mlx.utils import tree_flatten
-from small_run import descend_plainly, gradient_of_update, make_config, make_run, sample, take_step, update_once
+from small_run import (
+    descend_plainly,
+    gradient_of_update,
+    logprobs_of,
+    make_config,
+    make_run,
+    recorded,
+    sample,
+    shifted,
+    told,
+    update_once,
+)
 from test_grpo import LOSSES
 
 import grpo
 import gwen
-import sampler
-import train
 import update
 from config import Sizes
 from layers import lm_head
-from step import micro_batch, policy, trust_region
+from run import GrpoRun
+from step import policy, trust_region
+from step.batch import cut
+from step.sample import Sample, trained
 
 pytestmark = pytest.mark.slow
 
@@ -39,53 +49,48 @@ def array(x):
 def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags, budget):
     """Temperature, support, positions, padding and prompt are all in these numbers: any mistake in one shows."""
     run = make_run(tmp_path, *flags)
-    _, rows, rollout = sample(run)
     seen = []
-    for batch in micro_batch.micro_batches(rows, rollout, budget):
+    for batch in cut(sample(run), budget):
         logprobs, _ = run.learner.reader.logprobs(run.model, batch, gradient=True)
         gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
         assert gap.max().item() < 1e-4
-        seen += batch.rows.tolist()
+        seen += batch.rows
     assert sorted(seen) == list(range(12))
 
 
 def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
     run = make_run(tmp_path, "--max-tokens", "7")
-    _, rows, rollout = sample(run)
-    assert {"stop", "length"} == set(rollout.finish_reasons)
-    for batch in micro_batch.micro_batches(rows, rollout, 100_000):
-        for row, ids, mask in zip(
-            batch.rows.tolist(), np.array(batch.completion_ids), np.array(batch.mask), strict=True
-        ):
+    samples = sample(run)
+    assert {"stop", "length"} == {one.finish_reason for one in samples}
+    for batch in cut(samples, 100_000):
+        for row, ids, mask in zip(batch.rows, np.array(batch.completion_ids), np.array(batch.mask), strict=True):
             last = int(ids[int(mask.sum()) - 1])
-            assert (last in run.model.config.eos_ids) == (rollout.finish_reasons[row] == "stop")
+            assert (last in run.model.config.eos_ids) == (samples[row].finish_reason == "stop")
 
 
 # ---- what an update changes
 
 
-def whole_step(run, batches, shape):
-    """Log-probabilities of all rows, (N, T), 0 outside the mask."""
-    logprobs = mx.zeros(shape)
-    for batch in batches:
-        part, _ = run.learner.reader.logprobs(run.model, batch)
-        logprobs[batch.rows, : part.shape[1]] = part * batch.mask
-    return logprobs
-
-
 def weighted_gradient(run, batches, slopes):
     """d sum(slopes * logprobs) / d adapters by name, slopes (N, T)."""
+    slopes = mx.array(slopes, mx.float32)
 
     def total(model):
         parts = [(b, run.learner.reader.logprobs(model, b, gradient=True)[0]) for b in batches]
-        return sum((part * b.mask * slopes[b.rows, : part.shape[1]]).sum() for b, part in parts)
+        return sum((part * b.mask * slopes[mx.array(b.rows), : part.shape[1]]).sum() for b, part in parts)
 
     return dict(tree_flatten(nn.value_and_grad(run.model, total)(run.model)[1]))
 
 
-def told(batches, old_logprobs):
-    """Micro-batches that are told the log-probabilities of the policy before the update, (N, T)."""
-    return [b._replace(old_logprobs=old_logprobs[b.rows, : b.mask.shape[1]]) for b in batches]
+def assert_close(found, expected):
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(np.array(found[name]), np.array(gradient), atol=1e-5, err_msg=name)
+
+
+def warm(run):
+    """After an update, so that A of the adapters has a gradient too."""
+    update_once(run, advantages=np.random.default_rng(5).normal(size=12))
+    return run
 
 
 @pytest.fixture
@@ -109,53 +114,46 @@ def unclipped(monkeypatch):
 )
 def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, flags):
     """The gradient of the adapters is that of the log-probabilities, weighted with the oracle's finite differences."""
-    run = make_run(tmp_path, *flags.split())
-    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))  # so that A has a gradient too
-    _, rows, rollout = sample(run)
-    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
-    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
-    advantages = mx.random.normal((12,), key=mx.random.key(1))
-    batches = micro_batch.micro_batches(rows, rollout, 150)
+    run = warm(make_run(tmp_path, *flags.split()))
+    config, samples = run.config, shifted(sample(run), 0.5)
+    old, mask = recorded(samples)
+    ref = (old - 0.5) * mask if config.objective.beta else None
+    batches = cut(samples, 150)
     assert len(batches) > 1
-    config = run.config
-    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if config.objective.beta else None
-    logprobs = whole_step(run, batches, rollout.mask.shape)
-    new, sampled = (np.array(x, dtype=np.float64) for x in (logprobs, rollout.logprobs))
     case = oracle.Case(
-        new=new,
-        old=sampled,
-        ref=np.zeros_like(new) if ref_logprobs is None else np.array(ref_logprobs, dtype=np.float64),
-        advantages=np.array(advantages, dtype=np.float64),
-        mask=np.array(rollout.mask),
+        new=logprobs_of(run, batches),
+        old=old,
+        ref=np.zeros_like(old) if ref is None else ref,
+        advantages=np.array([one.advantage for one in samples]),
+        mask=mask,
         max_tokens=config.sampling.max_tokens,
     )
-    batches = told(batches, rollout.logprobs)
+    batches = told(batches, "old_logprobs", old)
+    batches = batches if ref is None else told(batches, "ref_logprobs", ref)
     names = "loss_type importance_sampling_level epsilon epsilon_high beta".split()
     settings = {name: getattr(config.objective, name) for name in names}
-    result, grads = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
+    result, grads = gradient_of_update(run, batches)
     assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
-    for name, gradient in weighted_gradient(run, batches, array(oracle.gradient(case, **settings))).items():
-        np.testing.assert_allclose(np.array(grads[name]), np.array(gradient), atol=1e-5, err_msg=name)
+    assert_close(grads, weighted_gradient(run, batches, oracle.gradient(case, **settings)))
     if config.objective.loss_type != "sapo":
         assert result.means["clip_frac"] > 0
 
 
 def whole_model(name, num_rows, num_tokens):
-    """A learner of all weights that keeps no activations, one micro-batch of rows of equal lengths, and targets."""
+    """A learner of all weights that keeps no activations, and one batch of rows of equal lengths."""
     config = make_config("--lora-rank", "0", "--max-tokens", f"{num_tokens}")
     model = gwen.random_model(name)
     learner = update.Learner(model, config, policy.Reader(config, Sizes(1, "off", 1, len(model.layers))))
-    shape = num_rows, num_tokens
-    ids = mx.random.randint(0, 8000, shape, key=mx.random.key(0))
-    rollout = sampler.Rollout(ids, mx.full(shape, -9.0), mx.ones(shape), ["length"] * num_rows, None)
-    batches = micro_batch.micro_batches([[5] * 8] * num_rows, rollout, 1_000_000)
-    targets = policy.Targets(num_rows, ids.size, advantages=mx.arange(num_rows) - 1.0)
-    mx.eval(learner.trainable, learner.optimizer.state, learner.model.parameters(), targets, batches)
-    return learner, batches, targets
+    ids = np.random.default_rng(0).integers(0, 8000, (num_rows, num_tokens)).tolist()
+    own, logprobs = range(num_tokens), np.full(num_tokens, -9.0)
+    samples = [Sample([5] * 8, its, own, 0, logprobs, advantage=row - 1.0) for row, its in enumerate(ids)]
+    batches = cut(samples, 1_000_000, "off")
+    mx.eval(learner.trainable, learner.optimizer.state, learner.model.parameters(), batches)
+    return learner, batches
 
 
 def test_gradients_are_asked_for_in_the_order_in_which_the_backward_pass_has_them(monkeypatch):
-    learner, batches, targets = whole_model("random:2m", 16, 128)
+    learner, batches = whole_model("random:2m", 16, 128)
     layers = update.in_backward_order(learner.trainable)
     assert sorted(name for layer in layers for name in layer) == sorted(learner.trainable)
     assert [layer[0].split(".")[:2] for layer in layers] == [
@@ -163,26 +161,20 @@ def test_gradients_are_asked_for_in_the_order_in_which_the_backward_pass_has_the
         *(["layers", f"{index}"] for index in reversed(range(5))),
         ["embed_tokens", "weight"],
     ]
-    ours = peak_of(lambda: update.gradient(learner, batches, targets))
+    ours = peak_of(lambda: update.gradient(learner, batches)[0])
     monkeypatch.setattr(update, "in_backward_order", lambda names: [list(names)])
-    assert ours < 0.85 * peak_of(lambda: update.gradient(learner, batches, targets))
+    assert ours < 0.85 * peak_of(lambda: update.gradient(learner, batches)[0])
 
 
 def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
-    learner, batches, targets = whole_model("random:30m", 2, 12)
-    peak = peak_of(lambda: update.optimizer_step(learner, batches, targets, 1e-4))
+    learner, batches = whole_model("random:30m", 2, 12)
+    peak = peak_of(lambda: update.optimizer_step(learner, batches, 1e-4)[1]["loss"])
     assert peak < 1.9 * sum(array.nbytes for array in learner.trainable.values())
 
 
 def plainly(hidden, head_weight, ids, *, temperature, support, **_):
     """Log-probabilities from all logits at once."""
     return lm_head.token_logprobs_ref(hidden, head_weight, ids, temperature=temperature, support=support)
-
-
-def part_of(batch, rows):
-    """Some rows of a micro-batch, as padded as they were."""
-    arrays = {n: v[mx.array(rows)] for n, v in batch._asdict().items() if isinstance(v, mx.array)}
-    return batch._replace(**arrays)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -195,27 +187,28 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     tmp_path, monkeypatch, unclipped, loss, flags
 ):
     run = make_run(tmp_path, *flags.split(), "--loss-type", loss, *(("--epsilon-high", "5") if loss == "cispo" else ()))
-    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
-    _, rows, rollout = sample(run)
-    advantages, order = mx.random.normal((12,), key=mx.random.key(1)), np.random.default_rng(2).permutation(12)
-    (whole,) = micro_batch.micro_batches(rows, rollout, 100_000)
-    ref_logprobs = (rollout.logprobs - 0.5) * rollout.mask if run.config.objective.beta else None
+    samples, order = sample(warm(run)), np.random.default_rng(2).permutation(12).tolist()
+    old, mask = recorded(samples)
+
+    def gradient(batches):
+        with_ref = told(batches, "ref_logprobs", (old - 0.5) * mask) if run.config.objective.beta else batches
+        return gradient_of_update(run, with_ref)
+
+    (whole,) = cut(samples, 100_000, "off")
     found = []
     for size in (1, 3, 8, 12):
-        batches = [part_of(whole, order[i : i + size]) for i in range(0, 12, size)]
-        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+        found.append(gradient([whole.take(order[i : i + size]) for i in range(0, 12, size)]))
     for budget, sharing in ((150, "off"), (1, "on"), (150, "on"), (100_000, "on")):
-        batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
-        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+        batches = cut(samples, budget, sharing)
+        found.append(gradient(batches))
     run.learner.reader = policy.Reader(run.config, run.sizes._replace(checkpoint_layers=len(run.model.layers)))
-    found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+    found.append(gradient(batches))
     with monkeypatch.context() as patch:
         patch.setattr(lm_head, "token_logprobs", plainly)
-        found.append(gradient_of_update(run, batches, rollout, advantages, ref_logprobs))
+        found.append(gradient(batches))
     for result, grads in found[1:]:
         assert result.loss == pytest.approx(found[0][0].loss, abs=1e-5)
-        for name, gradient in grads.items():
-            np.testing.assert_allclose(np.array(gradient), np.array(found[0][1][name]), atol=1e-5, err_msg=name)
+        assert_close(grads, found[0][1])
 
 
 def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path):
@@ -224,80 +217,68 @@ def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_firs
     policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
     """
     common = ("--warmup-steps", "0", "--epsilon", "0.1", "--epsilon-high", "0.1", "--target-kl", "0")
-    advantages = mx.random.normal((12,), key=mx.random.key(1))
 
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
         descend_plainly(run)
-        _, rows, rollout = sample(run)
-        shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
-        rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
-        return run, micro_batch.micro_batches(rows, rollout, 150), rollout
+        return run, shifted(sample(run), 0.3)
 
-    run, batches, rollout = begin("--num-iterations", "4")
-    first = whole_step(run, batches, rollout.mask.shape)
-    assert take_step(run, batches, rollout, advantages, 1.0).means["clip_frac"] > 0
+    run, samples = begin("--num-iterations", "4")
+    batches = cut(samples, 150)
+    first = logprobs_of(run, batches)
+    assert update.update(run.learner, batches, 1.0).means["clip_frac"] > 0
 
     def distance(old_logprobs):
-        other, batches, rollout = begin()
-        batches = batches if old_logprobs is None else told(batches, old_logprobs)
+        other, samples = begin()
+        batches = cut(samples, 150)
+        batches = batches if old_logprobs is None else told(batches, "old_logprobs", old_logprobs)
         for _ in range(4):
-            take_step(other, batches, rollout, advantages, 1.0)
+            update.update(other.learner, batches, 1.0)
         theirs = other.learner.trainable
         return max(mx.abs(array - theirs[name]).max().item() for name, array in run.learner.trainable.items())
 
     assert distance(first) < 1e-5
-    assert distance(None) > 1e-3 < distance(rollout.logprobs)
+    assert distance(None) > 1e-3 < distance(recorded(samples)[0])
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
 def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same_in_each(tmp_path, unclipped, loss):
     """As in TRL: dapo divides by the mean number of tokens of a mini-batch. So their mean is the whole rollout's."""
-    run = make_run(tmp_path, "--loss-type", loss, "--mini-batches", "3")
-    update_once(run, advantages=mx.random.normal((12,), key=mx.random.key(5)))
-    _, rows, rollout = sample(run)
-    assert len(set(rollout.lengths[part : part + 4].sum() for part in (0, 4, 8))) > 1
-    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0)) * 0.5
-    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
-    advantages = np.array(mx.random.normal((12,), key=mx.random.key(1)), np.float64)
-    batches = told(run.learner.reader.cut(rows, rollout, advantages.reshape(3, 4), 0), rollout.logprobs)
-    new, old = (np.array(x, np.float64) for x in (whole_step(run, batches, rollout.mask.shape), rollout.logprobs))
-    mask, max_tokens = np.array(rollout.mask), run.config.sampling.max_tokens
-    case = oracle.Case(new, old, np.zeros_like(new), advantages, mask, max_tokens)
-    result, _ = gradient_of_update(run, batches, rollout, mx.array(advantages, mx.float32))
+    run = warm(make_run(tmp_path, "--loss-type", loss, "--mini-batches", "3"))
+    samples = shifted(sample(run), 0.5)
+    old, mask = recorded(samples)
+    assert len({mask[part : part + 4].sum() for part in (0, 4, 8)}) > 1
+    batches = told(cut(samples, 100_000, num_parts=3), "old_logprobs", old)
+    new, advantages = logprobs_of(run, batches), np.array([one.advantage for one in samples])
+    case = oracle.Case(new, old, np.zeros_like(new), advantages, mask, run.config.sampling.max_tokens)
+    result, _ = gradient_of_update(run, batches)
     assert result.loss == pytest.approx(oracle.loss(case, loss_type=loss), abs=1e-5) and result.means["clip_frac"] > 0
     for part, found in enumerate(run.learner.optimizer.grads):
         its_own = case._replace(advantages=np.where(np.arange(12) // 4 == part, advantages, 0.0))
-        slopes = 3 * array(oracle.gradient(its_own, loss_type=loss))
-        for name, gradient in weighted_gradient(run, batches, slopes).items():
-            np.testing.assert_allclose(np.array(found[name]), np.array(gradient), atol=1e-5, err_msg=name)
+        assert_close(found, weighted_gradient(run, batches, 3 * oracle.gradient(its_own, loss_type=loss)))
     assert part == 2
 
 
 def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(tmp_path):
     """Six steps at once equal six single ones, each told the log-probabilities before the first."""
     common = ("--warmup-steps", "0", "--epsilon", "0.1", "--target-kl", "0")
-    advantages = mx.random.normal((12,), key=mx.random.key(1))
 
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
         descend_plainly(run)
-        _, rows, rollout = sample(run)
-        return run, run.learner.reader.cut(rows, rollout, np.ones((3, 4)), 0), rollout
+        return run, cut(sample(run), 100_000, num_parts=3)
 
-    run, batches, rollout = begin("--mini-batches", "3", "--num-iterations", "2")
-    assert [set(row // 4 for row in batch.rows.tolist()) for batch in batches] == [{0}, {1}, {2}]
-    first = whole_step(run, batches, rollout.mask.shape)
-    result = take_step(run, batches, rollout, advantages, 1.0)
+    run, batches = begin("--mini-batches", "3", "--num-iterations", "2")
+    assert [{row // 4 for row in batch.rows} for batch in batches] == [{0}, {1}, {2}]
+    first = logprobs_of(run, batches)
+    result = update.update(run.learner, batches, 1.0)
     assert result.means["clip_frac"] > 0 and result.means["logprob_abs_max"] < 1e-3  # the sampler's is that policy
 
     def distance(old_logprobs):
-        other, _, _ = begin()
-        targets = update.targets_of(other.learner, batches, rollout, advantages)
-        targets = targets._replace(num_rows=4, num_items=targets.num_items / 3)
+        other, batches = begin()
+        batches = batches if old_logprobs is None else told(batches, "old_logprobs", old_logprobs)
         for batch in [*batches, *batches]:
-            (its_own,) = [batch] if old_logprobs is None else told([batch], old_logprobs)
-            update.optimizer_step(other.learner, [its_own], targets, 1.0)
+            update.optimizer_step(other.learner, [batch], 1.0)
         theirs = other.learner.trainable
         return max(mx.abs(array - theirs[name]).max().item() for name, array in run.learner.trainable.items())
 
@@ -306,10 +287,8 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
 
 def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
     run = make_run(tmp_path, "--mini-batches", "3")
-    _, rows, rollout = sample(run)
-    advantages = np.array([[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
-    batches = run.learner.reader.cut(rows, rollout, advantages, 0)
-    result = take_step(run, batches, rollout, mx.array(advantages.reshape(-1), mx.float32), 1e-4)
+    samples = sample(run, [[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
+    result = update.update(run.learner, cut(trained(run.config, samples, 0), 100_000, num_parts=3), 1e-4)
     assert (run.learner.optimizer.step.item(), result.num_taught, result.skipped) == (2, 4, 0)
     assert result.moved is not None and result.grad_norm > 0
 
@@ -318,13 +297,10 @@ def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
 def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(tmp_path, monkeypatch, num_iterations):
     monkeypatch.setattr(policy, "MISMATCH_CAP", 1.2)
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0", "--num-iterations", num_iterations)
-    _, rows, rollout = sample(run)
-    shift = 0.3 * mx.random.normal(rollout.logprobs.shape, key=mx.random.key(0))
-    rollout = rollout._replace(logprobs=(rollout.logprobs + shift) * rollout.mask)
-    batches = micro_batch.micro_batches(rows, rollout, 150)
-    logprobs = whole_step(run, batches, rollout.mask.shape)
-    gap = np.array(logprobs - rollout.logprobs, np.float64)[np.array(rollout.mask) > 0]
-    means = take_step(run, batches, rollout, mx.array([1.0, -1.0] * 6), 0.02).means
+    samples = shifted(sample(run), 0.3)
+    batches, (old, mask) = cut(samples, 150), recorded(samples)
+    gap = (logprobs_of(run, batches) - old)[mask]
+    means = update.update(run.learner, batches, 0.02).means
     assert means["logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
     assert means["logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
     assert means["ratio_mean"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
@@ -336,33 +312,21 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0")
     update_once(run)
-    _, rows, rollout = sample(run)
-    batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
-    ref_logprobs = update.reference_logprobs(run.learner, batches, rollout)
-    plain, grads = gradient_of_update(run, batches, rollout, advantages)
+    batches = cut(sample(run), 150)
+    plain, grads = gradient_of_update(run, batches)
     run.learner.reader = policy.Reader(run.config.but(beta=1e-9), run.sizes)
-    result, same = gradient_of_update(run, batches, rollout, advantages, ref_logprobs)
+    result, same = gradient_of_update(run, update.with_reference(run.learner, batches))
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
-    for name, gradient in grads.items():
-        np.testing.assert_allclose(np.array(same[name]), np.array(gradient), atol=1e-5, err_msg=name)
+    assert_close(same, grads)
 
 
 def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
     run = make_run(tmp_path, "--learning-rate", "0.0003", "--warmup-steps", "0")
-    _, rows, rollout = sample(run)
-    advantages = mx.random.normal((12,), key=mx.random.key(3))
-    batches = micro_batch.micro_batches(rows, rollout, 150)
-
-    def gain():
-        total = 0.0
-        for batch in batches:
-            logprobs, _ = run.learner.reader.logprobs(run.model, batch, gradient=True)
-            total += (logprobs * batch.mask * advantages[batch.rows][:, None]).sum().item()
-        return total
-
-    before = gain()
-    take_step(run, batches, rollout, advantages, update.learning_rate(run.config, run.step))
-    assert gain() > before + 0.2  # a step of 0.003 overshoots
+    samples = sample(run)
+    batches, advantages = cut(samples, 150), np.array([[one.advantage] for one in samples])
+    before = (logprobs_of(run, batches) * advantages).sum()
+    update.update(run.learner, batches, update.learning_rate(run.config, run.step))
+    assert (logprobs_of(run, batches) * advantages).sum() > before + 0.2  # a step of 0.003 overshoots
 
 
 def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_path, monkeypatch):
@@ -388,13 +352,11 @@ def test_the_kl_term_changes_nothing_while_policy_and_reference_agree(tmp_path, 
 def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(tmp_path):
     run = make_run(tmp_path, "--beta", "0.1", "--learning-rate", "0.01")
     update_once(run)
-    _, rows, rollout = sample(run)
-    batches = micro_batch.micro_batches(rows, rollout, 100_000)
-    ref = update.reference_logprobs(run.learner, batches, rollout)
-    base = train.GrpoRun(run.config, tmp_path)
-    expected = update.reference_logprobs(base.learner, batches, rollout)
-    np.testing.assert_allclose(np.array(ref), np.array(expected), atol=1e-5)
-    assert (mx.abs(ref - rollout.logprobs) * rollout.mask).max().item() > 1e-3
+    batches = cut(sample(run), 100_000)
+    expected = update.with_reference(GrpoRun(run.config, tmp_path).learner, batches)
+    for ours, theirs in zip(update.with_reference(run.learner, batches), expected, strict=True):
+        np.testing.assert_allclose(np.array(ours.ref_logprobs), np.array(theirs.ref_logprobs), atol=1e-5)
+        assert (mx.abs(ours.ref_logprobs - ours.sampled_logprobs) * ours.mask).max().item() > 1e-3
 
 
 def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tmp_path, monkeypatch):
@@ -446,17 +408,16 @@ def test_the_learning_rate_warms_up_and_decays():
 
 def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_loss_scale(tmp_path, monkeypatch):
     """Advantages of 1e-7: the float16 backward pass rounds them away, and scaled by 2^15 keeps what float32 has."""
-    tiny = mx.full((12,), 1e-7) * mx.array([1.0, -1.0] * 6)
+    tiny = [1e-7, -1e-7] * 6
     monkeypatch.setenv("GWEN_DTYPE", "float32")
     exact = make_run(tmp_path)
-    _, rows, rollout = sample(exact)  # for both: the same draws may fall on other tokens in float16
-    batches = micro_batch.micro_batches(rows, rollout, 100_000)
-    expected = take_step(exact, batches, rollout, tiny, 1e-3).grad_norm
+    batches = cut(sample(exact, tiny), 100_000)  # for both: the same draws may fall on other tokens in float16
+    expected = update.update(exact.learner, batches, 1e-3).grad_norm
     monkeypatch.setenv("GWEN_DTYPE", "float16")
     run = make_run(tmp_path)
     assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
     masters = dict(run.learner.trainable)
-    found = take_step(run, batches, rollout, tiny, 1e-3).grad_norm
+    found = update.update(run.learner, batches, 1e-3).grad_norm
     assert found == pytest.approx(expected, rel=0.05)
     assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
     run = make_run(tmp_path)
@@ -487,7 +448,7 @@ def test_the_loss_scale_backs_off_at_an_overflow_and_grows_again(tmp_path, monke
 
 def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_nothing(tmp_path):
     run = make_run(tmp_path)
-    bad = mx.full((12,), mx.inf)
+    bad = [np.inf] * 12
     before = dict(run.learner.trainable)
     for _ in range(2):
         assert update_once(run, advantages=bad).skipped == 1
@@ -538,10 +499,8 @@ def far(tmp_path, *flags):
 
 def sampled_policy(run):
     """float64 log-probabilities of the tokens of `sample` before any update, (N, T), and their mask."""
-    rollout = run.first = getattr(run, "first", None) or sample(run)
-    batches = micro_batch.micro_batches(rollout[1], rollout[2], 100_000)
-    logprobs = whole_step(run, batches, rollout[2].mask.shape)
-    return np.array(logprobs, dtype=np.float64), np.array(rollout[2].mask)
+    run.first = getattr(run, "first", None) or sample(run)
+    return logprobs_of(run, cut(run.first, 100_000)), recorded(run.first)[1]
 
 
 def moved(run, before):
@@ -592,7 +551,8 @@ def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_r
 
 def test_the_distance_of_two_policies_is_that_of_the_counted_tokens_whatever_the_padding_holds():
     old, new = mx.array([[-1.0, -2.0, -120.0]]), mx.array([[-1.5, -1.8, -20.0]])
-    probe = [SimpleNamespace(mask=mx.array([[1.0, 1.0, 0.0]]), old_logprobs=old)]
+    (batch,) = cut([Sample([1], [2, 3], range(2), 0)], 9)
+    probe = [batch._replace(mask=mx.array([[1.0, 1.0, 0.0]]), old_logprobs=old)]
     change = np.array([-0.5, 0.2])
     assert trust_region.distance(probe, [new]) == pytest.approx((np.exp(change) - change - 1).mean(), rel=1e-5)
 
@@ -625,10 +585,7 @@ def test_a_later_step_that_finds_no_room_halves_the_rate_at_most_as_the_earlier_
         return trust_region.BoundedStep(after, 1.0, target, 0)
 
     monkeypatch.setattr(trust_region, "hold", hold)
-    _, rows, rollout = sample(run)
-    advantages = np.array([[1, -1, 1, -1]] * 3)
-    batches = run.learner.reader.cut(rows, rollout, advantages, 0)
-    take_step(run, batches, rollout, mx.array(advantages.reshape(-1), mx.float32), 1e-4)
+    update.update(run.learner, cut(sample(run, [1, -1] * 6), 100_000, num_parts=3), 1e-4)
     assert (len(asked), run.learner.rate) == (3, rate)
 
 
@@ -664,25 +621,26 @@ def test_without_a_target_every_step_is_as_long_as_the_rate_says_and_nothing_is_
 
 def test_how_far_is_null_where_no_step_was_made(tmp_path):
     run = make_run(tmp_path)
-    assert update_once(run, advantages=mx.full((12,), mx.inf)).moved is None
-    nothing = sample(run)[2]
-    assert take_step(run, [], nothing, mx.zeros((12,)), 1e-3).moved is None
+    assert update_once(run, advantages=[np.inf] * 12).moved is None
+    assert update.update(run.learner, [], 1e-3).moved is None
 
 
 @pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])
 def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path, monkeypatch, budget, sharing):
     run = make_run(tmp_path)
-    _, rows, rollout = sample(run)
-    batches = micro_batch.micro_batches(rows, rollout, budget, sharing)
-    known = [b._replace(old_logprobs=run.learner.reader.logprobs(run.model, b, gradient=True)[0]) for b in batches]
-    num_tokens = round(float(rollout.mask.sum()))
+    samples = sample(run)
+    known = [
+        batch._replace(old_logprobs=run.learner.reader.logprobs(run.model, batch, gradient=True)[0])
+        for batch in cut(samples, budget, sharing)
+    ]
+    num_tokens = sum(len(one.own) for one in samples)
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
     for turn in range(7, 10):
         probe = trust_region.make_probe(known, turn)
         present = update.under(run.learner, probe, run.learner.trainable)
         assert trust_region.distance(probe, present) < 1e-6  # the same rows, prompts and tokens
-        part = [row for batch in probe for row in batch.rows.tolist()]
+        part = [row for batch in probe for row in batch.rows]
         assert len(part) <= 6
         seen += part
     assert sorted(seen) == list(range(12))
@@ -716,38 +674,32 @@ def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_pa
 
 def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_count_as_before(tmp_path):
     run = make_run(tmp_path, "--loss-type", "grpo")
-    _, rows, rollout = sample(run)
-    advantages = mx.random.normal((12,), key=mx.random.key(1))
-    whole, _ = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages)
-    keep = mx.array([1.0, 0.0] * 6)
-    left = rollout._replace(mask=rollout.mask * keep[:, None])
-    result, half = gradient_of_update(run, micro_batch.micro_batches(rows, left, 150), left, advantages)
+    samples, keep = sample(run), np.array([1.0, 0.0] * 6)
+    whole, _ = gradient_of_update(run, cut(samples, 150))
+    left = [one if row % 2 == 0 else one._replace(own=()) for row, one in enumerate(samples)]
+    result, half = gradient_of_update(run, cut(left, 150))
     assert result.num_forwards == 6 + 6  # the second six measure how far the update moved
     # a row that is left out is a row without advantage: the mean is still over all 12
-    expected, same = gradient_of_update(run, micro_batch.micro_batches(rows, rollout, 150), rollout, advantages * keep)
+    expected, same = gradient_of_update(run, cut(sample(run, [one.advantage for one in samples] * keep), 150))
     assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)
-    for name, gradient in half.items():
-        np.testing.assert_allclose(np.array(gradient), np.array(same[name]), atol=1e-6)
-    nothing = rollout._replace(mask=rollout.mask * 0)
-    assert micro_batch.micro_batches(rows, nothing, 150) == []
-    result = take_step(run, [], nothing, advantages, 1e-3)
+    assert_close(half, same)
+    result = update.update(run.learner, [], 1e-3)
     assert (result.loss, result.grad_norm, result.pad_frac, result.skipped) == (None, None, None, 0)
     assert set(result.means.values()) == {None} and result.means.keys() == expected.means.keys()
 
 
 def test_the_terms_that_a_kernel_makes_are_those_of_a_clipped_loss(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    _, rows, rollout = sample(run)
-    batches, advantages = micro_batch.micro_batches(rows, rollout, 150), mx.random.normal((12,), key=mx.random.key(3))
+    batches = cut(sample(run), 150)
 
     def twice(hidden, head, ids, surrogate, temperature):
         assert surrogate.old_logprobs is None and surrogate.objective == grpo.Objective(max_tokens=12)
         logprobs, entropy = lm_head.token_logprobs_ref(hidden, head, ids, temperature=temperature)
         return lm_head.TokenLosses(2 * surrogate.terms(logprobs), logprobs, entropy)
 
-    plain, _ = gradient_of_update(run, batches, rollout, advantages)
+    plain, _ = gradient_of_update(run, batches)
     monkeypatch.setattr(lm_head, "has_token_losses", lambda *_: True)
     monkeypatch.setattr(lm_head, "token_losses", twice)
-    doubled, _ = gradient_of_update(run, batches, rollout, advantages)
+    doubled, _ = gradient_of_update(run, batches)
     assert doubled.loss == pytest.approx(2 * plain.loss, rel=1e-5)
     assert doubled.grad_norm == pytest.approx(2 * plain.grad_norm, rel=1e-5)

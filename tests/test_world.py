@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from conftest import read_log
 from machines import LIMIT, Machines
-from small_run import SMALL, gradient_of_update, make_run, sample, take_step
+from small_run import SMALL, gradient_of_update, make_run, sample
 
-import grpo
 import train
 import update
 from disk import checkpoint
 from machine import world
-from step import micro_batch, trust_region
+from step import trust_region
+from step.batch import cut
 
 slow = pytest.mark.slow
 
@@ -67,27 +67,23 @@ VARIANTS = {
 
 
 def gradients(run):
-    """The gradient of a step in small micro-batches, what was measured, and the log-probabilities of a probe."""
-    _, rows, rollout = sample(run)
-    rewards = np.random.default_rng(3).normal(size=(run.config.sampling.batch, run.config.sampling.groups))
-    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
-    batches = micro_batch.micro_batches(rows, rollout, 80)
+    """The gradient of a step in small batches, what was measured, and the log-probabilities of a probe."""
+    samples = sample(run)
+    batches = cut(samples, 80, "off")
     assert len(batches) > 3
-    ref = update.reference_logprobs(run.learner, batches, rollout) if run.config.objective.beta else None
-    result, grads = gradient_of_update(run, batches, rollout, advantages, ref)
-    probe = trust_region.make_probe(batches, 1)
-    logprobs = [part.reshape(-1) for part in update.under(run.learner, probe, run.learner.trainable)]
-    return rollout.completion_ids, grads, {"loss": result.loss, **result.means}, mx.concatenate(logprobs)
+    batches = update.with_reference(run.learner, batches) if run.config.objective.beta else batches
+    result, grads = gradient_of_update(run, batches)
+    known = update.with_old(batches, update.under(run.learner, batches, run.learner.trainable))
+    distance = trust_region.distance(known, [batch.sampled_logprobs if batch.is_mine else None for batch in known])
+    ids = [one.ids for one in samples]
+    return ids, grads, {"loss": result.loss, "distance": distance, **result.means}
 
 
 def steps_of(run):
     """Two updates, each of two iterations of AdamW with a bound on the step."""
-    _, rows, rollout = sample(run)
-    rewards = np.random.default_rng(3).normal(size=(run.config.sampling.batch, run.config.sampling.groups))
-    advantages = mx.array(grpo.group_advantages(rewards).reshape(-1))
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part
-        take_step(run, micro_batch.micro_batches(rows, rollout, budget), rollout, advantages, 0.004)
+        update.update(run.learner, cut(sample(run), budget, "off"), 0.004)
     return run.learner
 
 
@@ -101,8 +97,8 @@ from mlx.utils import tree_flatten
 out = Path(sys.argv[1])
 with world.joined():
     for name, flags in test_world.VARIANTS.items():
-        ids, grads, measured, logprobs = test_world.gradients(make_run(out / "gone", *flags))
-        arrays = {"ids": ids, "logprobs": logprobs} | {f"grad {key}": value for key, value in grads.items()}
+        ids, grads, measured = test_world.gradients(make_run(out / "gone", *flags))
+        arrays = {"ids": mx.array(sum(ids, []))} | {f"grad {key}": value for key, value in grads.items()}
         arrays |= {f"of {key}": mx.array(value) for key, value in measured.items() if value is not None}
         mx.save_safetensors(str(out / f"{name} {world.rank()}.safetensors"), arrays)
     learner = test_world.steps_of(make_run(out / "gone", "--num-iterations", "2", "--target-kl", "0.001"))
@@ -118,15 +114,14 @@ def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weigh
         for (_, errors), status in machines.wait():
             assert status == 0, errors
     for name, flags in VARIANTS.items():
-        ids, grads, measured, logprobs = gradients(make_run(tmp_path / "gone", *flags))
+        ids, grads, measured = gradients(make_run(tmp_path / "gone", *flags))
         for rank in range(2):
             theirs = mx.load(str(tmp_path / f"{name} {rank}.safetensors"))
-            assert mx.array_equal(theirs["ids"], ids).item()
+            assert theirs["ids"].tolist() == [token for its in ids for token in its]
             for key, ours in grads.items():
                 assert mx.abs(theirs[f"grad {key}"] - ours).max() <= 1e-5 * mx.abs(ours).max() + 1e-8, (name, key)
             for key, value in measured.items():
                 assert value is None or theirs[f"of {key}"].item() == pytest.approx(value, rel=1e-4, abs=1e-5), key
-            assert mx.abs(theirs["logprobs"] - logprobs).max() < 1e-5
     states = [(tmp_path / f"state {rank}.safetensors").read_bytes() for rank in range(2)]
     assert states[0] == states[1]
 

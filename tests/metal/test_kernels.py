@@ -23,7 +23,7 @@ from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from layers import attention, lm_head, ops, softmax
 from machine import gpu
 from metal import emulator
-from step import micro_batch
+from step.batch import cut
 
 pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -636,15 +636,13 @@ FUSED = UPDATES[:4]
 def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, flags, tmp_path, monkeypatch):
     monkeypatch.setenv("GWEN_KERNELS", "off")
     run = small_run.make_run(tmp_path, *flags)
-    _, rows, rollout = small_run.sample(run)
-    shift = mx.random.normal(rollout.logprobs.shape, key=mx.random.key(5)) * 0.2
-    rollout = rollout._replace(logprobs=rollout.logprobs + shift * rollout.mask)
-    batches = micro_batch.micro_batches(rows, rollout, 250)
-    advantages = mx.random.normal((12,), key=mx.random.key(3))
-    ref = rollout.logprobs - 0.1 if run.config.objective.beta else None
-    theirs, other = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
+    samples = small_run.shifted(small_run.sample(run), 0.2)
+    batches = cut(samples, 250, "off")
+    if run.config.objective.beta:
+        batches = small_run.told(batches, "ref_logprobs", small_run.recorded(samples)[0] - 0.1)
+    theirs, other = small_run.gradient_of_update(run, batches)
     monkeypatch.delenv("GWEN_KERNELS")
-    ours, mine = small_run.gradient_of_update(run, batches, rollout, advantages, ref)
+    ours, mine = small_run.gradient_of_update(run, batches)
     assert any(gpu.OPS["row_losses"]._runs.values()) == (flags in FUSED or "sequence" in flags or "cispo" in flags)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):

@@ -1,4 +1,4 @@
-"""Micro-batches in both forms: every row keeps its past, its positions and its gradient."""
+"""Batches in both forms: every row keeps its past, its positions and its gradient."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,27 +9,28 @@ from mlx.utils import tree_flatten
 
 import gwen
 import lora
-import sampler
 from layers import lm_head
-from step import micro_batch, policy, shared_prompts
+from step.batch import ROOM, SHARING, cut, hidden, plan
+from step.sample import Sample
 
 RNG = np.random.default_rng(0)
-GROUPS, WIDTH = 4, 7
+GROUPS = 4
 PROMPTS = [RNG.integers(3, 320, length).tolist() for length in (5, 9, 2)]
 ROWS = [prompt for prompt in PROMPTS for _ in range(GROUPS)]
 LENGTHS = np.array([7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7])  # one group has completions of a single token
 
 
-def rollout_of(lengths, width=WIDTH, vocab=320):
-    """Random completions of these lengths, what is outside the mask too."""
-    ids = RNG.integers(3, vocab, (len(lengths), width)).astype(np.int32)
-    mask = (np.arange(width) < np.asarray(lengths)[:, None]).astype(np.float32)
-    logprobs = mx.array(RNG.normal(size=mask.shape).astype(np.float32))
-    return sampler.Rollout(mx.array(ids), logprobs, mx.array(mask), ["stop"] * len(lengths), None)
+def samples_of(lengths, prompts=ROWS, vocab=320):
+    """Random completions of these lengths."""
+    ids = [RNG.integers(3, vocab, length).tolist() for length in lengths]
+    rows = enumerate(zip(prompts, ids, strict=True))
+    return [
+        Sample(prompt, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its))) for row, (prompt, its) in rows
+    ]
 
 
-ROLLOUT = rollout_of(LENGTHS)
-SLOPES = mx.array(RNG.normal(size=(12, WIDTH)).astype(np.float32))
+SAMPLES = samples_of(LENGTHS)
+SLOPES = mx.array(RNG.normal(size=(12, 7)).astype(np.float32))
 
 
 def load(directory, rank):
@@ -48,9 +49,9 @@ def gradient(model, batches, checkpoint_layers=0):
     for batch in batches:
 
         def loss(model, batch=batch):
-            hidden = policy.completion_hidden(model, batch, checkpoint_layers)
-            logprobs, _ = lm_head.token_logprobs(hidden, model.head_weight, batch.completion_ids, head=head)
-            return (logprobs * batch.mask * SLOPES[batch.rows, : logprobs.shape[1]]).sum()
+            states = hidden(model, batch, checkpoint_layers)
+            logprobs, _ = lm_head.token_logprobs(states, model.head_weight, batch.completion_ids, head=head)
+            return (logprobs * batch.mask * SLOPES[mx.array(batch.rows), : logprobs.shape[1]]).sum()
 
         value, part = nn.value_and_grad(model, loss)(model)
         total += value.item()
@@ -73,11 +74,11 @@ def assert_same(found, expected, tolerance):
 def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family, rank):
     """Against one row after the other, alone and without padding."""
     model = load(checkpoints[family], rank)
-    alone = micro_batch.micro_batches(ROWS, ROLLOUT, 1, "off")
+    alone = cut(SAMPLES, 1, "off")
     assert len(alone) == 12 and all(batch.num_positions == batch.num_tokens for batch in alone)
     expected = gradient(model, alone)
     for sharing, budgets in {"on": (1, 3 * 8, 10**6), "off": (3 * 8, 40, 10**6)}.items():
-        cuts = [micro_batch.micro_batches(ROWS, ROLLOUT, budget, sharing) for budget in budgets]
+        cuts = [cut(SAMPLES, budget, sharing) for budget in budgets]
         assert len({len(batches) for batches in cuts}) == 3 and len(cuts[-1]) == 1
         for batches in cuts:
             assert_same(gradient(model, batches), expected, 1e-4 if family == "qwen3.5" else 1e-5)
@@ -92,7 +93,7 @@ def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
 ):
     """`mx.checkpoint` of a module drops them, and of a cache that was filled once more doubles the keys."""
     model = load(checkpoints[family], rank)
-    batches = micro_batch.micro_batches(ROWS, ROLLOUT, 60, sharing)
+    batches = cut(SAMPLES, 60, sharing)
     before = dict(tree_flatten(model.parameters()))
     assert_same(gradient(model, batches, checkpoint_layers), gradient(model, batches), 1e-5)
     after = dict(tree_flatten(model.parameters()))
@@ -102,11 +103,11 @@ def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
 def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_graph(checkpoints):
     model = load(checkpoints["qwen3"], 4)
     before = dict(tree_flatten(model.parameters()))
-    (batch,) = micro_batch.micro_batches(ROWS, ROLLOUT, 10**6, "on")
+    (batch,) = cut(SAMPLES, 10**6, "on")
     head = mx.random.normal((320, 48), key=mx.random.key(2))
 
     def total(head):
-        return (policy.completion_hidden(model, batch, 2) @ head.T).sum()
+        return (hidden(model, batch, 2) @ head.T).sum()
 
     mx.eval(mx.grad(total)(head))
     assert all(array is before[name] for name, array in tree_flatten(model.parameters()))
@@ -115,34 +116,34 @@ def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_g
 def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(checkpoints):
     model = load(checkpoints["qwen3"], 0)
     rows = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4
-    (batch,) = micro_batch.micro_batches(rows, ROLLOUT, 10**6, "on")
+    samples = [one._replace(prompt=prompt) for one, prompt in zip(SAMPLES, rows, strict=True)]
+    (batch,) = cut(samples, 10**6, "on")
     assert batch.prefix.lengths in ([5, 9], [9, 5])
-    assert_same(gradient(model, [batch]), gradient(model, micro_batch.micro_batches(rows, ROLLOUT, 1)), 1e-5)
+    assert_same(gradient(model, [batch]), gradient(model, cut(samples, 1, "off")), 1e-5)
 
 
-@pytest.mark.parametrize("sharing", micro_batch.SHARING)
+@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("budget", [1, 30, 55, 10**6])
 def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(sharing, budget):
-    lengths = LENGTHS.copy()
-    lengths[5] = 0  # a row without a counted token goes nowhere
-    rollout = rollout_of(lengths)
-    batches = micro_batch.micro_batches(ROWS, rollout, budget, sharing)
-    assert sorted(row for batch in batches for row in batch.rows.tolist()) == [n for n in range(12) if n != 5]
+    samples = [*SAMPLES]
+    samples[5] = samples[5]._replace(own=())  # what has no token goes nowhere
+    samples[7] = samples[7]._replace(weight=0.0)
+    batches = cut(samples, budget, sharing)
+    assert sorted(row for batch in batches for row in batch.rows) == [n for n in range(12) if n not in (5, 7)]
     for batch in batches:
-        most = shared_prompts.ROOM * budget if batch.prefix else budget
-        assert batch.num_positions <= most or len(batch.rows) == 1
+        assert batch.num_positions <= (ROOM * budget if batch.prefix else budget) or len(batch.rows) == 1
         assert batch.num_tokens <= batch.num_positions
-        for index, row in enumerate(batch.rows.tolist()):
-            prompt, length = ROWS[row], int(lengths[row])
-            whole = [*prompt, *rollout.completion_ids[row].tolist()[:length]][:-1]
+        assert (batch.num_rows, batch.num_items) == (12, LENGTHS.sum() - 1)
+        for index, row in enumerate(batch.rows):
+            one, length = samples[row], int(LENGTHS[row])
             read = batch.tokens[index].tolist()[: batch.lengths[index]]
             if batch.prefix:
                 place = batch.prefix.parents[index]
                 read = batch.prefix.tokens[place].tolist()[: batch.prefix.lengths[place]] + read
-            assert read == whole
-            assert batch.completion_ids[index].tolist()[:length] == rollout.completion_ids[row].tolist()[:length]
+            assert read == [*one.prompt, *one.ids][:-1]
+            assert batch.completion_ids[index].tolist()[:length] == one.ids
             assert batch.mask[index].sum().item() == length
-            assert mx.array_equal(batch.sampled_logprobs[index, :length], rollout.logprobs[row, :length])
+            np.testing.assert_array_equal(batch.sampled_logprobs[index, :length], one.logprobs.astype(np.float32))
 
 
 def test_positions_are_what_goes_through_the_model(checkpoints, monkeypatch):
@@ -150,16 +151,16 @@ def test_positions_are_what_goes_through_the_model(checkpoints, monkeypatch):
     monkeypatch.setattr(nn.Embedding, "__call__", lambda self, ids: seen.append(ids.size) or embed(self, ids))
     for sharing in ("on", "off"):
         seen.clear()
-        batches = micro_batch.micro_batches(ROWS, ROLLOUT, 55, sharing)
+        batches = cut(SAMPLES, 55, sharing)
         for batch in batches:
-            policy.completion_hidden(model, batch)
+            hidden(model, batch)
         assert sum(seen) == sum(batch.num_positions for batch in batches)
 
 
 def test_prompts_are_shared_where_that_saves_enough_positions():
     def shared(prompt, completion, groups):
         rows = [[1] * prompt] * groups
-        return micro_batch.plan(rows, np.full(groups, completion), 10**6, "auto")[0]
+        return plan(rows, np.full(groups, completion), 10**6, "auto")[0]
 
     assert shared(96, 64, 8) and shared(512, 64, 2)
     assert not shared(4, 256, 8)  # 3 of 259 positions a row
@@ -169,27 +170,26 @@ def test_prompts_are_shared_where_that_saves_enough_positions():
 def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
     rows, lengths = [[1] * 128] * 8, np.full(8, 256)  # 128 + 8 * 255 = 2,168 positions
     for budget, sizes in ((2048, [8]), (1900, [4, 4]), (1100, [4, 4]), (900, [3, 3, 2]), (1, [1] * 8)):
-        shared, cut = micro_batch.plan(rows, lengths, budget, "on")
+        shared, cut = plan(rows, lengths, budget, "on")
         assert shared and [len(part) for part, _ in cut] == sizes
         assert all(size == 128 + 255 * len(part) for part, size in cut)
 
 
 def test_a_step_without_a_counted_token_has_no_micro_batch():
-    assert micro_batch.micro_batches(ROWS, rollout_of(np.zeros(12, int)), 100, "auto") == []
+    assert cut([one._replace(own=()) for one in SAMPLES], 100) == []
 
 
 def test_computing_layers_again_and_sharing_prompts_both_save_memory():
     model = gwen.random_model("random:2m")
     lora.apply(model, 8, 2.0)
     mx.eval(model.parameters())
-    rollout = rollout_of([32] * 8, 32)
-    rows = [RNG.integers(3, 320, 64).tolist()] * 8
+    samples = samples_of([32] * 8, [RNG.integers(3, 320, 64).tolist()] * 8)
 
     def peak(sharing, checkpoint_layers):
-        (batch,) = micro_batch.micro_batches(rows, rollout, 10**6, sharing)
+        (batch,) = cut(samples, 10**6, sharing)
 
         def loss(model):
-            return (policy.completion_hidden(model, batch, checkpoint_layers) ** 2).sum()
+            return (hidden(model, batch, checkpoint_layers) ** 2).sum()
 
         return peak_of(lambda: nn.value_and_grad(model, loss)(model))
 
@@ -200,31 +200,28 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
 
 
 def in_turns():
-    """The rollout with ids in between that its rows did not write: up to three texts a row, also at its beginning."""
-    sequences, places = [], []
-    for own in ROLLOUT.ids:
-        whole, held = [], []
-        for token in own:
+    """The samples with ids in between that they did not write: up to three texts a row, also at its beginning."""
+    for one in SAMPLES:
+        whole, own = [], []
+        for token in one.ids:
             if RNG.random() < 0.4:
                 whole += RNG.integers(3, 320, RNG.integers(1, 6)).tolist()
-            held.append(len(whole))
+            own.append(len(whole))
             whole.append(token)
-        sequences.append(whole)
-        places.append(held)
-    return ROLLOUT._replace(sequences=sequences, places=places)
+        yield one._replace(ids=whole, own=own)
 
 
-def whole_gradient(model, rollout):
+def whole_gradient(model, samples):
     """The same with the log-probabilities of every token of each row, times a mask."""
     head = "trained" if "lm_head" in model or not any(True for _ in lora.layers(model)) else "frozen"
 
     def loss(model):
         total = 0.0
-        for row, (prompt, ids) in enumerate(zip(ROWS, rollout.sequences, strict=True)):
+        for row, (prompt, ids, own) in enumerate((one.prompt, one.ids, one.own) for one in samples):
             hidden = model.hidden(mx.array([prompt + ids[:-1]]))[:, len(prompt) - 1 :]
             logprobs, _ = lm_head.token_logprobs(hidden, model.head_weight, mx.array([ids]), head=head)
             slopes = np.zeros(len(ids), np.float32)
-            slopes[rollout.places[row]] = np.array(SLOPES)[row, : len(rollout.places[row])]
+            slopes[own] = np.array(SLOPES)[row, : len(own)]
             total = total + (logprobs[0] * mx.array(slopes)).sum()
         return total
 
@@ -234,14 +231,14 @@ def whole_gradient(model, rollout):
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_gradient_from_places_is_that_of_a_mask_over_everything(checkpoints, rank):
-    model, rollout = load(checkpoints["qwen3"], rank), in_turns()
-    expected = whole_gradient(model, rollout)
-    alone = micro_batch.micro_batches(ROWS, rollout, 1, "off")
+    model, samples = load(checkpoints["qwen3"], rank), list(in_turns())
+    expected = whole_gradient(model, samples)
+    alone = cut(samples, 1, "off")
     assert all(batch.num_positions == batch.num_tokens for batch in alone)
     assert_same(gradient(model, alone), expected, 1e-6)
     for sharing, budgets in {"on": (1, 40, 10**6), "off": (40, 10**6)}.items():
         for budget in budgets:
-            batches = micro_batch.micro_batches(ROWS, rollout, budget, sharing)
+            batches = cut(samples, budget, sharing)
             assert_same(gradient(model, batches), expected, 1e-5)
             for batch in batches:
-                assert batch.completion_ids.shape == batch.mask.shape == batch.positions.shape
+                assert batch.completion_ids.shape == batch.mask.shape

@@ -114,23 +114,18 @@ class Teacher:
 
     def _in_front(self, model: gwen.Model, samples: list[Sample], batches: list[Batch]) -> Iterator[mx.array]:
         """The hidden states of batches, (M, T, D) each, where the teacher sees another prompt: its own batches."""
-        rows = sorted(row for batch in batches for row in batch.rows)
-        prompts = self.prompts_of(samples, rows)
-        seen = [samples[row]._replace(prompt=prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        groups = {sample.group: sample.example for sample in samples}
+        prompts = dict(zip(groups, self.prompts(groups.values()), strict=True))
+        seen = cut([sample._replace(prompt=prompts[sample.group]) for sample in samples], self.token_budget)
+        rows = {row for batch in batches for row in batch.rows}
+        seen = [batch for batch in seen if rows & set(batch.rows)]
         states: dict[int, mx.array] = {}
-        theirs = cut(seen, self.token_budget)
-        for batch, hidden in zip(theirs, self._read(model, theirs), strict=True):
+        for batch, hidden in zip(seen, self._read(model, seen), strict=True):
             mx.eval(hidden)  # wait: the next batch may use this one's memory
-            states |= {rows[row]: hidden[place] for place, row in enumerate(batch.rows)}
+            states |= {row: hidden[place] for place, row in enumerate(batch.rows) if row in rows}
         for batch in batches:
             own = [states[row][: batch.mask.shape[1]] for row in batch.rows]
             yield mx.stack([mx.pad(one, [(0, batch.mask.shape[1] - len(one)), (0, 0)]) for one in own])
-
-    def prompts_of(self, samples: list[Sample], rows: list[int]) -> list[list[int]]:
-        """The ids of the prompts of some samples as the teacher sees them, a list for each group."""
-        groups = {samples[row].group: samples[row].example for row in rows}
-        ids = dict(zip(groups, self.prompts(groups.values()), strict=True))
-        return [ids[samples[row].group] for row in rows]
 
     def _read(self, model: gwen.Model, batches: list[Batch]) -> Iterator[mx.array]:
         """The model's hidden states of each batch's tokens, (M, T, D)."""

@@ -35,7 +35,6 @@ from config import SETTINGS
 from disk import checkpoint, run_files
 from flags import fail, flag_of
 from reporting import console
-from run import Run
 from settings import sources
 from settings.sources import parse
 

@@ -58,7 +58,7 @@ def go_on(whole):
         made.config, made.dir = config, path
         return made
 
-    def look(_, run):
+    def look(run):
         state = run.state()
         extra = {name: value for name, value in state.extra.items() if name != "settings"}  # some may change
         states.append([state.step, extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
@@ -67,8 +67,8 @@ def go_on(whole):
     def go_on(run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu, "environment", lambda _: {})  # it asks git
-            patch.setattr(train, "GrpoRun", make)
-            patch.setattr(train, "train", look)
+            patch.setattr(train.Trainer, "make", staticmethod(make))
+            patch.setattr(train.Trainer, "loop", staticmethod(look))
             return *resume(run), states[-1] if states else None
 
     return go_on

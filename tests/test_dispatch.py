@@ -324,7 +324,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
         return decode(*args, **how)
 
     monkeypatch.setattr(sampler, "decode", failing)
-    list(train.train(its.config, its))
+    list(train.train(its))
     assert sizes[0] == 16 and set(sizes[1:]) == {8}
     state = checkpoint.load(tmp_path)
     assert state.extra["rollout_batch_size"] == 8

@@ -566,7 +566,7 @@ def begun(monkeypatch):
     def no_run(*_):
         raise ValueError("that far")
 
-    monkeypatch.setattr(train, "GrpoRun", no_run)
+    monkeypatch.setattr(train.Trainer, "make", no_run)
     return programs
 
 

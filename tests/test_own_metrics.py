@@ -35,7 +35,7 @@ def steps_of(at, mine, names, *flags):
     at.mkdir()
     flags = ["--steps", "2", "--eval-every", "2", "--reward", *(f"{mine}:{name}" for name in names.split(",")), *flags]
     run = make_run(at, *flags)
-    list(train.train(run.config, run))
+    list(train.train(run))
     weights = {name: np.array(value) for name, value in run.learner.trainable.items()}
     return run, run.journal.metrics.read(), run.journal.rollouts.read(), weights
 

@@ -624,7 +624,7 @@ def test_a_judge_elsewhere_loads_no_second_model(tmp_path, monkeypatch):
 def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path):
     run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6", "--keep", "9"), 0
     run.begun, run.now, at = 0, lambda: seconds, []
-    for figures in train.train(run.config, run):
+    for figures in train.train(run):
         at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved(tmp_path)]))
         seconds += 140
     assert at[:5] == [(1, [0]), (2, [0]), (3, [0]), (4, [0, 4]), (5, [0, 4, 5])]  # step 0 is the best so far

@@ -28,7 +28,12 @@ NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl":
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param(engine, marks=pytest.mark.skipif(not find_spec(needs), reason="a competitor, no dependency"))
+        pytest.param(
+            engine,
+            marks=pytest.mark.skipif(
+                not find_spec(needs), reason=f"uv run --with {needs} pytest tests/test_bench_step.py"
+            ),
+        )
         for engine, needs in {"ours": "mlx", **NEEDS}.items()
     ],
 )

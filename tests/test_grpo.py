@@ -209,15 +209,6 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(baseline, scale, re
         assert (grpo.group_advantages(rewards, scale, baseline)[0] == 0).all()
 
 
-@pytest.mark.parametrize(("baseline", "scale"), [("group", "group"), ("rloo", "none"), ("reinforce", "batch")])
-def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_is(baseline, scale):
-    """float32 has steps of 128 at 1.7e9, seconds since 1970."""
-    rewards = RNG.integers(0, 40, (4, 6)).astype(float)
-    plain = grpo.group_advantages(rewards, scale, baseline)
-    for offset in (1.7e9, -1.7e9, 1e14):
-        np.testing.assert_allclose(grpo.group_advantages(rewards + offset, scale, baseline), plain, atol=1e-5)
-
-
 FLOORED = np.array([[0.0, 1.0, 0.0, 1.0], [3.0, 3.0002, 3.0, 3.0], [2.0, 2.0, 4.0, 2.0], [1.0, 1.02, 1.0, 1.0]])
 # The 16 rewards have the deviation 1.1824: at a floor of 1% a group within 0.0118 is noise, here the second.
 

@@ -155,7 +155,7 @@ def exp(request, monkeypatch):
     if request.param == "power":
         return cpu.exp
     if not cpu.has_compiler():
-        pytest.skip("there is no g++")
+        pytest.skip("there is no g++: apt-get install g++")
     monkeypatch.setattr(cpu, "WORTH_COMPILING", 0)
     return gpu.without_gradients()(cpu.exp)
 

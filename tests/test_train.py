@@ -2,8 +2,6 @@
 
 import base64
 import contextlib
-import itertools
-import json
 import os
 import re
 import signal
@@ -20,7 +18,6 @@ import oracle
 import pytest
 import yaml
 from conftest import ROOT, command, read_log, write_log
-from mlx.utils import tree_flatten
 from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
@@ -54,21 +51,14 @@ def records(path):
     return [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
 
-def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_other_ids(tmp_path, monkeypatch):
-    rollouts, batches = [], []
-    roll, update_whole = sampler.rollout, update.update
-    monkeypatch.setattr(sampler, "rollout", lambda *a, **k: rollouts.append(roll(*a, **k)) or rollouts[-1])
-    monkeypatch.setattr(update, "update", lambda run, cut, *rest: batches.extend(cut) or update_whole(run, cut, *rest))
+def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_other_ids(tmp_path):
     run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
     list(train.train(run))
-    drawn = rollouts[0].ids
+    drawn = [line["ids"] for line in read_log(tmp_path / "rollouts.jsonl")]
     read = [run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn]
     assert sum(a != b for a, b in zip(drawn, read, strict=True)) > 6
-    for batch in batches:
-        for row, own, mask in zip(batch.rows, batch.completion_ids.tolist(), batch.mask.tolist(), strict=True):
-            assert own[: int(sum(mask))] == drawn[row]
-    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert metrics["mismatch/logprob_abs_max"] < 1e-3
+    (metrics,) = read_log(tmp_path / "metrics.jsonl")
+    assert metrics["mismatch/logprob_abs_max"] < 1e-3  # the trainer finds the sampled ids as likely as the sampler did
 
 
 def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(tmp_path):
@@ -102,53 +92,45 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
         assert resolve(flags, str(recipe), None)[0].optimizer.learning_rate == pytest.approx(1e-5)
 
 
-def test_without_a_kl_term_no_reference_is_computed_and_no_second_model_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(update, "with_reference", lambda *_: pytest.fail("a reference pass"))
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
-    list(train.train(run))
-    assert run.base is None
-    with_kl = train.GrpoRun(make_config("--beta", "0.1"), tmp_path)
-    assert with_kl.base is None and with_kl.judge.model is with_kl.model
+def test_no_second_model_is_held_for_a_reference_or_a_judge(tmp_path):
+    for flags in ((), ("--beta", "0.1")):
+        run = train.GrpoRun(make_config(*flags), tmp_path)
+        assert run.base is None and run.judge.model is run.model
 
 
-def test_rewards_are_computed_once_a_step(tmp_path, monkeypatch):
-    calls = []
-    score, reward = judge.Judge.score, train.call_rewards
-    monkeypatch.setattr(judge.Judge, "score", lambda *a: calls.append("judge") or score(*a))
-    monkeypatch.setattr(train, "call_rewards", lambda *a: calls.append("reward") or reward(*a))
-    run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "3")
-    list(train.train(run))
-    assert sorted(calls) == ["judge"] * 3 + ["reward"] * 3
+def own_reward(tmp_path, text):
+    """Flags of a run whose only reward is `text`, of completions and of the number of its call in the run."""
+    (tmp_path / "mine.py").write_text(
+        "import os\ncalls = []\ndef mine(completions, **_):\n"
+        f"    calls.extend([1] * os.path.isdir({str(tmp_path / 'run')!r}))\n"  # before there are trials of it
+        f"    call = len(calls) - 1\n    return {text}\n"
+    )
+    flags = ["--reward", f"{tmp_path / 'mine.py'}:mine", "--reward-weights", "rubric=0", "--eval-every", "0"]
+    return [*SMALL, *flags, "--run-dir", str(tmp_path / "run")]
 
 
-def test_each_completion_is_rewarded_for_its_own_prompt(tmp_path):
-    run = make_run(tmp_path)
-    samples = [one._replace(text=one.example["answer"]) for one in sample(run)]
-    assert all(one.parts["correct"] == 1 for one in train.rewarded(run, samples))
-    samples[5] = samples[5]._replace(text="zero")
-    rewarded = train.rewarded(run, samples)
-    assert [row for row, one in enumerate(rewarded) if one.parts["correct"] == 0] == [5]
-    assert all(one.reward == one.parts["correct"] + 0.5 * one.parts["rubric"] for one in rewarded)
+def test_rewards_are_computed_once_a_step(tmp_path):
+    train.main([*own_reward(tmp_path, "[call + 0.1 * row for row in range(len(completions))]"), "--steps", "3"])
+    rewards = [line["reward"] for line in read_log(tmp_path / "run" / "rollouts.jsonl")]
+    assert [reward // 1 for reward in rewards[::12]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_the_update_gets_the_advantages_of_the_rewards_that_are_recorded(tmp_path, monkeypatch, scale):
-    seen, update_whole = {}, update.update
-
-    def spied(learner, batches, lr):
-        for batch in batches:
-            seen.update(zip(batch.rows, batch.advantages[:, 0].tolist(), strict=True))
-        return update_whole(learner, batches, lr)
-
-    monkeypatch.setattr(update, "update", spied)
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--scale-rewards", scale)
-    list(train.train(run))
-    lines = read_log(tmp_path / "rollouts.jsonl")
-    rewards = np.array([line["reward"] for line in lines]).reshape(3, 4)
-    assert np.ptp(rewards, axis=1).any() and seen
-    expected = grpo.group_advantages(rewards, scale).reshape(-1)
-    np.testing.assert_allclose(list(seen.values()), expected[list(seen)], atol=1e-5)
-    np.testing.assert_allclose([line["advantage"] for line in lines], expected, atol=1e-5)
+@pytest.mark.parametrize(
+    ("equal", "draws", "signal", "chosen"),
+    [
+        ("-1,", 1, 3, [0, 1, 2]),
+        ("0, 1, 2, 3", 3, 5, [4, 5, 6]),
+        ("0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11", 4, 1, [0, 1, 5]),  # the cap: two groups without a signal fill up
+    ],
+)
+def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(tmp_path, equal, draws, signal, chosen):
+    groups_of = f"[(row % 4 if 3 * call + row // 4 not in ({equal}) else 0) for row in range(len(completions))]"
+    train.main([*own_reward(tmp_path, groups_of), "--steps", "1", "--dynamic-sampling"])
+    (metrics,), lines = (records(tmp_path / "run" / f"{log}.jsonl") for log in ("metrics", "rollouts"))
+    assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
+    assert metrics["sampling/unused_frac"] == pytest.approx(1 - 1 / draws)
+    assert len(lines) == 12 * draws and metrics["update/rows"] == 4 * min(signal, 3)
+    assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
 
 
 def paid(parts, reason="stop"):
@@ -163,8 +145,6 @@ def paid(parts, reason="stop"):
     [
         (),
         ("--advantage", "rloo", "--scale-rewards", "none"),
-        ("--scale-rewards", "batch"),
-        ("--advantage", "reinforce", "--scale-rewards", "none"),
         ("--advantage", "reinforce", "--scale-rewards", "batch"),
         ("--combine-rewards", "normalize"),
     ],
@@ -205,52 +185,6 @@ def test_every_draw_of_every_step_and_every_seed_has_a_key_of_its_own(tmp_path, 
     assert len(set(keys)) == len(keys) > 8 and evaluate.KEY not in keys
 
 
-@pytest.mark.parametrize(
-    ("equal", "draws", "signal", "chosen"),
-    [
-        (lambda number: False, 1, 3, [0, 1, 2]),
-        (lambda number: number in (0, 2, 4), 2, 3, [1, 3, 5]),
-        (lambda number: number in (0, 1, 2, 3), 3, 5, [4, 5, 6]),
-        (lambda number: number != 5, 4, 1, [0, 1, 5]),  # the cap: two groups without a signal fill up
-        (lambda number: True, 4, 0, [0, 1, 2]),
-    ],
-    ids=["all", "half", "few", "one", "none"],
-)
-def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(
-    tmp_path, monkeypatch, equal, draws, signal, chosen
-):
-    """Every reward is a number of its own, but in the groups, counted through all draws, that `equal` names."""
-    numbers, reward, trained, update_whole = itertools.count(), train.rewarded, [], update.update
-
-    def rewarded(*args):
-        values = [0.5 if equal(number := next(numbers) // 4) else row % 4 + number for row in range(12)]
-        return [one._replace(value=float(its)) for one, its in zip(reward(*args), values, strict=True)]
-
-    monkeypatch.setattr(train, "rewarded", rewarded)
-    monkeypatch.setattr(
-        update, "update", lambda learner, cut, lr: trained.extend(cut) or update_whole(learner, cut, lr)
-    )
-    flags = ["--steps", "1", "--eval-every", "0", "--dynamic-sampling"]
-    run = make_run(tmp_path, *flags, "--target-kl", "0")  # which takes passes of its own
-    list(train.train(run))
-    (metrics,), lines = records(tmp_path / "metrics.jsonl"), records(tmp_path / "rollouts.jsonl")
-    assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
-    assert metrics["sampling/unused_frac"] == pytest.approx(1 - 1 / draws)
-    assert len(lines) == 12 * draws and run.num_draws == draws
-    assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
-    rows = [row for group in chosen for row in range(4 * group, 4 * group + 4)]
-    for batch in trained:
-        for place, row in enumerate(batch.rows):
-            line, length = lines[rows[row]], int(batch.mask[place].sum().item())
-            assert batch.advantages[place, 0].item() == pytest.approx(line["advantage"], abs=1e-6)
-            assert batch.completion_ids[place].tolist()[:length] == line["ids"]
-    assert metrics["mismatch/logprob_abs_max"] < 1e-4
-    taught = min(signal, 3)
-    assert metrics["update/rows"] == 4 * taught
-    assert metrics["forwards_per_completion"] == pytest.approx((4 * taught + {3: 0, 1: 1, 0: 2}[taught]) / 12)
-    assert metrics["grad_norm"] > 0 if taught else metrics["grad_norm"] is None
-
-
 def drawn(rewards, reasons):
     """Samples of groups of two."""
     found = paid(np.array([rewards], float))
@@ -278,33 +212,6 @@ def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teac
     for config, own in ((Config.of(), lambda rewards: rewards + 1), (Config.of(advantage="reinforce"), None)):
         config = config.but(batch=2, groups=2, scale_rewards="batch")
         assert counts(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), own) == ([0, 1], 2, 1, True)
-
-
-def test_dynamic_sampling_passes_over_the_prompts_in_epochs_and_resumes_bit_for_bit(tmp_path):
-    """How many prompts were drawn is part of the state: a resumed run draws the next ones."""
-    flags = [
-        *SMALL,
-        "--eval-every",
-        "0",
-        "--dynamic-sampling",
-        "--mini-batches",
-        "3",
-        "--warmup-steps",
-        "99",
-        *CORRECT_ONLY,
-    ]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
-    train.main([*flags, "--steps", "3", "--run-dir", str(cut)])
-    assert checkpoint.load(cut).extra["num_draws"] > 3
-    train.main(["--resume", str(cut), "--steps", "6"])
-    metrics = records(whole / "metrics.jsonl")
-    assert sum(m["sampling/draws"] for m in metrics) == checkpoint.load(whole).extra["num_draws"] > 6
-    for log in ("rollouts", "metrics"):
-        ours, theirs = records(whole / f"{log}.jsonl"), records(cut / f"{log}.jsonl")
-        assert ours == theirs
-    prompts = [str(line["prompt"]) for line in records(whole / "rollouts.jsonl")][::4]
-    assert len(set(prompts)) == len(prompts)
 
 
 def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
@@ -366,7 +273,6 @@ def evaluating(monkeypatch, figures):
     [
         ([0.5, 0.25, 0.75, 0.75], 2, [0, 2, 3]),  # of equals the first; what is not the best so far is not saved for it
         ([0.5, 0.5, 0.25, 0.25], 0, [0, 3]),  # no step was better than none
-        ([None, 0.0, None, 0.125], 3, [1, 3]),
     ],
 )
 def test_the_adapter_of_the_best_evaluation_is_kept(tmp_path, monkeypatch, capsys, figures, best, steps):
@@ -381,30 +287,8 @@ def test_the_adapter_of_the_best_evaluation_is_kept(tmp_path, monkeypatch, capsy
     assert told in capsys.readouterr().out.splitlines()[-2:]
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_forgets_what_was_best_after_it(tmp_path, monkeypatch):
-    run, flags = tmp_path / "run", ["--eval-every", "1", "--save-every", "9", "--keep", "9"]
-    evaluating(monkeypatch, [0.5, 0.25, 0.75, 0.25])
-    train.main([*SMALL, *flags, "--steps", "3", "--run-dir", str(run)])
-    for step in (2, 3):
-        (checkpoint.path_of(run, step) / "state.json").unlink()
-    evaluating(monkeypatch, [0.625, 0.25, 0.25])
-    train.main(["--resume", str(run)])
-    best = (checkpoint.path_of(run, 1) / "adapter" / "adapters.safetensors").read_bytes()
-    assert (run / "adapter-best" / "adapters.safetensors").read_bytes() == best
-
-
-def test_without_evaluations_there_is_no_best_adapter(tmp_path, capsys):
-    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
-    assert not (tmp_path / "run" / "adapter-best").exists()
-    *_, adapter, page = capsys.readouterr().out.splitlines()
-    assert (adapter, page) == tuple(
-        f"{name}: {tmp_path / 'run' / file}" for name, file in (("adapter", "adapter"), ("page", "report.html"))
-    )
-
-
-def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path):
-    run, tokens = tmp_path / "run", mx.array([[1, 5, 9, 2, 30]])
-    train.main([*SMALL, "--steps", "2", "--eval-every", "1", "--save-every", "1", "--run-dir", str(run)])
+def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(golden):
+    run, tokens = golden("dynamic"), mx.array([[1, 5, 9, 2, 30]])
     places = [*checkpoint.saved(run), run, run / "adapter-best"]
     assert len(places) == 5
     for path in places:
@@ -417,36 +301,12 @@ def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(tmp_path)
     assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
 
 
-def test_each_phase_waits_for_what_it_made(tmp_path, monkeypatch):
-    waited, phase = {}, journal.PhaseClock.phase
-
-    @contextlib.contextmanager
-    def spied(self, name):
-        with phase(self, name) as done:
-            yield (
-                lambda *arrays, **cost: (
-                    waited.__setitem__(name, [a for _, a in tree_flatten(arrays)]) or done(*arrays, **cost)
-                )
-            )
-
-    monkeypatch.setattr(journal.PhaseClock, "phase", spied)
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", "--beta", "0.1")
+def test_a_judge_that_cannot_be_read_is_on_record_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rubrics, "MIN_MASS", 1.0)
+    run = make_run(tmp_path, "--steps", "2", "--eval-every", "0", "--allow-unreadable")
     list(train.train(run))
-    assert {"rollout", "batch", "ref", "update"} == {name for name, arrays in waited.items() if arrays}
-    assert waited.keys() == {"rollout", "reward", "judge", "batch", "ref", "update"}
-    made = [*run.learner.trainable.values(), *(array for _, array in tree_flatten(run.learner.optimizer.state))]
-    assert {id(array) for array in made} <= {id(array) for array in waited["update"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("least_mass", "names"), [(1.0, ["unreadable"]), (0.5, [])])
-def test_a_judge_that_cannot_be_read_is_on_record_once(tmp_path, monkeypatch, capsys, least_mass, names):
-    monkeypatch.setattr(rubrics, "MIN_MASS", least_mass)
-    run = make_run(tmp_path, "--steps", "2", "--eval-every", "0")
-    list(train.train(run))
-    found = [warning for warning in run.journal.warnings.read() if warning["name"] == "unreadable"]
-    assert [warning["name"] for warning in found] == names and all(warning["step"] == 0 for warning in found)
-    assert capsys.readouterr().err.count("no readable score") == len(names)
+    found = [warning["step"] for warning in run.journal.warnings.read() if warning["name"] == "unreadable"]
+    assert found == [0] and capsys.readouterr().err.count("no readable score") == 1
 
 
 def test_an_unreadable_judgement_gives_its_group_s_mean_and_is_counted(tmp_path, monkeypatch):
@@ -509,35 +369,6 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
     (metrics,) = run.journal.metrics.read()
     assert {name for name, value in metrics.items() if value is None} == unmeasured | {"distill/kl", "teacher/s"}
     assert ("loss nan" in capsys.readouterr().out) == ("loss" in unmeasured)
-
-
-def test_the_seconds_of_own_rewards_are_not_the_judge_s_and_train_counts_both(tmp_path, monkeypatch):
-    phases, seen, phase = [], [], journal.PhaseClock.phase
-    call, score = train.call_rewards, judge.Judge.score
-    monkeypatch.setattr(journal.PhaseClock, "phase", lambda self, name: phases.append(name) or phase(self, name))
-    monkeypatch.setattr(train, "call_rewards", lambda *a: seen.append(("own", phases[-1])) or call(*a))
-    monkeypatch.setattr(judge.Judge, "score", lambda *a: seen.append(("judge", phases[-1])) or score(*a))
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0")
-    list(train.train(run))
-    (metrics,) = run.journal.metrics.read()
-    assert seen == [("own", "reward"), ("judge", "judge")]
-    assert metrics["train/s"] > metrics["reward/s"] + metrics["judge/s"] + metrics["update/s"] > metrics["update/s"]
-    assert metrics["train/s"] == pytest.approx(metrics["step/s"] - metrics["rollout/s"] - metrics["other/s"])
-
-
-def test_a_resumed_run_knows_the_scores_that_it_knew_and_no_later_one(tmp_path):
-    run = make_run(tmp_path, "--steps", "3", "--eval-every", "0", "--save-every", "2")
-    list(train.train(run))
-    run.journal.metrics.path.touch()
-    after_two = [record for record in run.journal.judge_scores.read() if record["step"] <= 2]
-    assert 0 < len(after_two) < len(run.journal.judge_scores.read())
-    other = train.GrpoRun(run.config, tmp_path)
-    state = checkpoint.load(tmp_path)
-    other.restore(state._replace(step=2))
-    other.open()
-    assert other.judge.cache.held == {record["key"]: record["score"] for record in after_two}
-    assert list(other.judge.cache.held) == [record["key"] for record in after_two]
-    assert other.judge.identity() == run.judge.identity()
 
 
 @pytest.fixture
@@ -701,14 +532,8 @@ def interrupted_run(tmp_path, monkeypatch, name, where, which, presses=1, flags=
     [
         ((update, "gradient"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
         ((update, "gradient"), "before", 6, 3),  # the second epoch: the step is finished first
-        ((trust_region, "hold"), "before", 5, 3),
-        ((journal.Journal, "write_step"), "before", 3, 3),
-        ((evaluate, "evaluate"), "before", 1, 0),
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
-        ((evaluate, "evaluate"), "after", 4, 5),  # the last one
-        ((checkpoint, "save"), "before", 1, 0),  # of the first evaluation
         ((checkpoint, "save"), "after", 2, 2),
-        ((checkpoint, "copy_adapter"), "before", 2, 0),
     ],
 )
 def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
@@ -741,14 +566,6 @@ def test_ctrl_c_after_an_update_that_was_skipped_finishes_the_step_too(tmp_path,
     state, metrics = checkpoint.load(run), records(run / "metrics.jsonl")
     assert (state.step, state.extra["num_skipped"]) == (2, 1)
     assert [record["skipped"] for record in metrics] == [0, 1]
-
-
-def test_ctrl_c_after_a_step_without_anything_to_learn_keeps_its_record(tmp_path, monkeypatch):
-    flags = ("--max-tokens", "1", "--truncated", "mask")
-    run = interrupted_run(tmp_path, monkeypatch, (journal.Journal, "write_step"), "before", 2, flags=flags)
-    assert checkpoint.load(run).step == 2
-    metrics = records(run / "metrics.jsonl")
-    assert [record["forwards_per_completion"] for record in metrics] == [0, 0]
 
 
 def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
@@ -798,24 +615,6 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_micro_batch_of_one_row_is_not_told_to_become_smaller(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(globals(), "SMALL", [*SMALL, "--train-token-budget", "40"])
-    run, said = failing_run(tmp_path, monkeypatch, capsys, (update, "gradient"), 1, NO_MEMORY)
-    assert said.endswith(f"continue with: uv run train.py --resume {run} --checkpoint-layers on")
-    capsys.readouterr()
-    train.main(["--resume", str(run), "--checkpoint-layers", "on"])
-
-
-def test_a_resumed_run_may_decode_more_rows_than_memory_had_left(tmp_path, monkeypatch):
-    flags = ["--eval-every", "0", "--run-dir", str(tmp_path / "run")]
-    train.main([*SMALL, "--steps", "1", "--rollout-batch-size", "2", *flags])
-    seen, roll = [], sampler.rollout
-    monkeypatch.setattr(sampler, "rollout", lambda *a, **how: seen.append(how["batch_size"].rows) or roll(*a, **how))
-    train.main(["--resume", str(tmp_path / "run"), "--steps", "2"])
-    train.main(["--resume", str(tmp_path / "run"), "--steps", "3", "--rollout-batch-size", "4"])
-    assert seen == [2, 4]
-
-
 @pytest.mark.parametrize(("place", "said"), [(1, "run: "), (2, "held-out prompt 2, ")])
 def test_the_held_out_prompts_that_will_be_evaluated_are_looked_at_before_the_run(tmp_path, capsys, place, said):
     rows = [{"prompt": f"{n} plus one?", "answer": "5", "split": "train"} for n in ("one", "two", "three")]
@@ -856,10 +655,9 @@ def test_memory_that_runs_out_while_a_step_makes_its_changes_leaves_the_newest_c
     ("name", "which", "error", "said"),
     [
         ((update, "gradient"), 2, NO_MEMORY, "step 1 is lost; nothing was saved in {}, "),
-        ((update, "install"), 1, ValueError("no"), "step 1 is lost; nothing was saved in {}, "),
         ((checkpoint, "save"), 1, OSError(28, "full"), "nothing was saved in {}, free some space and "),
     ],
-    ids=["memory", "bug", "disk"],
+    ids=["memory", "disk"],
 )
 def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     tmp_path, monkeypatch, capsys, name, which, error, said
@@ -919,22 +717,6 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
-    run = make_run(tmp_path)
-    for step, value in ((0, 0.4), (5, 0.1), (9, 0.9)):
-        figures = {"eval/accuracy": value, "eval/greedy": value / 2, "eval/tokens": 9 * value, "eval/witness": None}
-        figures |= {f"{name}_ci95": figure and figure / 10 for name, figure in figures.items()}
-        run.journal.evaluations.append({"step": step, "eval/num": 6} | figures)
-    run.journal.print_summary()
-    assert capsys.readouterr().out.splitlines() == [
-        "held-out accuracy: before 0.400 ± 0.040, after 0.900 ± 0.090 (6 problems)",
-        "greedy: before 0.200 ± 0.020, after 0.450 ± 0.045",
-        "tokens: before 3.600 ± 0.360, after 8.100 ± 0.810",
-        f"adapter: {tmp_path / 'adapter'}",
-        f"best: {tmp_path / 'adapter-best'}, after 9 steps",
-    ]
-
-
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
     flags = [*SMALL, *"--steps 10 --save-every 5 --eval-every 5 --beta 0.05 --learning-rate 0.02".split()]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -976,45 +758,6 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
     train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])  # its name is free
 
 
-def test_a_run_directory_holds_what_it_should(tmp_path):
-    done = command("train.py", *SMALL, "--steps", "2", "--eval-every", "1", "--run-dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "model: demo, as asked; task: demo"
-    assert sum(line.startswith("step ") for line in lines) == 2
-    assert [line for line in lines if line.startswith("held-out accuracy: ")]
-    run = tmp_path / "run"
-    assert yaml.safe_load((run / "config.yaml").read_text())["max_tokens"] == 12
-    assert json.loads((run / "env.json").read_text())["versions"]["mlx"]
-    metrics = read_log(run / "metrics.jsonl")
-    expected = """step loss reward/mean reward/std reward/zero_std_frac reward/correct reward/rubric rollout/s
-        rollout/tok_s prefill/s decode/s reward/s judge/s judge/crit_eval_s judge/unparsed
-        judge/unparsed_frac ref/s update/s update/tok_s train/s train/tok_s
-        other/s step/s step_avg_last10/s kl entropy clip_frac grad_norm loss_scale lr
-        completion/mean_tokens completion/truncated_frac mismatch/logprob_abs_mean mismatch/logprob_abs_max pad_frac
-        forwards_per_completion mem/peak_gb mem/cache_gb""".split()
-    assert set(expected) <= set(metrics[0])
-    assert 0 < metrics[1]["other/s"] < metrics[1]["step/s"]
-    assert metrics[1]["mismatch/logprob_abs_max"] < 1e-4
-    assert metrics[1]["mismatch/ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert metrics[1]["sampling/draws"] == 1
-    rows = metrics[1]["update/rows"]  # each goes through the model twice: the second time to see how far it moved
-    assert 2 * rows <= 12 * metrics[1]["forwards_per_completion"] <= 24
-    assert metrics[1]["update/kl"] > 0
-    evals = read_log(run / "eval.jsonl")
-    assert [record["step"] for record in evals] == [0, 1, 2]
-    names = "accuracy pass_at_1 mean_at_k num samples greedy kl entropy tokens truncated_frac reward/correct refusals"
-    assert {f"eval/{name}" for name in (*names.split(), "repeated", "s")} <= set(evals[0])
-    answers = read_log(run / "eval_answers.jsonl")
-    assert [answer["step"] for answer in answers] == [0] * 16 + [1] * 16 + [2] * 16
-    right = [answer["values"][0] for answer in answers[:16]]
-    assert sum(right) / 16 == evals[0]["eval/accuracy"]
-    rollouts = read_log(run / "rollouts.jsonl")
-    assert len(rollouts) == 2 * 12
-    assert {"prompt", "completion", "ids", "reward", "rewards", "judge_scores", "finish_reason"} <= set(rollouts[0])
-    assert [line["group"] for line in rollouts] == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4
-
-
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
     drawn = [one._replace(example=one.example | {"category": "sums"}) for one in train.rewarded(run, sample(run))]
@@ -1030,10 +773,8 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     assert (answers[0], answers[4]) == ("{'sum': nan}", None)
 
 
-def test_a_run_s_config_repeats_the_run(tmp_path, capsys):
-    flags = [*SMALL, "--steps", "2", "--eval-every", "0", "--seed", "5", "--reward-weights", "correct=2,rubric=0.5"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    train.main([*flags, "--run-dir", str(one)])
+def test_a_run_s_config_repeats_the_run(golden, tmp_path, capsys):
+    one, two = golden("grpo"), tmp_path / "two"
     train.main(["--config", str(one / "config.yaml"), "--run-dir", str(two)])
     for file in ("adapter/adapters.safetensors", "config.yaml"):
         assert (one / file).read_bytes() == (two / file).read_bytes()

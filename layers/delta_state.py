@@ -78,4 +78,55 @@ class DeltaSlots(DeltaState):
         self.update(*(array[slots] for array in self.arrays()))
 
 
+class DeltaTurns(DeltaSlots):
+    """
+    The state of slots whose rows take turns, and the one before the newest token: a slot draws one token more before
+    the end of its turn is read. Who goes on puts the state of the end back.
+    """
+
+    aimed: mx.array | None = None  # the slots that the next tokens are of; None: all, one each
+    before: list[mx.array]
+
+    @property
+    def held(self) -> Held | None:
+        inputs, memory = self.arrays()
+        return (inputs, memory) if self.aimed is None else (inputs[self.aimed], memory[self.aimed])
+
+    def update(self, inputs: mx.array, memory: mx.array) -> None:
+        if self.aimed is not None:
+            return self.put(self.aimed, (inputs, memory))
+        self.before = self.arrays()
+        self.inputs, self.memory = inputs, memory
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.inputs, self.memory) if array is not None]
+
+    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
+        """Nothing: see `begin` and `put`."""
+
+    def begin(self, slot: int, prompt: int) -> None:
+        """A row begins in a slot, after its prompt."""
+        inputs, memory = self.prompts.taken([prompt]).arrays()
+        self.put(mx.array([slot]), (inputs, memory))
+
+    def take(self, slot: int, num_extra: int) -> Held:
+        """The state of a slot without its newest `num_extra` tokens, 0 or 1."""
+        inputs, memory = self.before if num_extra else self.arrays()
+        return inputs[slot : slot + 1], memory[slot : slot + 1]
+
+    def put(self, slots: mx.array, state: Held) -> None:
+        """Makes this the state of some slots."""
+        for buffer, held in zip(self.arrays(), state, strict=True):
+            buffer[slots] = held
+
+    def keep(self, slots: mx.array) -> None:
+        self.inputs, self.memory = (array[slots] for array in self.arrays())
+
+    def widen(self, num_slots: int) -> None:
+        """Adds slots, whose state is yet to be put."""
+        self.inputs, self.memory = (
+            mx.pad(array, [(0, num_slots), *[(0, 0)] * (array.ndim - 1)]) for array in self.arrays()
+        )
+
+
 kv_cache.STATES["linear_attention"] = DeltaState

@@ -17,9 +17,9 @@ EOS = tuple(range(0, 320, 16))
 CONTEXT = 60
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints):
-    return gwen.load_model(checkpoints["qwen3"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
+def model(checkpoints, request):
+    return gwen.load_model(checkpoints[request.param])
 
 
 class World:
@@ -105,7 +105,7 @@ def check(model, world, rollout, params, key=5, group_size=4):
         ids, places, logprobs, reason = whole(model, PROMPTS[row // group_size], row, world, params, key)
         assert rollout.sequences[row] == ids
         assert rollout.places[row] == places and own == [ids[place] for place in places]
-        np.testing.assert_allclose(np.array(rollout.logprobs)[row, : len(own)], logprobs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(np.array(rollout.logprobs)[row, : len(own)], logprobs, rtol=1e-4, atol=1e-4)
         assert rollout.finish_reasons[row] == reason
 
 

@@ -239,8 +239,6 @@ def make(
         return None
     if world.size() > 1:
         raise ValueError("--tools and --env are for one machine; start it on one")
-    if model.delta is not None:  # a slot draws on until the end of its turn is read
-        raise ValueError("--tools and --env: a Qwen3.5 cannot take back what it drew after a turn; take another model")
     context, thinking = model.max_position_embeddings, config.sampling.thinking
     how: dict[str, Any] = {"context": context, "thinking": thinking}
     return Toolbox(tools, environments, config.tools, tokenizer, model.eos_ids, **how)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kv_cache import REFILL, SHRINK
 from machine import gpu
-from turns.cache import Columns, TurnCache
+from turns.cache import Columns, State, TurnCache
 
 
 class Talk(Protocol):
@@ -156,6 +156,7 @@ class Seats:
         rows = list(prompt_of)
         self.slots, self.fresh = list[int](), rows[self.most :]  # the row of each slot; those that have not begun
         self.parked = dict[int, Columns]()
+        self.states = dict[int, State]()  # of rows that wait for an answer
         self.told = dict[int, list[int]]()  # what rows are told next, those that wait for it without a slot included
         self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of steps that were not read
         self.prompt_logits = logits
@@ -173,7 +174,7 @@ class Seats:
         drawn = self.record.draw(self.logits, uniform)
         self.queued.append((np.array(self.slots), drawn))
         self.drawn[rows] += 1
-        self.cache.aim(None, 1)
+        self.cache.aim(None)
         self.logits = self.forward(drawn[0][:, None], self.cache)[:, -1] @ self.model.head_weight.T
         self.cache.lengths += 1
         mx.async_eval(drawn, self.logits)
@@ -190,7 +191,10 @@ class Seats:
             if record.ended[row]:
                 if len(turns.places[row]) < record.lengths[row]:
                     turns.hear(row)
+                    num_extra = self.drawn[self.place[row]] - record.lengths[row]
+                    self.states[row] = self.cache.take_state(slot, int(num_extra))
                 self.cache.lengths[slot] = len(turns.sequences[row])  # what was drawn after the end is overwritten
+        self.states = {row: state for row, state in self.states.items() if not turns.is_over(row)}
         idle = not (self.is_drawing or self.told or self.fresh or all(map(turns.is_over, self.prompt_of)))
         self.told |= turns.answered(wait=idle)
 
@@ -233,7 +237,7 @@ class Seats:
             if row in self.parked:
                 self.cache.put(slot, self.parked.pop(row))
             else:
-                self.cache.lengths[slot] = 0
+                self.cache.begin(slot)
                 self.logits[slot] = self.prompt_logits[self.prompt_of[row]]
 
     def go_on(self) -> None:
@@ -245,13 +249,14 @@ class Seats:
         told = [self.told.pop(self.slots[slot]) for slot in slots]
         for slot, ids in zip(slots, told, strict=True):
             self.turns.go_on(row := self.slots[slot], ids)
+            self.cache.put_state(slot, self.states.pop(row))
             self.drawn[self.place[row]] = self.record.lengths[row]
         num_columns = max(gpu.prefill_tokens() // len(slots), 1)
         for begin in range(0, max(map(len, told)), num_columns):
             parts = {slot: ids[begin : begin + num_columns] for slot, ids in zip(slots, told, strict=True)}
             parts = {slot: ids for slot, ids in parts.items() if ids}
             width = max(map(len, parts.values()))
-            self.cache.aim(list(parts), width)
+            self.cache.aim({slot: len(ids) for slot, ids in parts.items()})
             tokens = mx.array([ids + [0] * (width - len(ids)) for ids in parts.values()])
             hidden = self.model.hidden(tokens, self.cache)
             last = hidden[mx.arange(len(parts)), mx.array([len(ids) - 1 for ids in parts.values()])]

@@ -192,6 +192,6 @@ def test_slots_that_are_added_to_wider_ones_count_as_bytes():
     cache.seat([0, 0, 1])
     cache.keep([0])
     cache.lengths[0] = CHUNK
-    cache.aim(None, 1)
+    cache.aim(None)
     cache.add(2)
     assert cache.most_bytes == sum(array.nbytes for array in cache.prompts.arrays() + cache.arrays())

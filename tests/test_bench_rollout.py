@@ -87,16 +87,6 @@ def test_the_last_line_of_the_report_is_json_with_every_number(report):
     assert {"mlx", "mlx-lm"} <= record["versions"].keys()
 
 
-def test_time_and_memory_are_reported_by_phase_for_every_engine(report):
-    engines = json.loads(report[-1])["engines"]
-    for name, entry in engines.items():
-        times = f"prefill {entry['prefill_ms']:.1f} ms, decode {entry['decode_ms']:.1f} ms"
-        numbers = f"{times}, peak {entry['peak_mb']:.1f} MB"
-        assert any(line.startswith(f"Phases: {name} {numbers}") for line in report)
-    weights_mb = 8.2  # random:2m in float32
-    assert all(weights_mb < entry["peak_mb"] < 10 * weights_mb for entry in engines.values())
-
-
 def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
     held = mx.zeros((3_000_000,))
     mx.eval(held)
@@ -139,25 +129,6 @@ def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engi
             np.testing.assert_allclose(row, expected, atol=1e-4)
 
 
-def test_mlx_lm_gets_as_many_rows_at_once_as_ours_or_its_defaults(engines, monkeypatch):
-    theirs = importlib.import_module("mlx_lm.generate")  # as an attribute of mlx_lm the name is a function
-    sizes = []
-    generator = theirs.BatchGenerator
-    monkeypatch.setattr(theirs, "BatchGenerator", lambda model, **how: sizes.append(how) or generator(model, **how))
-    engines["mlx_lm"](WORK)
-    engines["mlx_lm_default"](WORK)
-    assert sizes[0]["completion_batch_size"] == sizes[0]["prefill_batch_size"] == WORK.batch_size
-    assert not {"completion_batch_size", "prefill_batch_size"} & sizes[1].keys()
-
-
-def test_mlx_lm_prefills_a_shared_prompt_once(engines, monkeypatch):
-    seen = []
-    prefilled = bench_rollout.prefilled
-    monkeypatch.setattr(bench_rollout, "prefilled", lambda peer, *how: seen.append(how) or prefilled(peer, *how))
-    engines["mlx_lm_shared"](WORK)
-    assert seen == [(None, prompt[:-1]) for prompt in WORK.prompts]  # the last token is given to each row
-
-
 def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     args = settings("--batch", "40", "--prompt-tokens", "50")
     work = rollout.make_work(args, model.config)
@@ -168,22 +139,6 @@ def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
 
 
 # ---- agreement and measurement
-
-
-def test_nothing_is_reported_when_the_models_differ(monkeypatch, capsys):
-    load_peer = harness.load_peer
-
-    def other_model(directory, dtype):
-        peer = load_peer(directory, dtype)
-        peer.model.norm.weight = -peer.model.norm.weight
-        return peer
-
-    monkeypatch.setattr(harness, "load_peer", other_model)
-    with pytest.raises(SystemExit) as ended:
-        bench_rollout.main(TINY)
-    assert str(ended.value.code).startswith("error: ours and mlx_lm part at token 0 ")  # a text means exit status 1
-    assert "\n" not in str(ended.value.code)
-    assert capsys.readouterr().out == ""
 
 
 def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
@@ -237,11 +192,6 @@ def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
     assert steps == 2
     assert num_bytes == pytest.approx(4 * weights + (3 * (2 + 1) + own) * token_bytes / 2)
     assert rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1])[0] == 4
-
-
-def test_bandwidth_and_matmul_rate_are_positive_and_plausible():
-    assert 1e8 < harness.memory_bandwidth() < 1e14
-    assert 1e8 < harness.matmul_rate(mx.float32) < 1e16
 
 
 # ---- mistakes of a user

@@ -1,7 +1,6 @@
 """The expressions between matmuls against float64 formulas, MLX's own functions and transformers'."""
 
 import math
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -106,25 +105,6 @@ def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
     expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
     ours = rope.at(mx.array([7]), 40).turn(x)
     np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
-
-
-@pytest.mark.parametrize("name", ["qwen2-yarn", "qwen3-yarn"])
-def test_yarn_equals_what_transformers_computes(checkpoints, name, monkeypatch):
-    """Its function is written for torch, which is not installed; the five calls it makes are given to it by numpy."""
-    from transformers import AutoConfig, modeling_rope_utils
-
-    class Tensor(np.ndarray):
-        def to(self, device=None, dtype=None):
-            return self.astype(dtype)
-
-    torch = SimpleNamespace(float=np.float64, float32=np.float64, clamp=np.clip)
-    torch.arange = lambda *args, dtype=np.float64: np.arange(*args, dtype=dtype).view(Tensor)
-    monkeypatch.setattr(modeling_rope_utils, "torch", torch, raising=False)
-    theirs = AutoConfig.from_pretrained(str(checkpoints[name]))
-    frequencies, magnitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    rope = rope_of(hub.load_config(checkpoints[name]))
-    np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
-    assert rope.magnitude == pytest.approx(magnitude)
 
 
 def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():

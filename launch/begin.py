@@ -13,7 +13,6 @@ from disk import checkpoint, run_files
 from flags import flag_of
 from machine import world
 from problems import examples, rewards
-from reporting import trackers
 from reporting.journal import evaluation_is_due
 from settings.sources import as_yaml, joined, refuse_unknown, resolve
 
@@ -68,7 +67,10 @@ def begin(
 
     def read() -> list[Any]:
         config, choice = resolve(flags, recipe, resume, gwen.choose_model)
-        trackers.check(config.records.report_to)
+        if config.records.report_to:
+            from reporting import trackers
+
+            trackers.check(config.records.report_to)
         print(choice, flush=True)
         settings = config.flat()
         if resume is None:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,14 +24,17 @@ import numpy as np
 from config import Config
 from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
-from machine import alive, gpu, power, world
+from machine import gpu, power, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import Logged, merged
-from reporting import health, trackers
+from reporting import health
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
 from step.result import UpdateResult
 from step.sample import Sample, by_group
+
+if TYPE_CHECKING:
+    from reporting.trackers import Tracker
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -260,20 +263,23 @@ class Journal:
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config.optimizer.steps)
         self.live.step = step
-        self.begun_at, self.trackers = step, list[trackers.Tracker]()
+        self.begun_at = step
+        self.trackers: list[Tracker] = []
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
-        names = dict.fromkeys(self.config.records.report_to if world.is_first() else ())
-        so_far = self.steps + self.evaluations
-        self.trackers = [trackers.Tracker(name, self.dir, self.begun_at, so_far, warn) for name in names]
+        if (names := self.config.records.report_to) and world.is_first():
+            from reporting import trackers
+
+            self.trackers = [trackers.Tracker(name, self.dir, warn) for name in dict.fromkeys(names)]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.live.__exit__()
-        with contextlib.suppress(KeyboardInterrupt), alive.doing("waiting for trackers"):  # an impatient one's
-            trackers.finish(self.trackers)
+        with contextlib.suppress(KeyboardInterrupt):  # an impatient one's
+            for tracker in self.trackers:
+                tracker.finish()
 
     def write_step(self, step: Step) -> dict[str, Any]:
         """Writes a step's figures and all sampled completions, and prints its line; returns the figures."""
@@ -281,13 +287,10 @@ class Journal:
         figures = step_metrics(self.config, step, self.recent)
         self.metrics.write(figures)
         self.steps.append(figures)
-        group: list[dict[str, Any]] = []
         for completion in completion_records(step):
             self.rollouts.write(completion)
-            if completion["group"] == 0:
-                group.append(trackers.completion_row(completion))
-        is_shown = figures["step"] == 1 or figures["step"] % trackers.TABLE_EVERY == 0
-        self._track(figures, "completions", group if is_shown else [])
+        for tracker in self.trackers:
+            tracker.log(figures)
         line = sft_line if self.config.objective.loss_type == "sft" else console_line
         say(line(figures, self.config.optimizer.steps))
         if figures["skipped"]:
@@ -296,10 +299,6 @@ class Journal:
         self.live.note(figures)
         return figures
 
-    def _track(self, record: dict[str, Any], table: str, rows: list[dict[str, Any]]) -> None:
-        for tracker in self.trackers:
-            tracker.log(record, {table: spread(rows, trackers.MOST_ROWS)} if rows else {})
-
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers."""
         for answer in spread(answers, MOST_ANSWERS):  # first: without its record the evaluation is repeated
@@ -307,7 +306,8 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
-        self._track(record, "eval/answers", [trackers.answer_row(answer) for answer in answers])
+        for tracker in self.trackers:
+            tracker.log(record)
         self.warn(step)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:

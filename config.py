@@ -74,10 +74,15 @@ class SamplingSettings:
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
     groups: int = flag(8, "G, completions per prompt; 1 where a teacher trains", low=1, high=2**16, first=True)
     rollout_batch_size: int | None = flag(
-        None, "rows decoded at once; auto: measured on a GPU, else up to 64", low=1, parse=size, later=True, first=True
+        None,
+        "rows decoded at once; auto: what a GPU's memory holds, else up to 64",
+        low=1,
+        parse=size,
+        later=True,
+        first=True,
     )
     share_prefix: Switch = flag(
-        "auto", "hold a prompt's cache once for its group; auto: measured on a GPU, else by length"
+        "auto", "hold a prompt's cache once for its group; auto: on a GPU where a kernel reads it, else by length"
     )
     max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
     stop: list[str] = flag(
@@ -274,7 +279,7 @@ JUDGE, TOOLS = ([key for key, one in SETTINGS.items() if one.group == group] for
 
 
 class Sizes(NamedTuple):
-    """What memory and timing decide, once, before the first step; `config.yaml` keeps it."""
+    """What memory decides, once, before the first step; `config.yaml` keeps it."""
 
     rollout_batch_size: int  # rows decoded at once
     share_prefix: Switch  # auto: the sampler decides by length

@@ -26,6 +26,7 @@ import numpy as np
 import gwen
 import judge
 import lora
+import preflight
 import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
@@ -41,7 +42,6 @@ from problems.rewards import Logged, Reward, call_rewards, is_refusal, reward_ar
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, of_task, resolve
-from step import dispatch
 from step.batch import cut, hidden
 from step.policy import Reader
 from step.sample import Sample, by_group, of_rollout
@@ -258,7 +258,7 @@ class EvalParams(NamedTuple):
     """How to answer held-out problems."""
 
     max_tokens: int
-    batch_size: gpu.BatchSize | None = None  # None: measured on a GPU, `USUAL_ROWS` on a CPU
+    batch_size: gpu.BatchSize | None = None  # None: as `preflight.rows_at_once`
     share_prefix: bool | None = None  # see `sampler.rollout`
     samples: int = 1  # completions per problem
     limit: int | None = None  # most problems, evenly spread
@@ -364,23 +364,19 @@ def answer_both(
     model: gwen.Model, tokenizer: Any, problems: list[Example], prompts: list[list[int]], params: EvalParams
 ) -> tuple[Answers, Answers]:
     """Each problem's samples with their entropies, and one greedy completion."""
-    size, share_prefix = params.batch_size, params.share_prefix
-    if size is None and gpu.on_gpu():
-        chosen, why = dispatch.choose(
-            model,
-            [len(prompt) for prompt in prompts],
-            max_tokens=params.max_tokens,
-            group_size=params.samples,
-            most_rows=len(prompts) * params.samples,
-        )
-        print(why, file=sys.stderr)
-        size, share_prefix = gpu.BatchSize(chosen.rows), chosen.share_prefix
+    lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
+
+    def fits(rows: int) -> bool:
+        work = model.config, dtype, lengths, samples, params.max_tokens
+        need = preflight.rollout_bytes(*work, rows, params.share_prefix)
+        return sum(need) <= preflight.ROOM * gpu.memory_at_hand()
+
     # both calls share one object, and so what it learns about memory
-    size = size or gpu.BatchSize(dispatch.USUAL_ROWS)
+    size = params.batch_size or gpu.BatchSize(preflight.rows_at_once(fits, len(prompts) * samples))
     how: dict[str, Any] = {
         "key": KEY + params.seed,
         "batch_size": size,
-        "share_prefix": share_prefix,
+        "share_prefix": params.share_prefix,
         "toolbox": params.toolbox,
     }
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}

@@ -2,9 +2,9 @@
 The memory that a run will need, from its settings and the model's configuration alone: `uv run preflight.py --model M`.
 
 A step needs what stays (weights, adapters, the optimizer's state, Python) and then, in turn, what a rollout, the judge
-or an update holds; the largest of them decides. The longest prompts and completions of `--max-tokens` are assumed, so a
-step may need less. The constants are measured on MLX's CPU backend, where the figure is within 10% of the peak, by a
-test.
+or an update takes; the largest of them decides. The longest prompts and completions of `--max-tokens` are assumed.
+Weights, moments, caches and logits are counted; what layers keep for the gradient is one constant times their widths,
+measured on a CPU: a test holds the figure to 5% under the peak at most and 30% over it. `--try` takes some steps.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden, H query heads,
 K kv heads, D head dim, F mlp width.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,53 +26,51 @@ from mlx.utils import tree_flatten
 
 import gwen
 import lora
-from config import Config, Sizes, Switch
+from config import Config, Sizes
 from disk import checkpoint, hub
 from disk.run_files import read_log
-from flags import Parser, check_least, fail, flag_of, visible
+from flags import Parser, check_least, fail, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, delta, lm_head
 from machine import alive, chips, gpu, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
-from step import batch, dispatch
+from step import batch
 from turns.episodes import context_of
 
 LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
 PYTHON = 300_000_000  # bytes: 118 MB with a small tokenizer, 105 more for 151,643 tokens, 30 for reading data
+ROOM = 0.9  # of the memory; MLX runs ahead, and other programs are there
+USUAL_ROWS = 64  # decoded at once without a GPU
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
-# What a gradient holds beside the layers it keeps, in layers: measured 1.5 to 1.8 and 2.5 to 3.1 over seven shapes.
-WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED = 1.7, 2.9
-# The same on a GPU: counted 0.3 to 0.5 and 1.3 to 1.5 in traces of four shapes; MLX runs some launches ahead.
-GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED = 1.0, 2.0
-# The same of gated delta nets, of one level of a tree, which are computed one after the other; and what a forward pass
-# takes of what it would keep for a gradient
-LINEAR_WORKING_LAYERS, LINEAR_WORKING_LAYERS_CHECKPOINTED, LINEAR_SHARE = 1.1, 2.2, 0.47
+# Numbers that a position keeps of a layer for the gradient, for each of its widths: measured in float32 on a CPU; with
+# a GPU's kernels, in the weights' type, counted by c148fd6:bench/launches.py.
+KEPT, GPU_KEPT = 5.1, 3.5
+# Layers, beside those that are kept, while one's gradient is computed: where all are kept, and where some are not. A
+# gated delta net computes the levels of a tree one after the other.
+WORKING, LINEAR_WORKING = (1.7, 3.3), (1.1, 1.8)
+LINEAR_SHARE = 0.47  # of what a gated delta net would keep for a gradient, what it takes without one
 DISK = 2e9  # bytes a second; an assumption: Apple's laptops read about 1.5 to 6 GB/s
 TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; four characters of which are a token
 TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
 
 
 class Need(NamedTuple):
-    """Bytes."""
+    """Bytes: of what stays, and of each phase beside it."""
 
     weights: int
     adapters: int  # and their copies in 16 bits; or the float32 masters of a model whose own weights are trained
     optimizer: int
-    cache: int  # of a rollout: keys and values
-    decoding: int  # of a rollout: prefill and logits
-    gradients: int  # of an update: those of the micro-batches so far
-    activations: int  # of an update: what layers keep for the gradient
-    working: int  # of an update: what one layer's gradient takes beside that
-    logprobs: int  # of an update: what log-probabilities take, while no layer is at work
-    stepping: int  # of an update: the gradient, and what AdamW makes of it while old tensors go
+    rollout: int  # keys and values, prefill and logits
+    update: int
     judge: int = 0  # weights of a judge that is not the policy without its adapters; of a KL term's reference too
     judging: int = 0  # the judge's cache and forward pass
     teacher: int = 0  # its weights, or its head where it stays on disk, and what it says of a step's completions
     teaching: int = 0  # of a teacher on disk: two of its layers, its embeddings, and two arrays per position of a step
     reading: int = 0  # bytes that a step reads from disk, which are held nowhere
+    cache: int = 0  # of a rollout: keys and values alone
     python: int = PYTHON
 
     @property
@@ -80,41 +78,30 @@ class Need(NamedTuple):
         return self.weights + self.adapters + self.optimizer + self.teacher + self.judge + self.python
 
     @property
-    def rollout(self) -> int:
-        return self.cache + self.decoding
-
-    @property
-    def update(self) -> int:
-        return max(self.gradients + self.activations + max(self.working, self.logprobs), self.stepping)
-
-    @property
     def total(self) -> int:
         return self.resident + max(self.rollout, self.judging, self.teaching, self.update)
 
 
-def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:
-    """
-    What one position keeps of one layer of a kind for the gradient, with `keys` keys to each query.
+def has_kernels() -> bool:
+    """Whether a layer runs on a GPU's kernels, which keep what they read in the weights' type and nothing else."""
+    return gpu.on_gpu() and gpu.is_wanted()
 
-    Found by doubling each width in turn: measured on a CPU, where in 16 bits it is 2 to 8% less, since softmax and
-    swiglu compute in float32; and on a GPU with kernels counted in the trace of an update (`c148fd6:bench/launches.py`).
-    """
+
+def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:
+    """What one position keeps of one layer of a kind for the gradient, with `keys` keys to each query."""
+    width, scores = model.intermediate_size + model.hidden_size, 0.0
     if kind == "linear_attention":
         assert model.delta is not None
         _, num_heads, key_dim, value_dim, _ = model.delta
-        channels, values = sum(model.delta.widths), model.delta.widths[-1]
-        if has_kernels():
-            widths = 3 * model.intermediate_size + 4 * model.hidden_size + 3 * channels + 2 * values
-            return dtype.size * widths + 12 * channels + 16 * values
-        of_chunks = num_heads * (34 * delta.CHUNK + 4 * key_dim * value_dim / delta.CHUNK + 28 * key_dim)
-        return 24 * model.intermediate_size + 17 * model.hidden_size + 20 * channels + 41 * values + of_chunks
-    num_queries, num_kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    num_queries *= 1 + model.family.output_gate
-    scores = 0 if attention.is_fused(model.head_dim) else 4 * model.num_attention_heads * keys
-    if has_kernels():
-        widths = 3 * model.intermediate_size + 4 * model.hidden_size + 4 * num_queries + 3 * num_kv
-        return dtype.size * widths + scores
-    return 24 * model.intermediate_size + 17 * model.hidden_size + 18 * num_queries + 10 * num_kv + scores
+        width += 3 * sum(model.delta.widths) // 2 + 2 * model.delta.widths[-1]
+        if not has_kernels():  # the matrices of a chunk
+            width += int(num_heads * (1.7 * delta.CHUNK + 1.4 * key_dim + key_dim * value_dim / delta.CHUNK / 5))
+    else:
+        heads = (1 + model.family.output_gate) * model.num_attention_heads + model.num_key_value_heads
+        width += heads * model.head_dim
+        if not attention.is_fused(model.head_dim):
+            scores = 4 * model.num_attention_heads * keys
+    return (GPU_KEPT * dtype.size if has_kernels() else KEPT * 4) * width + scores
 
 
 def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
@@ -126,11 +113,6 @@ def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float
     )
 
 
-def has_kernels() -> bool:
-    """Whether a layer runs on a GPU's kernels, which keep what they read in the weights' type and nothing else."""
-    return gpu.on_gpu() and gpu.is_wanted()
-
-
 class Demand(NamedTuple):
     """What decides the memory of a run, besides `Sizes`."""
 
@@ -139,6 +121,11 @@ class Demand(NamedTuple):
     config: Config
     prompt_lengths: list[int]  # or of the conversations of --loss-type sft
     rubric: Path | None = None  # of the judge
+
+    @property
+    def longest(self) -> list[int]:
+        """The lengths of a step's longest prompts."""
+        return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
 
 def estimate(demand: Demand, sizes: Sizes) -> Need:
@@ -155,10 +142,11 @@ def has_files(teacher: str) -> bool:
 
 
 def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
-    model, dtype, config, prompt_lengths, _ = demand
+    model, dtype, config, _, _ = demand
     samples = config.objective.loss_type != "sft"
     if not samples:
         config = config.but(groups=1, max_tokens=1)
+        demand = demand._replace(config=config)
     shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
     all_weights = sum(array.size for _, array in tree_flatten(shapes.parameters()))
     if config.model.lora_rank:
@@ -166,28 +154,29 @@ def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
     trained = sum(array.size for _, array in tree_flatten(shapes.trainable_parameters()))
     # float32 weights are their own masters
     masters = trained if config.model.lora_rank or dtype != mx.float32 else 0
-    longest = sorted(prompt_lengths)[-config.sampling.batch :]
-    num_batches, activations, working, logprobs = _update(model, dtype, config, sizes, longest)
-    cache, decoding = _rollout(model, dtype, config, sizes, longest) if samples else (0, 0)
+    cache, decoding = 0, 0
+    if samples:
+        cache, decoding = rollout_bytes(
+            *(model, dtype, demand.longest, config.sampling.groups, config.sampling.max_tokens),
+            *(sizes.rollout_batch_size, sizes.sharing),
+        )
+    num_batches, update = _update(demand, sizes)
     return Need(
         weights=all_weights * dtype.size,
         adapters=(4 + (dtype.size if config.model.lora_rank and dtype != mx.float32 else 0)) * masters,
         optimizer=8 * trained,
         cache=cache,
-        decoding=decoding,
-        gradients=4 * trained * (num_batches > 1),
-        activations=activations,
-        working=working,
-        logprobs=logprobs,
-        stepping=7 * trained,  # measured: 5 to 7
-        **_judge(demand, longest),
-        **(_teacher(model, dtype, config, longest, teacher_on_disk) if config.objective.teacher else {}),
+        rollout=cache + decoding,
+        # at last the gradient, and what AdamW makes of it while old tensors go; measured: 5 to 7
+        update=max(update + 4 * trained * (num_batches > 1 or sizes.checkpoint_layers > 0), 7 * trained),
+        **_judge(demand),
+        **(_teacher(model, dtype, config, demand.longest, teacher_on_disk) if config.objective.teacher else {}),
     )
 
 
-def _judge(demand: Demand, prompts: list[int]) -> dict[str, int]:
+def _judge(demand: Demand) -> dict[str, int]:
     """A judge's fields of `Need`. Its prompts are a tree (judge.py): questions, answers, criteria."""
-    model, dtype, config, _, rubric = demand
+    (model, dtype, config, _, rubric), prompts = demand, demand.longest
     judged = rubric is not None and not config.judge.url
     other = judged and not config.judges_itself
     with gwen.named_by("--judge-model"):
@@ -242,40 +231,38 @@ def _teacher(
     return {"teacher": head + said, "teaching": 2 * layer + embeddings + 2 * streams, "reading": held}
 
 
-def _update(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, sizes: Sizes, prompts: list[int]
-) -> tuple[int, int, int, int]:
-    """
-    Number of micro-batches when all completions are as long as allowed, and bytes of what the largest of them keeps, of
-    its backward pass, and of its log-probabilities.
-    """
+def _update(demand: Demand, sizes: Sizes) -> tuple[int, int]:
+    """Number of micro-batches when all completions are as long as allowed, and bytes that the largest of them takes."""
+    (model, dtype, config, *_), prompts = demand, demand.longest
     width, length, layers = model.hidden_size, config.sampling.max_tokens, model.num_hidden_layers
     kinds = model.layer_kinds[sizes.checkpoint_layers :]  # of the layers that are kept
-    kept, attentions = len(kinds), sum(kind != "linear_attention" for kind in kinds)
-    counts = WORKING_LAYERS, WORKING_LAYERS_CHECKPOINTED
-    if has_kernels():
-        counts = GPU_WORKING_LAYERS, GPU_WORKING_LAYERS_CHECKPOINTED
-    linear_counts = LINEAR_WORKING_LAYERS, LINEAR_WORKING_LAYERS_CHECKPOINTED
-    working, linear_working = counts[kept < layers], linear_counts[kept < layers]
+    is_again = len(kinds) < layers
     rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
-    lengths = np.full(len(rows), length)
-    shared, cut = batch.plan(rows, lengths, sizes.train_token_budget, "auto")
-    most = (0, 0, 0)
-    for part, num_positions in cut:
+    shared, cut = batch.plan(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
+    most = 0
+    for part, positions in cut:
         longest = max(len(rows[row]) for row in part)
-        keys, at_once = float(longest + length - 1), num_positions
+        keys, columns = float(longest + length - 1), longest + length - 1
         if shared:  # the prompt's own positions see the prompt alone
             of_completions = len(part) * (length - 1)
-            keys = (of_completions * keys + (num_positions - of_completions) * longest) / num_positions
-            at_once = max(of_completions, num_positions - of_completions)
-        one_layer = num_positions * layer_bytes(model, dtype, keys, "full_attention")
-        linear = at_once * layer_bytes(model, dtype, keys, "linear_attention") if model.delta else 0
-        kept_bytes = num_positions * sum(layer_bytes(model, dtype, keys, kind) for kind in kinds)
-        copies = len(part) * longest if shared and gpu.on_gpu() else 0  # of prompts' keys and values, joined
-        inputs = num_positions * dtype.size * width * (layers - kept)  # of the layers that are computed again
-        inputs += 2 * dtype.size * model.num_key_value_heads * model.head_dim * copies * attentions
-        inputs += len(part) * state_bytes(model, dtype) if shared else 0
-        num_tokens = num_positions if config.objective.loss_type == "sft" else len(part) * length
+            keys = (of_completions * keys + (positions - of_completions) * longest) / positions
+        of_kind = {kind: positions * layer_bytes(model, dtype, keys, kind) for kind in set(model.layer_kinds)}
+        kept = sum(of_kind[kind] for kind in kinds)
+        # of those that are computed again: inputs, keys and values
+        kept += positions * (dtype.size * width + column_bytes(model, dtype) / layers) * (layers - len(kinds))
+        kept += len(part) * state_bytes(model, dtype) * shared
+        backward = max(
+            size * (LINEAR_WORKING if kind == "linear_attention" else WORKING)[is_again]
+            for kind, size in of_kind.items()
+        )
+        if gpu.on_gpu():
+            kept += len(part) * longest * column_bytes(model, dtype) * shared  # of prompts' keys and values, joined
+            backward += attention.gradient_bytes(
+                (len(part), model.num_attention_heads, length - 1 if shared else columns, model.head_dim),
+                (len(part), model.num_key_value_heads, columns, model.head_dim),
+                dtype,
+            )
+        num_tokens = positions if config.objective.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (8 + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
@@ -283,18 +270,8 @@ def _update(
             tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
-        gradient = int(max(one_layer * working, linear * linear_working))
-        if gpu.on_gpu():
-            columns = longest + length - 1
-            scores = attention.gradient_bytes(
-                (len(part), model.num_attention_heads, length - 1 if shared else columns, model.head_dim),
-                (len(part), model.num_key_value_heads, columns, model.head_dim),
-                dtype,
-            )
-            gradient = max(gradient, scores + int(one_layer * (working - 1)))  # by then the MLP's gradient is past
-        one = (int(kept_bytes + inputs), gradient, logprobs)
-        most = max(most, one, key=lambda sizes: sizes[0] + max(sizes[1:]))
-    return len(cut), *most
+        most = max(most, int(kept + max(backward, logprobs)))
+    return len(cut), most
 
 
 def column_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
@@ -311,18 +288,22 @@ def state_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
     return one * model.layer_kinds.count("linear_attention")
 
 
-def _rollout(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, sizes: Sizes, prompts: list[int]
+def rollout_bytes(
+    model: hub.ModelConfig,
+    dtype: mx.Dtype,
+    prompts: list[int],
+    groups: int,
+    max_tokens: int,
+    rows: int,
+    share: bool | None,
 ) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
-    batch_size, groups = sizes.rollout_batch_size, config.sampling.groups
-    slots = min(batch_size, len(prompts) * groups)
-    together = sorted(prompts)[-max(2 * batch_size // groups, 1) :]
+    slots = min(rows, len(prompts) * groups)
+    together = sorted(prompts)[-max(2 * rows // groups, 1) :]
     longest = max(together)
-    width, own = round_up(longest), round_up(config.sampling.max_tokens)
-    share = sizes.share_prefix == "on"
-    if sizes.share_prefix == "auto":
-        share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, batch_size, dtype))
+    width, own = round_up(longest), round_up(max_tokens)
+    if share is None:
+        share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, rows, dtype))
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
     prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
@@ -332,84 +313,74 @@ def _rollout(
     return column * (len(together) * width + slots * own + copied) + states, decoding
 
 
-def settle(demand: Demand, rows: int | None = None, share_prefix: Switch | None = None) -> Sizes:
+def rows_at_once(fits: Callable[[int], bool], most_rows: int) -> int:
+    """How many rows a rollout decodes at once: what memory holds; without a GPU the machine decides nothing."""
+    if not gpu.on_gpu():
+        return min(most_rows, USUAL_ROWS)
+    rows = most_rows
+    while rows > 1 and not fits(rows):
+        rows = -(-rows // 2)
+    return rows
+
+
+def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:
     """
-    Decides each `auto`. rows, share_prefix: as `dispatch.settle` has measured them.
+    Decides each `auto`. most_rows: that a rollout, or an evaluation, has.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
     update; last of all a teacher stays on disk. To fit is to need nine tenths of what a GPU offers, and without a GPU
     of what a laptop's would, so that a run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
-    room = 0.9 * (gpu.memory_size() if gpu.on_gpu() else LAPTOP)
+    room = ROOM * (gpu.memory_size() if gpu.on_gpu() else LAPTOP)
     budgets = [optimizer.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
     if not optimizer.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
     counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
-    rows = rows or sampling.rollout_batch_size or dispatch.USUAL_ROWS
     has_teacher = has_files(demand.config.objective.teacher)
     for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_teacher], options):
-        sizes = Sizes(rows, share_prefix or sampling.share_prefix, budget, count)
+        sizes = Sizes(sampling.rollout_batch_size or most_rows, sampling.share_prefix, budget, count)
         need = _estimate(demand, sizes, on_disk)
-        if need.resident + need.update <= room:  # a rollout has flags of its own
+        if need.resident + need.update <= room:
             break
-    return sizes
+
+    def fits(rows: int) -> bool:
+        need = estimate(demand, sizes._replace(rollout_batch_size=rows))
+        return need.resident + need.rollout <= room
+
+    return sizes if sampling.rollout_batch_size else sizes._replace(rollout_batch_size=rows_at_once(fits, most_rows))
 
 
 def agree(sizes: Sizes) -> Sizes:
-    """What several machines measured or computed, each for itself: the least of all."""
+    """What several machines computed, each for itself: the least of all."""
     rows, sharing, budgets, counts = zip(*world.share(list(sizes)), strict=True)
     return Sizes(min(rows), min(sharing), min(budgets), max(counts))  # "auto", "off", "on"
 
 
-def fits(demand: Demand, rows: int, share_prefix: bool) -> bool:
-    """Whether a rollout of so many rows at once fits beside what stays."""
-    layers = demand.model.num_hidden_layers
-    need = estimate(demand, Sizes(rows, "on" if share_prefix else "off", BUDGET, layers))
-    return need.resident + need.rollout <= gpu.memory_size()
+LESS = {  # what makes a phase smaller
+    "rollout": "--rollout-batch-size or --max-tokens",
+    "judging": "--judge-chunk-size",
+    "teaching": "--batch or --max-tokens",
+    "update": "--train-token-budget, or set --checkpoint-layers on",
+}
 
 
-LESS = [  # which phase a flag makes smaller, and its least value; in the order in which they are turned
-    ("rollout", "rollout_batch_size", 1),
-    ("judging", "judge_chunk_size", 1),
-    ("update", "checkpoint_layers", 0),
-    ("update", "train_token_budget", 64),
-    ("teaching", "batch", 1),
-    *((phase, "max_tokens", 16) for phase in ("rollout", "judging", "update", "teaching")),
-]
-
-
-def advice(demand: Demand, sizes: Sizes, room: int) -> str:
-    """The flags that make a run fit which does not."""
-    need, flags = estimate(demand, sizes), dict[str, Any]()
+def advice(config: Config, need: Need, room: int) -> str:
+    """What to lower where a run does not fit."""
     if need.resident > room:
-        smaller = f"take a smaller {'model' if demand.config.judges_itself or not need.judge else '--judge-model'}"
-        return smaller if demand.config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
-    for phase, key, least in LESS:
-        while need.resident + getattr(need, phase) > room:
-            value = (demand.config.flat() | sizes._asdict())[key]
-            lower = demand.model.num_hidden_layers if key == "checkpoint_layers" else max(value // 2, least)
-            if lower == value:
-                break
-            flags[key] = "on" if key == "checkpoint_layers" else lower
-            if key in Sizes._fields:
-                sizes = Sizes(**sizes._asdict() | {key: lower})
-            else:
-                demand = demand._replace(config=demand.config.but(**{key: lower}))
-            need = estimate(demand, sizes)
-    if need.total > room:
-        return "take a smaller model"
-    return f"set {' '.join(f'{flag_of(key)} {value}' for key, value in flags.items())}"
+        smaller = f"take a smaller {'model' if config.judges_itself or not need.judge else '--judge-model'}"
+        return smaller if config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
+    return "; ".join(f"lower {flag}" for phase, flag in LESS.items() if need.resident + getattr(need, phase) > room)
 
 
 def step_of(demand: Demand, sizes: Sizes) -> chips.Step:
     """The numbers of a step of a run; prompts are computed once for a group."""
-    model, dtype, config, lengths, rubric = demand
+    model, dtype, config, _, rubric = demand
     sampling, head = config.sampling, model.vocab_size * model.hidden_size
     weights = matmuls_of(model)
-    num_rows, prompts = sampling.batch * sampling.groups, sorted(lengths)[-sampling.batch :]
+    num_rows, prompts = sampling.batch * sampling.groups, demand.longest
     judged = 0.0
     if rubric is not None and not config.judge.url:
         judge = model if config.judges_itself else gwen.load_config(config.judge.model)
@@ -432,7 +403,7 @@ def step_of(demand: Demand, sizes: Sizes) -> chips.Step:
         answer=sampling.max_tokens,
         rows=sizes.rollout_batch_size,
         judged=int(judged),
-        batches=_update(model, dtype, config, sizes, prompts)[0],
+        batches=_update(demand, sizes)[0],
         passes=forward + config.optimizer.num_iterations * backward,
     )
 
@@ -466,8 +437,7 @@ def line(demand: Demand, sizes: Sizes) -> str:
         f"rollout ({_gb(need.cache)} cache)": need.rollout,
         "judging": need.judging,
         "teaching": need.teaching,
-        f"update ({_gb(need.gradients)} gradients, {_gb(need.activations)} activations, "
-        f"then {_gb(need.logprobs)} logprobs or {_gb(need.working)} backward)": need.update,
+        "update": need.update,
     }
     held, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in (stays, phases))
     said = (
@@ -483,7 +453,7 @@ def line(demand: Demand, sizes: Sizes) -> str:
         )
     if need.total <= room:
         return said
-    return f"{said}; it does not fit: {advice(demand, sizes, room)}"
+    return f"{said}; it does not fit: {advice(config, need, room)}"
 
 
 def _gb(size: float) -> str:

@@ -22,7 +22,7 @@ import preflight
 import sampler
 import tasks
 import update
-from config import Config, Sizes, Switch
+from config import Config, Sizes
 from disk import checkpoint, run_files
 from disk.run_files import START, evaluation_line
 from judging import rubrics
@@ -33,7 +33,7 @@ from problems.stop import Stop
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from step import dispatch, objectives, policy
+from step import objectives, policy
 from step.sample import Sample, of_reply
 from step.teacher import Teacher
 from tasks import curriculum, first_look
@@ -104,14 +104,14 @@ class Run:
         """lengths: of the rows that it trains, without completions."""
         return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
 
-    def settle(self, demand: preflight.Demand, rows: int | None = None, sharing: Switch | None = None) -> None:
+    def settle(self, demand: preflight.Demand, most_rows: int = preflight.USUAL_ROWS) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
 
-        rows, sharing: of rollouts. Raises ValueError, on every machine, if one is made of something else.
+        most_rows: of a rollout. Raises ValueError, on every machine, if one is made of something else.
         """
         world.compare(self.sources)
-        self.sizes = preflight.agree(preflight.settle(demand, rows, sharing))
+        self.sizes = preflight.agree(preflight.settle(demand, most_rows))
         self.need = preflight.estimate(demand, self.sizes)
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(
@@ -284,8 +284,7 @@ class GrpoRun(Run):
             config = config.but(max_tokens=self.toolbox.context - max(lengths))
         self.longest = max(lengths) + config.sampling.max_tokens
         demand = self.demand(lengths, self.task.rubric)._replace(config=config)
-        fits = functools.partial(preflight.fits, demand)
-        self.settle(demand, *dispatch.settle(self.model, config, lengths, len(held_out), fits))
+        self.settle(demand, max(config.sampling.batch * config.sampling.groups, len(held_out)))
         self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
         if self.teacher and self.teacher.model and config.objective.teacher != "self":

@@ -36,7 +36,6 @@ from bench.harness import Sample
 from disk import hub
 from flags import Parser, fail
 from machine import gpu
-from step import dispatch
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
 
@@ -220,7 +219,7 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
     args = harness.parse(parser, argv, least | {"rollout_batch_size": 1, "temp": 0})
-    args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, dispatch.USUAL_ROWS)
+    args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, preflight.USUAL_ROWS)
     args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
     return args
 

@@ -25,14 +25,14 @@ import sampler
 import train
 import update
 from config import Config, Sizes
-from disk import checkpoint
+from disk import checkpoint, run_files
 from judging.prompt_tree import PromptTree
 from launch import stop
 from machine import gpu, power
 from reporting import journal
 from settings import sources
 from settings.sources import given, parse
-from step import dispatch, policy
+from step import policy
 
 ROOT = Path(gwen.__file__).parent
 GIB = 2**30
@@ -209,47 +209,33 @@ def test_the_judge_and_python_are_counted(mac, monkeypatch):
     assert need(lora_rank=0).judge == judged.weights  # the copy that training leaves alone
 
 
-def test_a_size_that_does_not_fit_is_never_measured(mac, monkeypatch, tmp_path):
-    tried = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(dispatch, "kind_of", lambda *_: dispatch.Kind("some", "model", "float16", 8, 128, 8192))
-
-    def time_work(model, kind, rows, modes):
-        tried.extend((rows, share) for share in modes)
-        return [dispatch.Trial(rows, share, float(rows), rows) for share in modes]
-
-    monkeypatch.setattr(dispatch, "time_work", time_work)
-    demand = demand_of(max_tokens=8192, batch=64, rollout_batch_size="auto")
-    chosen, _ = dispatch.settle(
-        None, demand.config, demand.prompt_lengths, 0, lambda *way: preflight.fits(demand, *way)
-    )
-    assert (4, True) in tried and chosen < 64
-    assert all(
-        preflight.estimate(demand, Sizes(rows, "on" if s else "off", 1024, 28)).rollout < 10.5e9 for rows, s in tried
-    )
-    assert not preflight.fits(demand, 64, True)
+def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
+    """A step's, or those of the held-out problems, halved until they fit; what was asked for stays."""
+    for gigabytes, expected in ((128, 300), (16, 38), (8, 19)):
+        monkeypatch.setattr(gpu, "memory_size", lambda size=gigabytes: recommended(size))
+        demand = demand_of(max_tokens=1024, batch=16, rollout_batch_size="auto")
+        sizes = preflight.settle(demand, 300)
+        need = preflight.estimate(demand, sizes)
+        assert sizes.rollout_batch_size == expected and need.resident + need.rollout <= 0.9 * recommended(gigabytes)
+    assert preflight.settle(demand_of(max_tokens=8192, rollout_batch_size=64), 300).rollout_batch_size == 64
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "said"),
     [
-        {"max_tokens": 4096, "batch": 16},
-        {"judge_chunk_size": 512, "max_tokens": 1024},
-        {"train_token_budget": 2**16, "checkpoint_layers": "off", "batch": 64},
+        ({"max_tokens": 4096, "batch": 16, "rollout_batch_size": 64}, "lower --rollout-batch-size or --max-tokens"),
+        ({"judge_chunk_size": 512, "max_tokens": 1024}, "lower --judge-chunk-size"),
+        ({"train_token_budget": 2**16, "checkpoint_layers": "off", "batch": 64}, "lower --train-token-budget, or"),
+        ({"lora_rank": 0}, "set --lora-rank 16, or take a smaller model"),
+        ({}, None),
     ],
     ids=str,
 )
-def test_on_8_gb_the_line_says_what_to_lower_and_then_it_fits(mac, monkeypatch, flags):
+def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
     monkeypatch.setattr(gpu, "memory_size", lambda: recommended(8))
-    demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", rollout_batch_size=64, **flags)
-    said = preflight.line(demand, preflight.settle(demand))
-    assert "of 5.73 GB" in said
-    words = said.partition("it does not fit: set ")[2].split()
-    assert words and len(words) % 2 == 0, said
-    changed = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    changed = {name: value if name == "checkpoint_layers" else int(value) for name, value in changed.items()}
-    demand = demand._replace(config=demand.config.but(**changed))
-    assert "does not fit" not in preflight.line(demand, preflight.settle(demand))
+    demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
+    line = preflight.line(demand, preflight.settle(demand))
+    assert "of 5.73 GB" in line and ("it does not fit: " in line) == bool(said) and (said or "") in line, line
 
 
 # ---- errors of the GPU, which come in pairs
@@ -360,6 +346,31 @@ def test_a_rollout_survives_errors_in_flight_and_samples_the_same(monkeypatch, c
     found = sampler.rollout(model, [[1, 2], [3]], params, group_size=4, key=0)
     assert mx.array_equal(found.completion_ids, expected.completion_ids)
     assert capsys.readouterr().err.count("out of memory, going on with 4 rows") == 1
+
+
+@pytest.mark.slow
+def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch):
+    flags = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit": 16, "steps": 1, "eval_every": 1}
+    its = train.GrpoRun(sources.resolve(flags, None, None, gwen.choose_model)[0], tmp_path)
+    assert its.batch_size.rows == its.sizes.rollout_batch_size == 16  # as many as held-out problems
+    run_files.write(sources.as_yaml(its.config, its.sizes), tmp_path)
+    its.open()
+    sizes, broken, decode = [], Broken(monkeypatch, 2), sampler.decode
+
+    def failing(*args, **how):
+        sizes.append(args[1].num_slots)
+        broken.throw()
+        return decode(*args, **how)
+
+    monkeypatch.setattr(sampler, "decode", failing)
+    list(train.train(its.config, its))
+    assert sizes[0] == 16 and set(sizes[1:]) == {8}
+    state = checkpoint.load(tmp_path)
+    assert state.extra["rollout_batch_size"] == 8
+    resumed = train.GrpoRun(sources.resolve({"steps": 2}, None, str(tmp_path), gwen.choose_model)[0], tmp_path)
+    assert resumed.batch_size.rows == 16
+    resumed.restore(state)
+    assert resumed.batch_size.rows == 8
 
 
 @pytest.mark.parametrize("num_errors", ERRORS)

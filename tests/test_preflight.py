@@ -37,7 +37,7 @@ def demand_of(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
     return preflight.Demand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
 
 
-def line_of(config, model=BIG):
+def line_of(config, model):
     demand = demand_of(config, model=model)
     return preflight.line(demand, preflight.settle(demand))
 
@@ -74,14 +74,13 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["random:2m", "random:2m-hybrid"])
-def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_third_less(name, flags, prompt_tokens, rubric):
-    """Measured: 0.86 to 1.07 of it, by how far MLX runs ahead."""
+@pytest.mark.parametrize("name", ["demo", "random:2m", "random:2m-hybrid"])
+def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_a_quarter_less(name, flags, prompt_tokens, rubric):
     config = make_config(model=name, **flags)
     gc.collect()
     before = mx.get_active_memory()
-    model = gwen.random_model(name)
-    prompts = np.random.default_rng(0).integers(3, 8000, (config.sampling.batch, prompt_tokens)).tolist()
+    model = gwen.load(name)[0]
+    prompts = np.random.default_rng(0).integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
     demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
     sizes = preflight.settle(demand)
     need = preflight.estimate(demand, sizes)
@@ -90,7 +89,8 @@ def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_third_less(name, 
     mx.eval(model.parameters())
     mx.clear_cache()
     mx.reset_peak_memory()
-    one_step(model, config, sizes, prompts)
+    for _ in range(2):  # MLX runs ahead of the processor, more or less far
+        one_step(model, config, sizes, prompts)
     if rubric:
         grader = judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubric)
         questions = [f"{number} " + "one " * (prompt_tokens - 1) for number in range(config.sampling.batch)]
@@ -98,10 +98,9 @@ def test_a_step_takes_what_was_said_at_most_a_tenth_more_and_a_third_less(name, 
         grader.score([text for text in questions for _ in range(config.sampling.groups)], answers)
     peak = mx.get_peak_memory() - before
     # the optimizer's state is gone by then
-    held = need.total - need.python - (need.optimizer if need.judging > need.update else 0)
-
-    # MLX runs ahead by up to ten arrays, which are counted; where they are done at once, fewer are held
-    assert 0.67 * held < peak < 1.1 * held
+    said = need.total - need.python - (need.optimizer if need.judging > need.update else 0)
+    print(f"{said / peak:.2f}")
+    assert 0.95 * peak < said < 1.3 * peak
 
 
 def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
@@ -225,34 +224,6 @@ def test_the_full_size_step_fits_a_laptop():
     demand = demand_of(make_config(model="random:0.6b", batch=8, groups=8, max_tokens=256))
     sizes = preflight.settle(demand)
     assert preflight.estimate(demand, sizes).total < 10 * GB and sizes.checkpoint_layers == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "room", "advised"),
-    [
-        ({}, 0.5 * GB, "take a smaller model"),
-        ({"lora_rank": 0}, 5 * GB, "set --lora-rank 16"),
-        ({"max_tokens": 2048, "rollout_batch_size": 64, "batch": 16, "groups": 8}, 8 * GB, "set --rollout-batch-size"),
-        ({"train_token_budget": 4096, "checkpoint_layers": "off"}, 5 * GB, "set --checkpoint-layers on"),
-        ({"train_token_budget": 8192}, 4 * GB, "set --checkpoint-layers on --train-token-budget"),
-        (
-            {"train_token_budget": 8192, "batch": 16},
-            3 * GB,
-            "set --rollout-batch-size 32 --checkpoint-layers on --train",
-        ),
-    ],
-)
-def test_the_advice_is_the_flag_that_makes_the_run_fit(monkeypatch, flags, room, advised):
-    monkeypatch.setattr(gpu, "memory_size", lambda: int(room))
-    config = make_config(**{"batch": 8, "groups": 8, "max_tokens": 256, "checkpoint_layers": "off"} | flags)
-    advice = line_of(config).partition("it does not fit: ")[2]
-    assert advice.startswith(advised)
-    if not advice.startswith("set") or "smaller" in advice:
-        return
-    words = advice.removeprefix("set ").split()
-    changed = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(*[iter(words)] * 2, strict=True)}
-    changed = {name: value if name == "checkpoint_layers" else int(value) for name, value in changed.items()}
-    assert "does not fit" not in line_of(config.but(**changed))
 
 
 def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):

@@ -26,6 +26,7 @@ import evaluate
 import grpo
 import gwen
 import judge
+import preflight
 import sampler
 import train
 import update
@@ -37,8 +38,8 @@ from machine import gpu
 from problems import chat_template
 from reporting import journal
 from reporting.journal import completion_records
-from step import dispatch, trust_region
 from step import sample as samples
+from step import trust_region
 from step.sample import Sample
 
 pytestmark = pytest.mark.slow
@@ -749,7 +750,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
 
 
 def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
-    moments = [(gwen, "load"), (dispatch, "settle"), (gpu, "environment")]
+    moments = [(gwen, "load"), (preflight, "settle"), (gpu, "environment")]
     for owner, name in moments:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))

@@ -363,7 +363,7 @@ def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path,
         return decode(*args, **how)
 
     monkeypatch.setattr(sampler, "decode", failing)
-    list(train.train(its.config, its))
+    list(train.train(its))
     assert sizes[0] == 16 and set(sizes[1:]) == {8}
     state = checkpoint.load(tmp_path)
     assert state.extra["rollout_batch_size"] == 8
@@ -378,9 +378,7 @@ def test_a_judge_survives_errors_in_flight_and_reads_the_same(monkeypatch, num_e
     model, prompts = gwen.random_model("random:2m"), {row: ((1, 2), (3, 4 + row)) for row in range(6)}
 
     def walk(tree):
-        found = {}
-        tree.walk(prompts, lambda places, hidden, _: found.update(zip(places, np.array(hidden), strict=True)))
-        return found
+        return dict(tree.walk(prompts, lambda hidden, _: list(np.array(hidden))))
 
     expected, tree = (
         walk(PromptTree(model, [5], 4, "judge")),

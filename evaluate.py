@@ -26,7 +26,6 @@ import numpy as np
 import gwen
 import judge
 import lora
-import preflight
 import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
@@ -42,6 +41,7 @@ from problems.rewards import Logged, Reward, call_rewards, is_refusal, reward_ar
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, of_task, resolve
+from step import memory
 from step.batch import cut, hidden
 from step.policy import Reader
 from step.sample import Sample, by_group, of_rollout
@@ -258,7 +258,7 @@ class EvalParams(NamedTuple):
     """How to answer held-out problems."""
 
     max_tokens: int
-    batch_size: gpu.BatchSize | None = None  # None: as `preflight.rows_at_once`
+    batch_size: gpu.BatchSize | None = None  # None: as `memory.rows_at_once`
     share_prefix: bool | None = None  # see `sampler.rollout`
     samples: int = 1  # completions per problem
     limit: int | None = None  # most problems, evenly spread
@@ -368,11 +368,11 @@ def answer_both(
 
     def fits(rows: int) -> bool:
         work = model.config, dtype, lengths, samples, params.max_tokens
-        need = preflight.rollout_bytes(*work, rows, params.share_prefix)
-        return sum(need) <= preflight.ROOM * gpu.memory_at_hand()
+        need = memory.rollout_bytes(*work, rows, params.share_prefix)
+        return sum(need) <= memory.ROOM * gpu.memory_at_hand()
 
     # both calls share one object, and so what it learns about memory
-    size = params.batch_size or gpu.BatchSize(preflight.rows_at_once(fits, len(prompts) * samples))
+    size = params.batch_size or gpu.BatchSize(memory.rows_at_once(fits, len(prompts) * samples))
     how: dict[str, Any] = {
         "key": KEY + params.seed,
         "batch_size": size,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,26 +32,31 @@ from disk.run_files import read_log
 from flags import Parser, check_least, fail, visible
 from judging import rubrics
 from kv_cache import round_up
-from layers import attention, delta, lm_head
+from layers import attention, lm_head
 from machine import alive, chips, gpu, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
 from step import batch
+from step.memory import (
+    ROOM,
+    USUAL_ROWS,
+    column_bytes,
+    forward_bytes,
+    has_kernels,
+    layer_bytes,
+    rollout_bytes,
+    rows_at_once,
+    state_bytes,
+)
 from turns.episodes import context_of
 
 LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
 PYTHON = 300_000_000  # bytes: 118 MB with a small tokenizer, 105 more for 151,643 tokens, 30 for reading data
-ROOM = 0.9  # of the memory; MLX runs ahead, and other programs are there
-USUAL_ROWS = 64  # decoded at once without a GPU
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
-# Numbers that a position keeps of a layer for the gradient, for each of its widths: measured in float32 on a CPU; with
-# a GPU's kernels, in the weights' type, counted by c148fd6:bench/launches.py.
-KEPT, GPU_KEPT = 5.1, 3.5
 # Layers, beside those that are kept, while one's gradient is computed: where all are kept, and where some are not. A
 # gated delta net computes the levels of a tree one after the other.
 WORKING, LINEAR_WORKING = (1.7, 3.3), (1.1, 1.8)
-LINEAR_SHARE = 0.47  # of what a gated delta net would keep for a gradient, what it takes without one
 DISK = 2e9  # bytes a second; an assumption: Apple's laptops read about 1.5 to 6 GB/s
 TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; four characters of which are a token
 TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
@@ -80,37 +85,6 @@ class Need(NamedTuple):
     @property
     def total(self) -> int:
         return self.resident + max(self.rollout, self.judging, self.teaching, self.update)
-
-
-def has_kernels() -> bool:
-    """Whether a layer runs on a GPU's kernels, which keep what they read in the weights' type and nothing else."""
-    return gpu.on_gpu() and gpu.is_wanted()
-
-
-def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:
-    """What one position keeps of one layer of a kind for the gradient, with `keys` keys to each query."""
-    width, scores = model.intermediate_size + model.hidden_size, 0.0
-    if kind == "linear_attention":
-        assert model.delta is not None
-        _, num_heads, key_dim, value_dim, _ = model.delta
-        width += 3 * sum(model.delta.widths) // 2 + 2 * model.delta.widths[-1]
-        if not has_kernels():  # the matrices of a chunk
-            width += int(num_heads * (1.7 * delta.CHUNK + 1.4 * key_dim + key_dim * value_dim / delta.CHUNK / 5))
-    else:
-        heads = (1 + model.family.output_gate) * model.num_attention_heads + model.num_key_value_heads
-        width += heads * model.head_dim
-        if not attention.is_fused(model.head_dim):
-            scores = 4 * model.num_attention_heads * keys
-    return (GPU_KEPT * dtype.size if has_kernels() else KEPT * 4) * width + scores
-
-
-def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
-    """What one position takes of a layer without a gradient, of the kind that takes the most."""
-    loops = 0.0 if has_kernels() else 8 * model.num_attention_heads * keys  # arrays between the loops of cpu.exp
-    return loops + max(
-        layer_bytes(model, dtype, keys, kind) * (LINEAR_SHARE if kind == "linear_attention" else 1)
-        for kind in set(model.layer_kinds)
-    )
 
 
 class Demand(NamedTuple):
@@ -272,55 +246,6 @@ def _update(demand: Demand, sizes: Sizes) -> tuple[int, int]:
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
         most = max(most, int(kept + max(backward, logprobs)))
     return len(cut), most
-
-
-def column_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """Keys and values of one token."""
-    num_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
-    return 2 * num_layers * model.num_key_value_heads * model.head_dim * dtype.size
-
-
-def state_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """What gated delta nets keep of one row, however long it is."""
-    if model.delta is None:
-        return 0
-    one = sum(array.nbytes for array in model.delta.empty_state(1, dtype))
-    return one * model.layer_kinds.count("linear_attention")
-
-
-def rollout_bytes(
-    model: hub.ModelConfig,
-    dtype: mx.Dtype,
-    prompts: list[int],
-    groups: int,
-    max_tokens: int,
-    rows: int,
-    share: bool | None,
-) -> tuple[int, int]:
-    """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
-    slots = min(rows, len(prompts) * groups)
-    together = sorted(prompts)[-max(2 * rows // groups, 1) :]
-    longest = max(together)
-    width, own = round_up(longest), round_up(max_tokens)
-    if share is None:
-        share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, rows, dtype))
-    column, copied = column_bytes(model, dtype), 0 if share else slots * longest
-    prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
-    logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
-    logits += 2 * model.num_key_value_heads * model.head_dim * dtype.size * copied  # on its way
-    decoding = int(max(prefilled * forward_bytes(model, dtype, longest), logits))
-    states = state_bytes(model, dtype) * (len(together) + slots)
-    return column * (len(together) * width + slots * own + copied) + states, decoding
-
-
-def rows_at_once(fits: Callable[[int], bool], most_rows: int) -> int:
-    """How many rows a rollout decodes at once: what memory holds; without a GPU the machine decides nothing."""
-    if not gpu.on_gpu():
-        return min(most_rows, USUAL_ROWS)
-    rows = most_rows
-    while rows > 1 and not fits(rows):
-        rows = -(-rows // 2)
-    return rows
 
 
 def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:

@@ -33,7 +33,8 @@ from problems.stop import Stop
 from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from step import memory, objectives, policy
+from step import objectives, policy
+from step.memory import USUAL_ROWS
 from step.sample import Sample, of_reply
 from step.teacher import Teacher
 from tasks import curriculum, first_look
@@ -104,7 +105,7 @@ class Run:
         """lengths: of the rows that it trains, without completions."""
         return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
 
-    def settle(self, demand: preflight.Demand, most_rows: int = memory.USUAL_ROWS) -> None:
+    def settle(self, demand: preflight.Demand, most_rows: int = USUAL_ROWS) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
 

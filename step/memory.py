@@ -84,7 +84,7 @@ def rollout_bytes(
         share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, rows, dtype))
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
     prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
-    logits = 4 * 4 * slots * model.vocab_size  # and weights, sums and the next step's
+    logits = 6 * 4 * slots * model.vocab_size  # and weights, sums, their exponentials and the next step's
     logits += 2 * model.num_key_value_heads * model.head_dim * dtype.size * copied  # on its way
     decoding = int(max(prefilled * forward_bytes(model, dtype, longest), logits))
     states = state_bytes(model, dtype) * (len(together) + slots)

@@ -10,8 +10,8 @@ Axes: M rows of a batch, T own tokens.
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,13 +25,99 @@ from layers import lm_head
 from machine import alive, gpu, world
 from step import trust_region
 from step.batch import Batch, pad_frac
-from step.loss_scale import LossScale
-from step.policy import Reader, Share
-from step.result import MEASURED, UpdateResult
+from step.policy import MEASURED, MISMATCH, Reader, Share
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
 COUNTS = ("failures", "rate", "num_skipped")  # what a checkpoint keeps of a learner beside tensors and loss scale
+
+
+class LossScale(NamedTuple):
+    """Keeps small float16 gradients above zero. Doubles after 200 good steps, halves after an overflow, if dynamic."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    dynamic: bool = False
+
+    def after(self, overflow: bool) -> "LossScale":
+        if not self.dynamic:
+            return self
+        if overflow:
+            return self._replace(value=max(self.value / 2, 1.0), good_steps=0)
+        if self.good_steps + 1 == 200:
+            return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
+        return self._replace(good_steps=self.good_steps + 1)
+
+
+class UpdateResult(NamedTuple):
+    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
+
+    lr: float  # as scheduled
+    rate: float  # factor of it in the last step
+    num_skipped: int  # skipped steps since the run began
+    loss_scale: float  # after the last step
+    # over the counted tokens; `_max` is the largest
+    means: dict[str, float | None]
+    num_items: int = 0  # counted tokens
+    num_taught: int = 0  # rows with a gradient
+    loss: float | None = None
+    grad_norm: float | None = None  # before clipping
+    moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
+    repeats: int = 0  # tries that went too far and were undone
+    skipped: int = 0  # steps skipped because their gradient was not finite
+    num_forwards: int = 0  # rows computed, including the reference's
+    pad_frac: float | None = None  # padding's share of the computed positions
+
+    @classmethod
+    def of(
+        cls, steps: list[dict[str, float]], passes: int, num: int, *, num_items: int, **others: Any
+    ) -> "UpdateResult":
+        """Of what the optimizer steps measured: `passes` through `num` mini-batches of together `num_items` tokens."""
+
+        def mean(name: str) -> float:
+            values = [one[name] for one in steps]
+            return max(values) if name.endswith("_max") else sum(values) / passes / num_items
+
+        norms = [one["grad_norm"] for one in steps if "grad_norm" in one]
+        return cls(
+            means=dict.fromkeys(MEASURED) | {name: mean(name) for name in steps[0] if name in MEASURED},
+            loss=sum(one["loss"] for one in steps) / (num * passes),
+            grad_norm=sum(norms) / len(norms) if norms else None,
+            skipped=int(sum(one["skipped"] for one in steps)),
+            num_items=num_items,
+            **others,
+        )
+
+    def metrics(self, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
+        """seconds: of the step, by phase. num_rows: rows that were trained. recent: seconds of the last steps."""
+        train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
+        return {
+            "loss": self.loss,
+            "update/s": seconds["update"],
+            "update/tok_s": self.num_items / seconds["update"] if self.num_items else None,
+            "train/s": train_s,
+            "train/tok_s": self.num_items / train_s,
+            "other/s": seconds["other"],
+            "step/s": seconds["step"],
+            "step_avg_last10/s": sum(recent) / len(recent),
+            **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
+            "kl": self.means["kl"],
+            "distill/kl": self.means["distill"],
+            "entropy": self.means["entropy"],
+            "clip_frac": self.means["clip_frac"],
+            **{f"mismatch/{name}": self.means[name] for name in MISMATCH},
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
+            "lr": self.lr,
+            "update/kl": self.moved,
+            "update/rows": self.num_taught,
+            "update/rate": self.rate,
+            "update/repeats": self.repeats,
+            "skipped": self.skipped,
+            "skipped_total": self.num_skipped,
+            "pad_frac": self.pad_frac,
+            "forwards_per_completion": self.num_forwards / num_rows,
+        }
 
 
 class Learner:
@@ -74,7 +160,12 @@ def with_reference(learner: Learner, batches: list[Batch]) -> list[Batch]:
     model = learner.base or learner.model
     with lora.before_training(model):
         found = logprobs_of(learner, batches, model)
-    return [batch._replace(ref_logprobs=new) for batch, new in zip(batches, found, strict=True)]
+    return [with_column(batch, "ref_logprobs", new) for batch, new in zip(batches, found, strict=True)]
+
+
+def with_column(batch: Batch, name: str, column: mx.array | None) -> Batch:
+    """A batch with one more column for its loss; None where another machine has it."""
+    return batch if column is None else batch._replace(columns=batch.columns | {name: column})
 
 
 def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:

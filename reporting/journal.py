@@ -30,8 +30,8 @@ from problems.examples import prompt_text, spread
 from problems.rewards import Logged, merged
 from reporting import health
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
-from step.result import UpdateResult
 from step.sample import Sample, by_group
+from update import UpdateResult
 
 if TYPE_CHECKING:
     from reporting.trackers import Tracker

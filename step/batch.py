@@ -20,7 +20,7 @@ import gwen
 from layers.divergence import Lesson
 from layers.tree_cache import TreeCache
 from machine import world
-from step.sample import Sample
+from step.sample import NOTHING, Sample
 
 SHARING = ("auto", "on", "off")
 # Sharing prompts pays from this share of positions saved. On a CPU time was 1.14x with 10% saved, 0.97x with 18%, 0.88x
@@ -73,7 +73,7 @@ class Batch(NamedTuple):
     num_items: float  # own tokens
     # ---- what other passes found
     old_logprobs: mx.array | None = None  # (M, T) of the policy before the update
-    ref_logprobs: mx.array | None = None  # (M, T) of the model before training
+    columns: dict[str, mx.array] = NOTHING  # (M, T), what else the loss needs, by its name in `grpo.Tokens`
     lesson: Lesson | None = None  # a teacher's hidden states (M, T, D)
     is_mine: bool = True  # whether this machine computes it
 
@@ -92,7 +92,8 @@ class Batch(NamedTuple):
         index, prefix = mx.array(places), self.prefix and self.prefix.of_rows(places)
         arrays: Any = {name: value[index] for name, value in self._asdict().items() if isinstance(value, mx.array)}
         rows, lengths = ([held[place] for place in places] for held in (self.rows, self.lengths))
-        return self._replace(rows=rows, prefix=prefix, lengths=lengths, **arrays)
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return self._replace(rows=rows, prefix=prefix, lengths=lengths, columns=columns, **arrays)
 
 
 def pad_frac(batches: list[Batch]) -> float:

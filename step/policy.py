@@ -17,8 +17,11 @@ from layers import divergence, lm_head, softmax
 from step import batch as batches
 from step.batch import Batch
 from step.objectives import objective_of
-from step.result import MEASURED, MISMATCH
 
+# the policy before the update against the sampler's
+MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
+# measured at each step: means over the counted tokens; `_max` is the largest
+MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
 MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 
 
@@ -97,15 +100,15 @@ class Reader:
             old,
             batch.advantages,
             mask,
-            ref_logprobs=batch.ref_logprobs,
             num_items=batch.num_items,
             num_rows=batch.num_rows,
             clipped=clipped,
             divergences=divergences,
             weights=batch.weights,
+            **batch.columns,
         )
         loss, sums = self.loss(tokens, self.objective)
-        assert sums.keys() <= set(MEASURED), f"{sums.keys()}: step/result.py records {MEASURED}"
+        assert sums.keys() <= set(MEASURED), f"{sums.keys()}: these are recorded: {MEASURED}"
         measured = {"loss": loss, "entropy": (entropy * counted).sum()}
         if batch.sampled_logprobs is not None:
             measured |= gaps(old, batch.sampled_logprobs, mask, counted)

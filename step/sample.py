@@ -25,6 +25,9 @@ from step.objectives import Advantage
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
 
 
+NOTHING: dict[str, Any] = {}  # of what is not known yet; nobody writes to it
+
+
 class Sample(NamedTuple):
     """A completion of a prompt, or a reply to learn."""
 
@@ -34,18 +37,18 @@ class Sample(NamedTuple):
     group: int  # samples of a group are compared; counted through the step
     logprobs: np.ndarray | None = None  # (T,) as the sampler recorded them; None for a given reply
     finish_reason: str = "stop"
-    example: Example = {}  # noqa: RUF012  (what the prompt was made of; nobody writes to it)
+    example: Example = NOTHING  # what the prompt was made of
     text: str = ""
-    columns: dict[str, Any] = {}  # noqa: RUF012  (what rewards may ask for besides)
+    columns: dict[str, Any] = NOTHING  # what rewards may ask for besides
     conversation: dict[str, Any] | None = None  # with tools, as `rollouts.jsonl` has it
     paid: list[float] | None = None  # what an environment pays for each whole turn, weighted
     # ---- rewarded
-    parts: dict[str, float] = {}  # noqa: RUF012  (each reward before weighting; nan where unreadable)
-    filled: dict[str, float] = {}  # noqa: RUF012  (those with a weight; an unreadable one is what it is compared with)
+    parts: dict[str, float] = NOTHING  # each reward before weighting; nan where unreadable
+    filled: dict[str, float] = NOTHING  # those with a weight; an unreadable one is what it is compared with
     value: float = 0.0  # weighted sum of the filled parts
     turns: list[float] | None = None  # the value of each turn, which sum to `value`; None: only the whole is paid
     scores: list[float] | None = None  # the judge's, nan where unreadable
-    extra: dict[str, Any] = {}  # noqa: RUF012  (what rewards gave to `log_extra`)
+    extra: dict[str, Any] = NOTHING  # what rewards gave to `log_extra`
     # ---- chosen
     advantage: float | np.ndarray | None = None  # of the sample, or (T,) of each token; None: it is not trained
     signal: bool = True  # whether its group has an advantage other than 0 in a sample that is trained
@@ -210,6 +213,15 @@ def advantages(
     return grpo.group_advantages(rewards, settings.scale_rewards, settings.advantage, grpo.SIGNAL_FLOOR)
 
 
+def advanced(
+    config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
+) -> list[Sample]:
+    """The samples with their advantages, of turns with those of their tokens."""
+    found = advantages(config, samples, weights, own)
+    each = found.reshape(len(samples), *found.shape[2:])
+    return [one._replace(advantage=of_tokens(one, its)) for one, its in zip(samples, each, strict=True)]
+
+
 def of_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
     """The advantage of a sample, or those of its turns (K,) as those of its tokens (T,)."""
     if advantages.ndim == 0:
@@ -226,26 +238,27 @@ def chosen(
 
     They are the first groups with a signal; if there are too few, the first without one fill up the batch.
     """
-    size, num_groups = config.sampling.groups, config.sampling.batch
-    all_groups = each = advantages(config, samples, weights, own)
-    kept = np.array([is_kept(config, sample) for sample in samples]).reshape(-1, size)
-    signal = ((each != 0).reshape(*kept.shape, -1).any(-1) & kept).any(-1)
-    groups = sorted(np.argsort(~signal, kind="stable")[:num_groups].tolist())
-    if len(groups) < len(each):
-        some = [samples[group * size + member] for group in groups for member in range(size)]
-        each = advantages(config, some, weights, own)
+    groups = by_group(advanced(config, samples, weights, own))
+    signal = [has_signal(config, group) for group in groups]
+    unlike = [any(map(moves, group)) for group in groups]
     if own is not None or config.objective.advantage == "reinforce":  # by which equal rewards may teach
-        rewards = np.array([sample.value for sample in samples]).reshape(-1, size)
-        all_groups = grpo.group_advantages(rewards, "none", signal_floor=grpo.SIGNAL_FLOOR)
-    unlike = (all_groups != 0).reshape(len(signal), -1).any(-1)
-    found = [
-        sample._replace(advantage=None, signal=bool(signal[row // size]), unlike=bool(unlike[row // size]))
-        for row, sample in enumerate(samples)
+        rewards = np.array([[sample.value for sample in group] for group in groups])
+        unlike = (grpo.group_advantages(rewards, "none", signal_floor=grpo.SIGNAL_FLOOR) != 0).any(axis=1).tolist()
+    places = sorted(range(len(groups)), key=lambda place: not signal[place])[: config.sampling.batch]
+    trained = [sample for place in sorted(places) for sample in groups[place]]
+    if len(trained) < len(samples):  # what is compared with the step is compared with what is trained of it
+        trained = advanced(config, trained, weights, own)
+    known = {(group[0].group, row): one.advantage for group in by_group(trained) for row, one in enumerate(group)}
+    return [
+        sample._replace(advantage=known.get((sample.group, row)), signal=signal[place], unlike=unlike[place])
+        for place, group in enumerate(groups)
+        for row, sample in enumerate(group)
     ]
-    for group, its in zip(groups, each, strict=True):
-        for row, one in enumerate(its, group * size):
-            found[row] = found[row]._replace(advantage=of_tokens(found[row], one))
-    return found
+
+
+def has_signal(config: Config, group: list[Sample]) -> bool:
+    """Whether a group has an advantage other than 0 in a sample that is trained."""
+    return any(moves(sample) and is_kept(config, sample) for sample in group)
 
 
 def is_kept(config: Config, sample: Sample) -> bool:
@@ -260,8 +273,7 @@ def moves(sample: Sample) -> bool:
 
 def is_full(config: Config, samples: list[Sample]) -> bool:
     """Whether every group that is trained has a signal."""
-    trained = [group for group in by_group(samples) if group[0].advantage is not None]
-    return all(any(moves(sample) and is_kept(config, sample) for sample in group) for group in trained)
+    return all(has_signal(config, group) for group in by_group(samples) if group[0].advantage is not None)
 
 
 # ---- which of them are computed

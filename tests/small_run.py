@@ -14,7 +14,7 @@ from problems.examples import epoch_indices
 from run import GrpoRun
 from settings import sources
 from settings.sources import given, parse
-from step.batch import cut
+from step.batch import Batch, cut
 from step.sample import of_rollout
 
 RENDERED = {}
@@ -93,7 +93,10 @@ def recorded(samples):
 def told(batches, field, rows):
     """The batches with a column, (M, T) of each, from values of all rows, (N, T)."""
     rows = mx.array(rows, mx.float32)
-    return [one._replace(**{field: rows[mx.array(one.rows), : one.mask.shape[1]]}) for one in batches]
+    columns = [rows[mx.array(one.rows), : one.mask.shape[1]] for one in batches]
+    if field in grpo.Tokens._fields and field not in Batch._fields:
+        return [update.with_column(*pair) for pair in zip(batches, [field] * len(batches), columns, strict=True)]
+    return [one._replace(**{field: column}) for one, column in zip(batches, columns, strict=True)]
 
 
 def logprobs_of(run, batches, num_rows=12):

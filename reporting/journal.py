@@ -31,7 +31,6 @@ from problems.rewards import Logged, merged
 from reporting import health
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
 from step.sample import Sample, by_group
-from update import UpdateResult
 
 if TYPE_CHECKING:
     from reporting.trackers import Tracker
@@ -89,7 +88,7 @@ class Step(NamedTuple):
     seconds: dict[str, float]  # by phase
     costs: dict[str, list[Any]]  # by phase: `RolloutStats`, `Logged` by rewards, `Judgement`
     samples: list[Sample]  # all that were drawn
-    result: UpdateResult
+    result: Any  # of the update, `update.UpdateResult`
     peak_bytes: int
     figures: dict[str, float]  # of the choice of prompts
 

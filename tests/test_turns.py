@@ -120,13 +120,12 @@ def test_rows_in_turns_draw_what_the_whole_conversation_says_for_each_token(mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "batch_size"), [(True, 7), (False, 7), (True, 20), (False, 20), (True, 1)])
-def test_two_hundred_conversations_with_tools_of_up_to_50_ms_draw_the_same(model, monkeypatch, share, batch_size):
+@pytest.mark.parametrize(("share", "batch_size"), [(True, 7), (False, 7), (True, 1)])
+def test_conversations_with_tools_of_up_to_50_ms_draw_the_same(model, monkeypatch, share, batch_size):
     monkeypatch.setattr("kv_cache.CHUNK", 16)
-    for seed in (2, 3):
-        world = World(seed, delay=0.05)
-        params, rollout = roll(model, world, batch_size, share, key=seed)
-        check(model, world, rollout, params, key=seed)
+    world = World(2, delay=0.05)
+    params, rollout = roll(model, world, batch_size, share, key=2)
+    check(model, world, rollout, params, key=2)
 
 
 class Silent(World):

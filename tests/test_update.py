@@ -195,9 +195,9 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
 
     (whole,) = cut(samples, 100_000, "off")
     found = []
-    for size in (1, 3, 8, 12):
+    for size in (1, 8):
         found.append(gradient([whole.take(order[i : i + size]) for i in range(0, 12, size)]))
-    for budget, sharing in ((150, "off"), (1, "on"), (150, "on"), (100_000, "on")):
+    for budget, sharing in ((150, "off"), (150, "on"), (100_000, "on")):
         batches = cut(samples, budget, sharing)
         found.append(gradient(batches))
     run.learner.reader = policy.Reader(run.config, run.sizes._replace(checkpoint_layers=len(run.model.layers)))

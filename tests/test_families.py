@@ -28,7 +28,6 @@ import sampler
 from disk import hub, run_files
 from layers.tree_cache import TreeCache
 from problems import chat_template
-from turns import episodes
 
 RNG = np.random.default_rng(0)
 LENGTH = 200
@@ -251,11 +250,6 @@ def test_an_adapter_of_the_other_kind_of_layer_is_named(checkpoints, tmp_path):
     assert "model.layers.0.self_attn.q_proj is not a projection of this model" in said
     with pytest.raises(ValueError, match="--lora-targets in_proj: Qwen3 have no such projection"):
         lora.apply(gwen.load_model(checkpoints["qwen3"]), 2, 1.0, ["in_proj"])
-
-
-def test_tools_are_refused_with_a_model_whose_memory_cannot_be_set_back():
-    said = message_of(episodes.make, None, ("a tool",), {}, None, hub.make_config(HYBRID))
-    assert said == "--tools and --env: a Qwen3.5 cannot take back what it drew after a turn; take another model"
 
 
 def test_the_default_layers_of_a_hybrid_have_full_attention_every_fourth():

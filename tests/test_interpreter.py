@@ -63,4 +63,4 @@ def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # no
         assert isinstance(ids, list) and len(messages) == 2 * turn + 2
         assert messages[-1]["content"].startswith('{"error": ') and error in messages[-1]["content"], code
     ids, messages = answer(talk, talker, call("python", {"code": "print(6 * 7)"}))
-    assert messages[-1]["content"] == "42\n" and talk.metrics()["tools/failures"] == len(HOSTILE)
+    assert messages[-1]["content"] == "42\n"

@@ -107,7 +107,7 @@ def begun_again(run):
 
 
 @pytest.mark.parametrize("what", [removed, begun_again])
-@pytest.mark.parametrize("place", [(train, "draw_groups"), (checkpoint, "publish")])
+@pytest.mark.parametrize("place", [(train, "draw"), (checkpoint, "publish")])
 def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_writes_nothing(
     tmp_path, monkeypatch, refused, what, place
 ):

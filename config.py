@@ -52,6 +52,10 @@ class DataSettings:
         key="data", of=None, first=True, file=True,
     )  # fmt: skip
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=solution", of=None)
+    verifier: str = flag(
+        "", "how answers are compared: auto, json, number, choice, math, exact, marked or FILE.py:fn", first=True,
+        own=True, file=True,
+    )  # fmt: skip
     rubric: str = flag("", "rubric YAML, in place of the task's", first=True, file=True)
     reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", first=True, file=True)
     reward_weights: dict[str, float] = flag(

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, gpu, world
-from problems import audit, chat_template
-from problems.examples import Example, prompt_key, prompt_text, short, spread
-from problems.form import is_degenerate, repeated
-from problems.rewards import Logged, Reward, call_rewards, is_refusal, reward_arguments, reward_columns
+from problems import chat_template
+from problems.examples import Example, prompt_key, prompt_text, spread
+from problems.form import is_degenerate, is_refusal, repeated
+from problems.rewards import Logged, Reward, call_rewards, reward_arguments, reward_columns
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, of_task, resolve
@@ -172,26 +172,6 @@ def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
 # ---- other measurements
 
 
-def disagreement(right: np.ndarray, total: np.ndarray, paid: float) -> np.ndarray:
-    """1 where the reward pays for a wrong answer or not for a right one, (N,), else 0; nan where no answer is known."""
-    return np.where(np.isnan(right), np.nan, (total > paid) != (right == 1))
-
-
-def told_apart(answers: Answers, earned: Earned, apart: np.ndarray) -> str:
-    """What to warn of where reward and verifier disagree on over a tenth of the answers, with one of them; else ""."""
-    rows, num = np.flatnonzero(apart == 1), int((~np.isnan(apart)).sum())
-    if earned.total is None or len(rows) <= max(2, num / 10):
-        return ""
-    row = rows[0]
-    said, known = short(answers.texts[row]), short(answers.problems[row].get("answer"))
-    word = "right" if earned.values[row] == 1 else "wrong"
-    return (
-        f"The reward and the verifier disagree on {len(rows)} of {num} held-out answers. To {said} the reward gives "
-        f"{earned.total[row]:.3g}; the verifier, which knows the answer {known}, calls it {word}. Where the verifier "
-        "errs, mend the column answer; else mend the reward"
-    )
-
-
 def logprobs_under(model: gwen.Model, answers: Answers, temperature: float) -> np.ndarray:
     """Log-probabilities of the completions' tokens under another model, (N, T) float64, 0 outside them."""
     found, logprobs = dict[int, np.ndarray](), np.zeros(answers.rollout.mask.shape)
@@ -278,7 +258,6 @@ def evaluate(
     grader: Grader | None = None,
     witness: Grader | None = None,
     reference: gwen.Model | None = None,
-    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     The record of `eval.jsonl` (without `step`) and one record per held-out problem.
@@ -287,8 +266,7 @@ def evaluate(
     `eval/pass_at_1` is unbiased.
 
     grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
-    model before training, or one that `lora.before_training` makes it; None if unavailable. warn: is called where the
-    reward disagrees with the verifier.
+    model before training, or one that `lora.before_training` makes it; None if unavailable.
     Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
@@ -318,11 +296,6 @@ def evaluate(
 
     samples = params.samples
     measured = measure(task, sampled, earned, samples) | {"greedy": greedy_values}
-    if earned.total is not None and task.paid is not None:
-        apart = disagreement(earned.values, earned.total, task.paid)
-        measured["disagreement"] = by_problem(apart, samples)
-        if text := told_apart(sampled, earned, apart):
-            warn(text)
     if grader is not None and earned.scores is not None:
         measured |= by_criterion("judge", earned.scores, grader, sampled.problems, samples)
     measured["witness"] = np.full(1, np.nan)
@@ -465,7 +438,7 @@ def make_graders(
 # settings that `--run` reads from the run and flags override
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
-    *("reward", "reward_weights", "reward_format", "reward_workers"),
+    *("verifier", "reward", "reward_weights", "reward_format", "reward_workers"),
     *("max_tokens", "stop", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
 
@@ -550,7 +523,6 @@ def main(argv: list[str] | None = None) -> None:
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
             print(visible(f"WARNING: {said}."), file=sys.stderr)
-        task = task._replace(paid=audit.middle_of(task.counted, task.reward_weights, task.held_out))
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
         base = model
@@ -584,7 +556,6 @@ def main(argv: list[str] | None = None) -> None:
             grader=grader,
             witness=witness,
             reference=reference,
-            warn=lambda text: print(visible(f"WARNING: {text}."), file=sys.stderr),
         )
         print(visible(run_files.evaluation_line(record)), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it

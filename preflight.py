@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -446,17 +446,11 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
 
     audits = list(audits_of(config))
     yield from (f"reward {found.name}: {audit.surprise(found)}" for found in audits)
-    yield from verdict(config, steps, answers, [found.name for found in audits if found.num_changed])
+    yield from verdict(config, steps, answers)
 
 
-def verdict(
-    config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]], by_chance: Sequence[str] = ()
-) -> Iterator[str]:
-    """
-    What steps and answers of the model before training say of a run, the advice last.
-
-    by_chance: rewards that pay the same completion otherwise when they are asked again.
-    """
+def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:
+    """What steps and answers of the model before training say of a run, the advice last."""
 
     def mean(key: str) -> float:
         return sum(step.get(key) or 0.0 for step in steps) / len(steps)
@@ -485,8 +479,6 @@ def verdict(
         changes.append(
             f"{unread:.0%} of the judge's scores cannot be read: take another --judge-model, see docs/judge.md"
         )
-    if by_chance:
-        changes.append(f"reward {' and '.join(by_chance)} pays by chance, not for what an answer says: take another")
     if cut > MANY_CUT:
         changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
     if config.compares_rewards and signals < FEW_SIGNALS:

@@ -362,7 +362,6 @@ class GrpoRun(Run):
             grader=self.judge if self.task.verifier is None else None,
             witness=self.witness,
             reference=self.base or (self.model if config.model.lora_rank else None),
-            warn=functools.partial(self._warn_of, "reward and verifier"),
         )
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge)

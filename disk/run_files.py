@@ -29,7 +29,10 @@ from machine import gpu
 
 LOCK = "lock"
 OF_HUB = ("model", "judge_model", "teacher", "data")  # settings that name something of the hub, or a path
-FILES = ("rubric", "eval_rubric", "reward", "task_config", "init_adapter", "teacher_prompt", "loss_type", "advantage")
+FILES = (
+    *("rubric", "eval_rubric", "verifier", "reward", "task_config"),
+    *("init_adapter", "teacher_prompt", "loss_type", "advantage"),
+)
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 

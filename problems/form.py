@@ -75,3 +75,15 @@ def gated(
     rows = zip(completions, examples, finish_reasons, strict=True)
     held = [why == "stop" and holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
     return {name: np.where(held, values, np.minimum(values, 0.0)) for name, values in components.items()}
+
+
+_REFUSAL = re.compile(
+    r"\W*(?:unfortunately,? )?(?:(?:(?:i'm|i am) (?:so |very )?)?sorry,? (?:but|i)\b|"
+    r"i (?:can't|cannot|can not|won't)\b|(?:i'm|i am) (?:unable|not able)\b)",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(text: str) -> bool:
+    """Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but"."""
+    return bool(_REFUSAL.match(text.replace("\u2019", "'")))

@@ -53,7 +53,7 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     train, test, notes = load_sides(data, held_out, lambda spec: prepare(spec, columns))
     answers, verifier = [example.get("answer") for example in test], task.verifier
     said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
-    if verifier is not None and not any(verifier(prompts=asked, completions=said, answer=answers)):
+    if prepare is load_data and verifier and not any(verifier(prompts=asked, completions=said, answer=answers)):
         task = task._replace(verifier=None)  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test, notes=notes)
 
@@ -85,8 +85,11 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _instructed(data.task)
     else:
         task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
-    if data.task == own.OWN.name:
-        task = own.without_answers(task)
+    if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
+        task = own.verified(task, data.verifier or "auto")
+    elif data.verifier:
+        fix = f"--task {data.task} has its own; leave it out, or take --task own"
+        raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
     if config.data.rubric:
         task = task._replace(rubric=Path(config.data.rubric), witness=None)
     elif config.data.reward and "rubric" not in config.data.reward_weights:

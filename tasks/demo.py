@@ -6,8 +6,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from problems.examples import Example, prompt_text
-from problems.rewards import NUMBER_WORD, number_words, numbers_in
 from tasks.task import DATA, Sides, Task
+
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+NUMBER_WORD = re.compile(
+    rf"\b(?:({'|'.join(_TENS[2:])})(?:-({'|'.join(_SMALL[1:10])}))?|({'|'.join(_SMALL)})|(\d+))\b", re.I
+)
+
+
+def number_words(number: int) -> str:
+    """0 to 99 in English words, 42 -> "forty-two"."""
+    if number < 20:
+        return _SMALL[number]
+    return _TENS[number // 10] + (f"-{_SMALL[number % 10]}" if number % 10 else "")
+
+
+def numbers_in(text: str) -> list[int]:
+    """Every number that the text names, in words (0 to 99) or digits, in order."""
+    return [_named(match) for match in NUMBER_WORD.finditer(text)]
+
+
+def _named(match: re.Match[str]) -> int:
+    tens, unit, small, digits = match.groups()
+    if digits:
+        return int(digits[:9])
+    if small:
+        return _SMALL.index(small.lower())
+    return 10 * _TENS.index(tens.lower()) + (_SMALL.index(unit.lower()) if unit else 0)
+
 
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]
 _THINGS = ["apples", "books", "coins", "eggs"]

@@ -15,26 +15,21 @@ from tasks.task import Task
 
 
 def take(config: Config) -> tuple[Task, list[str]]:
-    """The task of a run, with the least that a right answer should earn, and lines on it and on the user's rewards."""
+    """The task of a run, and lines on it, its verifier and the user's rewards."""
     with alive.doing("reading the data"):
         task = tasks.make(config)
     if not task.train and task.problems is None:
         raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
 
-    def look() -> tuple[list[str], float | None]:
-        examples, judged = task.train or task.held_out, task.rubric is not None
-        lines = list(audit.first_surprises(task.counted, examples, judged=judged))
-        return lines, audit.middle_of(task.counted, task.reward_weights, task.held_out)
-
     with alive.doing("trying the rewards"):
-        lines, paid = world.first(look)
-    return task._replace(paid=paid), [*task.notes, *lines]
+        lines = world.first(lambda: list(audit.first_surprises(task)))
+    return task, [*task.notes, *lines]
 
 
 def digests(config: Config, task: Task) -> dict[str, str]:
     """Of the examples, and of the files that reward, judge and teach: what a resumed run compares."""
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
-    specs = [*config.data.reward, *config.tools.tools, *environments]
+    specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
     specs += [config.objective.loss_type, config.objective.advantage]
     names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
     rubrics = {

@@ -1,7 +1,8 @@
 """School mathematics; the answer is a number."""
 
+from problems.built_in import boxed_once
 from problems.examples import Example, Records, hub_records, make_examples, one_line, read_records, short
-from problems.rewards import boxed_once, math_correct, read_number
+from problems.verifiers import is_number, marked
 from tasks.task import Sides, Task
 
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -28,7 +29,7 @@ def examples(source: str, records: Records, columns: str | None) -> list[Example
     examples = make_examples(source, records, columns)
     for (where, _), example in zip(records, examples, strict=True):
         gold = str(example.get("answer")).rpartition("####")[2].strip()
-        if read_number(gold) is None:
+        if not is_number(gold):
             problem = f"{source}, {where}: answer {short(example.get('answer'))} is not a number"
             raise ValueError(f"{problem}; write '42' or '... #### 42', or name the column: --columns answer=COLUMN")
         example["answer"] = gold
@@ -39,7 +40,7 @@ def examples(source: str, records: Records, columns: str | None) -> list[Example
 
 GSM8K = Task(
     name="gsm8k",
-    rewards={"correct": math_correct, "format": boxed_once},
+    rewards={"correct": marked, "format": boxed_once},
     reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
-    verifier=math_correct,
+    verifier=marked,
 )

@@ -1,7 +1,7 @@
 """Competition mathematics; the answer is a formula."""
 
 from problems.examples import Example, make_examples, read_records
-from problems.rewards import boxed
+from problems.verifiers import boxed
 from tasks.gsm8k import GSM8K, SYSTEM
 from tasks.task import Sides
 

@@ -34,7 +34,6 @@ class Task(NamedTuple):
     held_out: list[Example] = []  # noqa: RUF012
     witness: Path | None = None  # a second rubric, which only evaluations ask
     problems: Problems | None = None  # without end, in place of `train`
-    paid: float | None = None  # the least that a right answer should earn, see `audit.middle_of`
     notes: Sequence[str] = ()  # lines that its user should read before it trains
     tools: tuple[Callable[..., Any], ...] = ()  # functions that the model may call
     environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)

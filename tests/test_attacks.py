@@ -12,7 +12,7 @@ from extras import needs
 from hostile import ANSWERS
 from test_workers import ROOT
 
-from problems import rewards, seal
+from problems import seal, verifiers
 from problems.workers import Pool
 from tasks import rg
 
@@ -152,28 +152,21 @@ def test_of_contradicting_premises_a_conclusion_about_something_else_earns_nothi
 
 
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
-    pool = Pool("problems.rewards:make_math_checker", (), num=1, limit=0.2, sealed=True)
-    short = [
-        text for text in ALL if len(text) <= rewards._LONGEST_ANSWER and rewards._read_plainly(r"\{7,8\}", text) is None
-    ]
-    told = pool.ask([(r"\{7,8\}", rewards._ascii(text)) for text in short])
+    pool = Pool("problems.verifiers:make_math_checker", (), num=1, limit=0.2, sealed=True)
+    asked = [verifiers._same_formula(r"\{7,8\}", text) for text in ALL]
+    pairs = [pair for pair in asked if isinstance(pair, tuple)]
+    told = pool.ask(pairs)
     assert pool.ask([("f(1)+2", "2+f(1)")])[0].value is True, "a function of the formula's own is no attack"
     pool.close()
-    assert len(short) > 200 and not PLANTED.exists()
-    assert not [text for text, answer in zip(short, told, strict=True) if answer.value is True]
+    assert len(pairs) > 200 and True not in asked and not PLANTED.exists()
+    assert not [pair for pair, answer in zip(pairs, told, strict=True) if answer.value is True]
 
 
 @pytest.mark.parametrize("family", TEXTS)
-def test_a_completion_that_boxes_an_attack_states_no_right_answer_in_this_process(family):
-    for text in TEXTS[family]:
-        for form in ("\\boxed{%s}", "#### %s", "<answer>%s</answer>", "The answer is %s."):
-            said = rewards.extract_answer(form.replace("%s", text))
-            assert rewards._read_plainly("blue", said) is False, (form, text)
-
-
-def test_a_word_of_any_length_beside_a_number_is_read_at_once():
-    begin = time.process_time()
-    assert rewards.extract_answer("The answer is 1 " + "a" * 100 + "#.") and time.process_time() - begin < 5
+def test_a_completion_that_marks_an_attack_states_no_right_answer(family):
+    for form in ("\\boxed{%s}", "#### %s", "<answer>%s</answer>", "The answer is %s."):
+        said = [form.replace("%s", text) for text in TEXTS[family]]
+        assert not any(verifiers.math_correct(completions=said, answer=["blue"] * len(said)))
 
 
 # ---- code inside a worker

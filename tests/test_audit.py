@@ -1,4 +1,4 @@
-"""What rewards pay for: the pages' and the bundled ones, the audit itself, and 83 cases of reward-doctor."""
+"""What rewards pay for: the pages' and the bundled ones, and the audit itself."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from conftest import message_of
 from extras import needs
-from reward_doctor import corpus
 
 import gwen
 import preflight
 import tasks
 import train
-from problems import audit, rewards
+from problems import audit, built_in, rewards, verifiers
 from tasks import demo as sums
 
 ROOT = Path(tasks.__file__).parent.parent
@@ -40,12 +39,12 @@ def test_the_rewards_of_the_pages_pass_the_audit_on_text_and_on_chat(tmp_path, p
     (body,) = re.findall(r"```python\n(.*?def score.*?)```", (ROOT / page).read_text(), re.DOTALL)
     chats = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PRODUCTS]
     found = audited(tmp_path, body, PRODUCTS if rows == "prompt" else chats)
-    assert found.form == audit.SENTENCE and found.surprises == [] and len(found.lines) > 15
+    assert found.form == audit.SENTENCE and found.surprises == [] and len(found.lines) > 12
 
 
 @pytest.mark.parametrize("task", ["demo", "math"])
 def test_no_cheat_is_paid_by_a_bundled_verifier(task):
-    verifier = sums.correct if task == "demo" else rewards.math_correct
+    verifier = sums.correct if task == "demo" else verifiers.math_correct
     examples = tasks.load("demo").held_out if task == "demo" else PRODUCTS
     found = audit.audit("correct", verifier, examples)
     missed = {"after its work", "after a thought"} if task == "demo" else set()  # to the demo all must be true
@@ -64,32 +63,64 @@ def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     assert [task.rewards["correct"]([reply], **row)[0] for reply in replies] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("format_reward", [rewards.boxed_once, tasks.rg.answered_once])
+@pytest.mark.parametrize("format_reward", [built_in.boxed_once, tasks.rg.answered_once])
 def test_no_format_reward_pays_an_empty_form(format_reward):
     found = {line.name: line.values for line in audit.audit("format", format_reward, PRODUCTS).lines}
     assert set(found["right"]) == {1} and set(found["nothing"] + found["no answer"] + found["the prompt"]) == {0}
 
 
-def test_the_verifier_reads_the_cases_of_reward_doctor():
-    cases = corpus.load()
-    assert len(cases) == 83
-    told = rewards.math_correct([case.completion for case in cases], [case.reference for case in cases])
-    wrong = [case.id for case, value in zip(cases, told, strict=True) if value != case.expect]
-    assert wrong == [], "at most 1% of the cheats may be paid, and 10% of the right answers missed"
-
-
 # ---- the audit
 
 
-def test_a_reward_that_looks_for_the_answer_is_found_to_pay_six_cheats(tmp_path):
+NEAR = [  # an answer, the verifier that pays what is nearly right, what else it pays
+    ("2025-09-01", "[right[:7] in text for text, right in zip(completions, answer)]"),
+    ('{"label": "bug", "priority": 3}', "['bug' in text for text in completions]"),
+    ("AB-1234", "[set(right) <= set(text) for text, right in zip(completions, answer)]"),
+]
+
+
+def surprises_of(rewards, examples, judged=False, **task):
+    """The lines of a run's audit."""
+    weights, rubric = dict.fromkeys(rewards, 1.0), Path("rubric.yaml") if judged else None
+    return list(audit.first_surprises(tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **task)))
+
+
+def test_a_reward_that_looks_for_the_answer_is_found_to_pay_three_cheats(tmp_path):
     found = audited(tmp_path, IN_TEXT)
-    cheats = {line.name for line in found.surprises if not line.is_honest}
-    assert cheats == {"denied", "guesses", "guesses in its form", "rejected", "thought, not said", "refused"}
-    (line,) = audit.first_surprises(
-        {"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS, judged=False
-    )
-    said = "mine.py:1), 3 calls with 128 made-up completions, and the answers of 4 rows: it pays for 'The answer is def"
-    assert said in line
+    assert {"denied", "two guesses", "thought, not said"} <= {
+        line.name for line in found.surprises if not line.is_honest
+    }
+    (line,) = surprises_of({"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS)
+    assert "mine.py:1), " in line and "and the answers of 4 rows: it pays for 'The answer is def" in line
+
+
+@pytest.mark.parametrize(("answer", "paid"), NEAR)
+def test_a_reward_that_pays_near_misses_is_told_and_no_verifier_pays_them(tmp_path, answer, paid):
+    examples = [{"prompt": "?", "answer": answer}] + [{"prompt": "?", "answer": "{}"[:n] + "0"} for n in (0, 1)]
+    found = audited(tmp_path, f"def score(completions, answer, **_): return list(map(float, {paid}))", examples)
+    near = audit.near_misses(answer)
+    assert near.keys() & names(found.surprises), names(found.surprises)
+    (line,) = surprises_of({}, examples, verifier=rewards.load_reward(f"{tmp_path}/mine.py:score")[1])
+    assert line.startswith("audit: the verifier: it pays for ")
+
+
+@pytest.mark.parametrize("kind", verifiers.VERIFIERS)
+def test_each_verifier_pays_right_answers_and_no_near_miss_of_its_own_kind(kind):
+    golds = {
+        "json": ['{"a": {"b": 1}, "c": [1]}', "[1, 2]"],
+        "number": ["42", "3.50", "12 km"],
+        "choice": ["spam", "ham"],
+    }
+    golds |= {
+        "math": ["x^2+1", "(1, 2)", "2\\sqrt{3}"],
+        "exact": ["2025-09-01", "10:30", "Marie Curie", "AB-12", "3-2"],
+    }
+    answers = golds.get(kind, golds["math"]) * 3
+    _, verify = verifiers.choose(kind, answers)
+    pairs = [(gold, f"<answer>{near}</answer>") for gold in answers for near in audit.near_misses(gold).values()]
+    assert not any(verify(completions=[text for _, text in pairs], answer=[gold for gold, _ in pairs]))
+    assert all(verify(completions=[f"<answer>{gold}</answer>" for gold in answers], answer=answers))
+    assert not surprises_of({}, [{"prompt": "?", "answer": gold} for gold in answers], verifier=verify)
 
 
 @pytest.mark.parametrize("form", audit.FORMS)
@@ -98,18 +129,12 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
     found = audited(tmp_path, body + "for text, right in zip(completions, answer)]")
     assert found.form == form or (form == "%s" and found.form == "#### %s")  # whose end is the answer alone
     own = {line.name: line for line in found.lines}
-    assert own["right"].num_paid == 3 and own["wrong"].num_paid == 0 == own["wrong and very long"].num_paid
+    assert own["right"].num_paid == 3 and own["wrong"].num_paid == 0 == own["very long, an order"].num_paid
 
 
 def test_a_length_beside_the_answer_does_not_hide_what_is_paid(tmp_path):
     body = IN_TEXT.replace("float(right in text)", "5 * (right in text) - len(text) / 1000")
-    assert names(audited(tmp_path, body).surprises) >= {"denied", "refused"}
-
-
-def test_other_case_words_figures_and_units_are_tried_where_the_answer_has_them(tmp_path):
-    examples = [{"prompt": "?", "answer": answer} for answer in ("Paris", "sixteen", "5 meters")]
-    found = names(audited(tmp_path, IN_TEXT, examples).lines)
-    assert {"other case", "in figures", "wrong unit"} <= found and "in words" not in found
+    assert names(audited(tmp_path, body).surprises) >= {"denied", "two guesses"}
 
 
 @pytest.mark.parametrize(
@@ -127,38 +152,15 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_
         f"def score(completions, answer=[1], **_): {body}\n{IN_TEXT.replace('score', 'other')}"
     )
     own = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("score", "other"))
-    (line,) = audit.first_surprises({"score": own["score"]}, examples, judged=False)
+    (line,) = surprises_of({"score": own["score"]}, examples, False)
     assert said in line
-    (line,) = audit.first_surprises({"score": own["score"]}, examples, judged=True)
+    (line,) = surprises_of({"score": own["score"]}, examples, True)
     assert line.endswith("no surprise")
     if examples == PRODUCTS:
-        assert next(iter(audit.first_surprises(own, examples, judged=False))).endswith("no surprise")
+        assert surprises_of(own, examples)[0].endswith("no surprise")
 
 
-@pytest.mark.parametrize(
-    ("value", "num_changed"),
-    [
-        ("float(hash((calls, place)) % 2)", True),
-        ("float((calls + place) % 2)", True),
-        ("(right in text) + 0.2 * ((calls + place) % 2)", False),  # as an LLM that wavers
-        ("None if (calls + place) % 2 else 1.0", False),
-    ],
-)
-def test_a_reward_that_pays_by_chance_is_found_by_asking_again(tmp_path, value, num_changed):
-    body = "calls = 0\ndef score(completions, answer, **_):\n global calls; calls += 1\n return ["
-    found = audited(tmp_path, f"{body}{value} for place, (text, right) in enumerate(zip(completions, answer))]")
-    assert 20 < found.num_again <= 32 and (found.num_changed > 0) is num_changed
-    told = f"{found.num_changed} of {found.num_again} completions earn something else when they are asked again"
-    assert (told in "\n".join(audit.table(found))) is num_changed
-
-
-def test_the_control_of_a_coin_pays_by_chance_and_no_other_reward_does():
-    names = {"length": [9], "soft_overlong": [90, 10], "format": [32]}
-    given = {name: make(*names.get(name, [])) for name, make in rewards.GENERIC_REWARDS.items()}
-    assert {name for name, reward in given.items() if audit.audit(name, reward, PRODUCTS).num_changed} == {"random"}
-
-
-def test_a_reward_is_called_thrice_with_the_columns_of_its_rows_and_made_up_tokens(tmp_path):
+def test_a_reward_is_called_twice_with_the_columns_of_its_rows_and_made_up_tokens(tmp_path):
     body = (
         "calls = []\ndef score(prompts, completions, completion_ids, num_tokens, level, trainer_state, **_):\n"
         "    calls.append((set(prompts), set(level), [len(ids) for ids in completion_ids] == num_tokens))\n"
@@ -168,7 +170,7 @@ def test_a_reward_is_called_thrice_with_the_columns_of_its_rows_and_made_up_toke
     name, fn = rewards.load_reward(f"{tmp_path}/mine.py:score")
     audit.audit(name, fn, [row | {"level": place} for place, row in enumerate(PRODUCTS)])
     prompts = {PRODUCTS[place]["prompt"] for place in (0, 1, 2)}
-    assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 3
+    assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 2
 
 
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
@@ -228,6 +230,6 @@ def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_anot
     both = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("some", "others"))
     asked = [PRODUCTS[:2], ["b", "c"], {}]
     assert rewards.call_rewards(both, *asked)[0]["others"] == [2, 2]
-    alone = {"some": both["some"], "length": rewards.length_reward(9)}
+    alone = {"some": both["some"], "length": built_in.length_reward(9)}
     asked[2] = {"num_tokens": [1, 1]}
     assert "reward some gave no number for any of 2 completions" in message_of(rewards.call_rewards, alone, *asked)

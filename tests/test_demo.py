@@ -6,8 +6,8 @@ import pytest
 from conftest import read_log
 
 from demo import audit
-from problems.rewards import number_words, numbers_in
 from tasks import demo as sums
+from tasks.demo import number_words, numbers_in
 
 ASKED = "What is twenty-seven plus fifteen?"
 READ = [  # answer, whether its last number is the sum, whether it is right

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow
 import pytest
 import yaml
@@ -16,11 +15,10 @@ import tasks
 import train
 from flags import load_yaml
 from launch import begin
-from problems import audit, examples, rewards
+from problems import audit, built_in, examples, rewards
 from run import SftRun
 from settings import sources
 from settings.sources import given, located, parse
-from tasks import own
 
 ROOT = Path(tasks.__file__).parent.parent
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
@@ -106,60 +104,6 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
 # ---- the verifier
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        *(("42", "number"), ("1,234.50", "number"), ("forty-two", "number"), ("3/4 cup", "number")),
-        *(("Tom has 3 and gets 4.\nSo he has 7 apples.", "number"), ("... #### 42", "number")),
-        *(("x^2 + 1", "formula"), ("\\frac{x}{2}", "formula"), ("(1, 2)", "formula"), ("1 or 2", "formula")),
-        *(("It is 42.", "number"), ("sqrt(2)", "formula"), ("log(8)", "formula"), ("2pi", "formula")),
-        *(("iPhone 12", "text"), ("Room 5B", "text"), ("Refund within 14 days", "text"), ("at least 3", "text")),
-        *(("You have 30 days from delivery to return what you bought.", ""), ("Page 3 of 10", "text")),
-        *(("Paris", "text"), ("(B)", "text"), ("no", "text"), ("New York City", "text")),
-        *(("It depends on the weather, on the season and on you.", ""), ("...", ""), (None, ""), ("", "")),
-    ],
-)
-def test_each_answer_is_compared_as_a_number_a_formula_a_text_or_not_at_all(answer, kind):
-    assert own.kind_of(answer) == kind
-    if answer:
-        assert own.correct([answer], [answer]) == [1.0 if kind else None]
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        *(("sqrt(2)", "2"), ("log(8)", "8"), ("sin(30)", "30"), ("abs(-4)", "-4"), ("2pi", "2")),
-        *(("Refund within 14 days", "You get no refund within 14 days."), ("iPhone 12", "Galaxy 12")),
-        *(("No refund after 30 days", "Full refund after 30 days"), ("COVID-19", "19"), ("Page 3 of 10", "10")),
-    ],
-)
-def test_a_number_within_a_formula_or_a_text_is_not_the_answer(answer, said):
-    assert own.correct([said, answer], [answer, answer]) == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "said", "right"),
-    [
-        *(("12", "答案是12。", 1), ("12", "等于 12。因为五加七等于12。", 1), ("12", "答案是13。", 0)),
-        *(("12", "答案不是12。", 0), ("12", "等于12吗\uff1f", 0), ("\uff14\uff12", "答案是\uff14\uff12。", 1)),
-        *(("42", "답은 42입니다.", 1), ("42", "Ответ: 42.", 1), ("巴黎", "巴黎。", 1), ("巴黎", "北京", 0)),
-        *(("25", "La réponse est 25.", 1), ("25", "La réponse n'est pas 25.", 0)),
-        *(("0,125", "125", 0), ("125", "0,125", 0), ("0,125", "0,125", 1), ("1,125", "1125", 1)),
-    ],
-)  # fmt: skip
-def test_numbers_are_read_in_sentences_of_any_script_and_a_decimal_comma_parts_no_thousands(answer, said, right):
-    assert own.correct(completions=[said], answer=[answer]) == [right]
-
-
-def test_a_decimal_comma_and_a_prompt_of_several_answers_are_told():
-    rows = [{"prompt": f"{a}?", "answer": f"{a},5"} for a in range(3)] + [{"prompt": "1?", "answer": "2"}]
-    task = own.told(own.OWN._replace(train=rows, held_out=[]))
-    assert "'0,5' is read as a list (write a decimal with a point), 1 prompt has several answers" in task.notes[1]
-    for answer in ("1,234", "1,2,3", "(1,2)", "12"):
-        task = own.told(own.OWN._replace(train=[{"prompt": "?", "answer": answer}], held_out=[]))
-        assert "decimal" not in task.notes[1] and "several" not in task.notes[1]
-
-
 def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path):
     rows = [row | {"split": "train"} for row in SUMS[:6]] + [row | {"split": "test"} for row in SUMS[6:10]]
     for place in (1, 7):
@@ -168,7 +112,8 @@ def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path)
     task = task_of("--data", path)
     assert (len(task.train), len(task.held_out), task.metric) == (5, 3, "accuracy")
     said = "data: 5 prompts to train on, 3 held out, 2 left out for want of an answer to compare with"
-    assert task.notes == [f"{said}; the reward is 1 x correct", "answers: 8 compared as numbers"]
+    assert task.notes[0] == f"{said}; the reward is 1 x correct"
+    assert task.notes[1].startswith("answers: 8 compared as numbers: values equal, units where both have one, as '1'")
     task = task_of("--data", path, "--reward", "length:9")
     assert (len(task.train), len(task.held_out)) == (6, 4)  # which that reward can do without
     assert task.verifier(prompts=[], completions=["9"] * 4, answer=[one["answer"] for one in task.held_out])[1] is None
@@ -179,17 +124,36 @@ def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone
     assert f"--data {path} has no answer to compare with" in message_of(task_of, "--data", path)
     task = task_of("--data", path, "--reward", "length:9")
     assert (task.metric, task.verifier, task.reward_weights) == ("score", None, {"length": 1.0})
-    assert task.notes[1] == "answers: none; evaluations show the reward alone"
+    assert task.notes[1] == "answers: none to compare with"
     prose = write_log(
         tmp_path / "prose.jsonl", [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
     )
     assert "answers like 'It depends on this and on that, as always.' cannot" in message_of(task_of, "--data", prose)
-    assert (
-        "30 not compared, being prose or stating nothing, as 'It d"
-        in task_of("--data", prose, "--reward", "length:9").notes[1]
-    )
+    assert "30 not compared, being prose, as 'It d" in task_of("--data", prose, "--reward", "length:9").notes[1]
     judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
     assert judged.reward_weights == {"rubric": 1.0} and not judged.rewards
+
+
+def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_named(tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": json.dumps({"label": "bug", "priority": n})} for n in range(4)]
+    data = ["--data", write_log(tmp_path / "mine.jsonl", rows)]
+    task = task_of(*data)
+    assert task.notes[1].startswith("answers: 4 compared as JSON: keys and values equal, order and spaces free, as '{")
+    asked = {"prompts": ["?"] * 2, "completions": ['{"priority": 3, "label": "bug"}', "3"]}
+    assert task.verifier(answer=[rows[3]["answer"]] * 2, **asked) == [1, 0] and task.rewards["correct"] is task.verifier
+    assert "4 compared as texts" in task_of(*data, "--verifier", "exact").notes[1]
+    assert 'cannot compare with the answer \'{"label"' in message_of(task_of, *data, "--verifier", "number")
+    assert "did you mean 'json'?; or one of auto, json" in message_of(task_of, *data, "--verifier", "jsn")
+    assert "--verifier json compares with the answers of your own" in message_of(
+        task_of, "--task", "demo", "--verifier", "json"
+    )
+    (tmp_path / "mine.py").write_text("def bug(completions, **_): return [float('bug' in one) for one in completions]")
+    task = task_of(*data, "--verifier", f"{tmp_path}/mine.py:bug", "--reward", "length:9")
+    assert rewards.call_reward("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(task.rewards) == ["length"]
+    mixed = [{"prompt": f"{n}?", "answer": "lots" if n == 3 else str(n)} for n in range(4)] + [rows[0]]
+    mixed[4] = {"prompt": "1?", "answer": "2"}
+    told = task_of("--data", write_log(tmp_path / "mixed.jsonl", mixed)).notes[1]
+    assert "4 of them would do for --verifier number, but not 'lots'; 1 prompt has several answers" in told
 
 
 def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
@@ -198,7 +162,7 @@ def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
     assert task_of(*data).reward_weights == {"correct": 1.0}
     assert task_of(*data, *rubric).reward_weights == {"correct": 1.0, "rubric": 1.0}
     task = task_of(*data, "--reward", "length:9", *rubric)
-    assert task.reward_weights == {"length": 1.0, "rubric": 1.0} and task.verifier is own.correct
+    assert task.reward_weights == {"length": 1.0, "rubric": 1.0} and task.metric == "accuracy"
 
 
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
@@ -217,51 +181,8 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     assert "give it with --data FILE" in message_of(task_of, "--task", "own")
 
 
-# ---- the reward against the verifier
-
-
-def told(values, total, paid=0.5):
-    said = [f"It is {n}." for n in range(len(values))]
-    answers = evaluate.Answers([{"answer": "7"}] * len(values), None, said, [], {})
-    earned = evaluate.Earned(np.array(values), {}, None, np.array(total))
-    return evaluate.told_apart(answers, earned, evaluate.disagreement(earned.values, earned.total, paid))
-
-
-def test_a_reward_that_pays_other_answers_than_the_verifier_is_told_with_an_example():
-    right = [1.0] * 6 + [0.0] * 6
-    assert told(right, [3.0] * 6 + [-1.0] * 6) == ""
-    said = told(right, [-1.0] * 6 + [3.0] * 6)
-    assert (
-        "disagree on 12 of 12 held-out answers. To 'It is 0.' the reward gives -1; the verifier, which knows the "
-        in said
-    )
-    assert "answer '7', calls it right" in said
-    assert "on 6 of 12" in told(right, [1.0] * 12) and "on 6 of 12" in told(right, [0.0] * 12)
-    assert "on 10 of 12" in told([0.0] * 12, [1.0] * 10 + [0.0] * 2)
-    assert told(right, [0.0] * 2 + [3.0] * 4 + [-1.0] * 6) == ""  # two of twelve may be anything
-    assert told([np.nan] * 12, [1.0] * 6 + [0.0] * 6) == ""
-    assert told([1.0] * 12, [0.97] * 6 + [1.0] * 6) == told([0.0] * 12, [-0.3] * 6 + [0.0] * 6) == ""
-
-
-def test_paid_is_halfway_between_right_and_wrong_answers_in_the_form_that_the_rewards_take(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def boxed(completions, answer, **_):\n"
-        "    return [3.0 * (text == '\\\\boxed{%s}' % right) for text, right in zip(completions, answer)]\n"
-        "def some(completions, **_): return [None if 'boxed' in text else 1.0 for text in completions]\n"
-        "def long(completions, **_): return [float(len(text)) for text in completions]\n"
-    )
-    loaded = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("boxed", "some", "long"))
-    boxed = {name: loaded[name] for name in ("boxed", "some")}
-    examples = [{"prompt": "?", "answer": text} for text in ("7", "8", "9")]
-    assert audit.middle_of(boxed, {"boxed": 2.0, "some": 5.0}, examples) == 3.0  # a right one has 6, a wrong one 0
-    assert audit.middle_of({"long": loaded["long"]}, {"long": 1.0}, examples) is None
-    assert audit.middle_of({"length": rewards.length_reward(9)}, {"length": 1.0}, examples) is None
-    looking = boxed | {"earned": lambda earned, **_: earned}  # what environments gave, which nobody can make up
-    assert audit.middle_of(looking, dict.fromkeys(looking, 1.0), examples) is None
-
-
 @pytest.mark.slow
-def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, capsys):
+def test_a_run_shows_accuracy_and_score(tmp_path, capsys):
     rows = [
         {"prompt": f"What is {a} plus {b}?", "answer": "lots"} for a in ("one", "six") for b in ("two", "ten", "five")
     ]
@@ -284,9 +205,7 @@ def test_a_run_shows_accuracy_and_score_and_warns_where_they_disagree(tmp_path, 
     )
     details = read_log(tmp_path / "run" / "eval_answers.jsonl")
     assert details[12]["values"] == [None] and details[12]["greedy_value"] is None  # no answer to compare with
-    shown = capsys.readouterr()
-    assert "12 compared as numbers, 6 as texts" in shown.out
-    assert ("The reward and the verifier disagree" in shown.err) == (record["eval/disagreement"] * 12 > 2)
+    assert "12 of them would do for --verifier number, but not 'lots'" in capsys.readouterr().out
 
 
 # ---- rewards before a model is loaded
@@ -303,13 +222,13 @@ def test_a_reward_meets_the_answers_of_all_rows_and_the_row_it_fails_on_is_named
     rows[150]["answer"] = "n/a"
     said = message_of(audit.try_rows, name, reward, rows)
     assert f"at {tmp_path}/mine.py:4; that is the row with the prompt '150?' and the answer 'n/a'" in said
-    assert audit.try_rows(name, rewards.length_reward(9), [{"prompt": "a"}]) == 1
+    assert audit.try_rows(name, built_in.length_reward(9), [{"prompt": "a"}]) == 1
 
 
 def test_a_reward_that_gives_the_same_to_everything_is_told_so(tmp_path):
     (tmp_path / "mine.py").write_text("def score(completions, **_): return [2.0] * len(completions)")
     own_reward = dict([rewards.load_reward(f"{tmp_path}/mine.py:score")])
-    (line,) = audit.first_surprises(own_reward, TABLE, judged=False)
+    (line,) = audit.first_surprises(tasks.Task("values", own_reward, {"score": 1.0}, train=TABLE))
     assert f"score ({tmp_path}/mine.py:1)" in line and line.endswith("it gives 2 to everything, so it teaches nothing")
 
 

@@ -12,9 +12,9 @@ from test_tasks import Template
 
 from problems import chat_template, workers
 from problems.examples import prompt_key
-from problems.rewards import numbers_in
 from problems.workers import Answer, Pool
 from tasks import rg
+from tasks.demo import numbers_in
 from tasks.rg import Mix, Problems, extract, parse_mix
 
 gym = needs("reasoning_gym", "tasks")

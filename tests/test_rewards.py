@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from conftest import message_of
 
-from problems import rewards
+from problems import built_in, rewards
 
 # ---- rewards that a user brings
 
@@ -201,7 +201,7 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, num_workers):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
     name, fn = rewards.load_reward(f"{file}:scheduled", rewards.Calling(messages=True, num_workers=num_workers))
-    rewards.tell_step({name: fn, "length": rewards.length_reward(3)}, 10)
+    rewards.tell_step({name: fn, "length": built_in.length_reward(3)}, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited", rewards.Calling(messages=True, num_workers=num_workers))
@@ -265,10 +265,10 @@ def test_the_length_reward_is_best_at_its_target():
 
 
 def test_the_format_reward_wants_one_marked_answer():
-    one = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}"]
-    assert rewards.boxed_once(completions=one) == [1, 1, 1]
+    one = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}", "Answer: 42"]
+    assert built_in.boxed_once(completions=one) == [1, 1, 1, 1]
     other = ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", ""]
-    assert rewards.boxed_once(completions=other) == [0, 0, 0, 0]
+    assert built_in.boxed_once(completions=other) == [0, 0, 0, 0]
 
 
 def test_a_file_is_one_module_until_it_changes(tmp_path):

@@ -5,28 +5,23 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import types
 from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import message_of, read_log, write_log
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import evaluate
 import tasks
 import train
-from problems import chat_template, rewards
-from problems.rewards import extract_answer, math_correct, numbers_in, read_number
+from problems import chat_template
 from tasks import demo as sums
 from tasks import gsm8k
+from tasks.demo import numbers_in
 
 ROOT = Path(tasks.__file__).parent.parent
-fuzz = settings(max_examples=500, deadline=None, derandomize=True)
 
 
 # ---- tasks
@@ -210,55 +205,6 @@ def test_the_values_labels_cover_every_criterion_and_score_with_prompts_of_their
 # ---- gsm8k
 
 
-SCORED = [json.loads(line) for line in (ROOT / "tests" / "numbers.jsonl").read_text(encoding="utf-8").splitlines()]
-SCORED += [["\\boxed{" + "9" * 100_000 + "}", "9", False], ["\\boxed{" * 20_000 + "42", "42", False]]
-SCORED += [["\\boxed{" * 20_000 + "42" + "}" * 20_000, "42", False]]
-
-
-@pytest.mark.parametrize(("completion", "reference", "right"), SCORED, ids=lambda value: repr(value)[:40])
-def test_the_scorer_reads_answers_in_all_their_clothes(completion, reference, right):
-    assert math_correct(completions=[completion], answer=[reference]) == [float(right)]
-
-
-REPEATED = ["9", "9,", "1,234", "1 ", "1 1/", "1/", "-", ".5", "e9", " ", "\t \n", "{", "}", "#", "#### ", "$", "\\"]
-REPEATED += "\\boxed{|\\boxed{}|\\frac{|\\frac{1}|1 \\frac|answer |answer is |answer=|x^|10^|1 x 10 ^ |`*_~".split("|")
-REPEATED += ["\ud800\x00\u202e"]
-HOSTILE = [text * (100_000 // len(text)) for text in REPEATED] + ["\\boxed{\\boxed{" * 6_000 + "}" * 12_000]
-
-
-@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
-def test_a_hostile_completion_takes_bounded_time(text):
-    """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
-    begin = time.process_time()  # seconds of this process, whatever else the machine does
-    assert rewards._read_plainly("42", extract_answer(text)) is not True
-    rewards.boxed_once(completions=[text])
-    read_number(text)
-    assert time.process_time() - begin < 4
-
-
-@pytest.mark.slow
-@fuzz
-@given(st.text(alphabet="0123456789.,/-+eE^=$%{}\\ #\nboxedfracnswri", max_size=60) | st.text(max_size=60))
-def test_any_text_can_be_scored(text):
-    answer = extract_answer(text)
-    assert answer is None or (isinstance(answer, str) and answer)
-    math_correct(completions=[text], answer=[text])
-
-
-@given(st.integers(-(10**12), 10**12), st.integers(0, 99))
-def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
-    value = Fraction(f"{whole}.{cents:02}")
-    for text in (f"{whole}.{cents:02}", f"{whole:,}.{cents:02}", f"{whole:,}.{cents:02}".replace(",", " ")):
-        assert read_number(text).value == value
-        assert read_number(extract_answer(f"So we get \\boxed{{{text}}}.")).value == value
-        assert read_number(extract_answer(f"The answer is {text}.")).value == value
-
-
-@pytest.mark.parametrize("text", ["1e101", "1e-101", "1e999999999", "9" * 101, "1/0", "x1.5", "2^10", "3 4", "", "e5"])
-def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
-    assert read_number(text) is None
-
-
 def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_path):
     path = tmp_path / "gsm8k.jsonl"
     rows = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(30)]
@@ -271,6 +217,19 @@ def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_
     assert task.rewards["correct"](completions=[f"\\boxed{{{2 * number}}}"], answer=[example["answer"]]) == [1.0]
     path.write_text('{"question": "How many?", "answer": "some"}\n')
     assert "line 1: answer 'some' is not a number" in message_of(tasks.load, "gsm8k", data=str(path))
+
+
+def test_math_reads_problems_with_an_answer_or_with_a_boxed_solution(tmp_path):
+    rows = [{"problem": f"{n}?", "answer": f"\\frac{{{n}}}{{3}}", "split": "train"} for n in range(3)]
+    rows.append({"problem": "last?", "solution": "We get \\boxed{1}, no, \\boxed{\\frac{2}{4}}.", "split": "test"})
+    task = tasks.load("math", data=write_log(tmp_path / "math.jsonl", rows))
+    assert [example["answer"] for example in task.held_out] == [r"\frac{2}{4}"] and task.metric == "accuracy"
+    assert task.train[0]["system"] == gsm8k.SYSTEM
+    asked = {"answer": [task.held_out[0]["answer"]] * 2}
+    assert task.verifier(completions=["\\boxed{0.5}", "\\boxed{0.6}"], **asked) == [1, 0]
+    path = write_log(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])
+    assert "line 1: no answer" in message_of(tasks.load, "math", data=path)
+    assert "--data FILE.jsonl" in message_of(tasks.load, "math")
 
 
 def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):

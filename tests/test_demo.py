@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import read_log
 
-from demo import audit
+from bench import answers as audit
 from tasks import demo as sums
 from tasks.demo import number_words, numbers_in
 

@@ -33,7 +33,7 @@ PACKAGES = "bench disk judging launch layers machine problems reporting settings
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 PARTS = [path for path in FILES if path.parent.name in PACKAGES and path.suffix == ".py" and path.stem != "__init__"]
 ROOMS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES + PARTS}
-PROGRAMS = [path for path in FILES if path.suffix == ".py" and path.parent in (ROOT, ROOT / "demo")]
+PROGRAMS = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 
 
 def path_id(path: Path) -> str:
@@ -79,7 +79,7 @@ def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def first_line_that_needs_mlx(path: Path) -> str:
     """The first import, at import time, of a module of this project or of MLX."""
-    project = {*ROOMS, *PACKAGES, "demo", "mlx", "mlx_lm"}
+    project = {*ROOMS, *PACKAGES, "mlx", "mlx_lm"}
     nodes = sorted((n for n in run_at_import(parse(path)) if imported(n)), key=lambda n: (n.lineno, n.col_offset))
     return next((name for node in nodes for name in imported(node) if name in project), "")
 
@@ -144,7 +144,7 @@ def test_a_module_says_what_it_is_has_a_name_of_its_own_and_imports_nothing_that
         name = path.relative_to(ROOT).with_suffix("").parts[0]
         assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"
         assert name not in sys.stdlib_module_names and name not in provided(), f"{provided().get(name)} provide {name}"
-        beside = {name for node in ast.walk(parse(path)) for name in imported(node)} & {"demo", "tests"}
+        beside = {name for node in ast.walk(parse(path)) for name in imported(node)} & {"examples", "tests"}
         assert not beside, f"{path.name} imports {beside}"
 
 

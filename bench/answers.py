@@ -1,5 +1,5 @@
 """
-What the demo's answers say, read by somebody else: `uv run python -m demo.audit runs/A runs/B ...`.
+What the demo's answers say, read by somebody else: `uv run python -m bench.answers runs/A runs/B ...`.
 
 One answer at temperature 1 to each held-out problem, by the bundled model and by each run's adapter, counted by a
 reader that shares no code with the verifier which the runs were rewarded by: it works out each statement, where the

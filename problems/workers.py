@@ -216,7 +216,8 @@ class _Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
             status = self.process.poll()
-            self._give_up("closed its channel" if status is None else f"ended its process with status {status}")
+            ended = "closed its channel" if status is None else f"ended its process with status {status}"
+            self._give_up(LATE if status == -signal.SIGXCPU else ended)  # the limit of an answerer that sets one
 
     def _receive(self) -> bool:
         try:

@@ -4,7 +4,6 @@ A run read back: what its files say so far, its headline's figures, and its text
 Everything is read from the run's own files, so a run that is going on or was killed can be read too.
 """
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterator
@@ -92,12 +91,20 @@ def optional_text(value: Any) -> str:
 
 
 def changes(before: str, after: str) -> list[tuple[str, bool]]:
-    """`after` in pieces, each with whether it is new since `before`: word by word, and sentence by sentence if long."""
-    parts = r"\w+|\s+|[^\w\s]" if len(before) * len(after) < 10**5 else r"[^.!?\n]*[.!?\n]+|[^.!?\n]+"
-    old, new = re.findall(parts, before), re.findall(parts, after)
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    pieces = [("".join(new[low:high]), kind != "equal") for kind, _, _, low, high in matcher.get_opcodes()]
-    return [piece for piece in pieces if piece[0]]
+    """
+    `after` in pieces, each with whether it is new since `before`.
+
+    A word, a space or a sign is old in any run of three of them that `before` has too, wherever that stands: this takes
+    time linear in the texts, and an alignment their product. The ends of a text count as signs.
+    """
+    old, new = (["", "", *re.findall(r"\w+|\s+|[^\w\s]", text), "", ""] for text in (before, after))
+    runs = set(zip(old, old[1:], old[2:], strict=False))
+    is_old = [False] * len(new)
+    for place, run in enumerate(zip(new, new[1:], new[2:], strict=False)):
+        if run in runs:
+            is_old[place : place + 3] = [True] * 3
+    marked = itertools.groupby(zip(new[2:-2], is_old[2:-2], strict=True), key=lambda piece: piece[1])
+    return [("".join(text for text, _ in pieces), not kept) for kept, pieces in marked]
 
 
 # ---- figures

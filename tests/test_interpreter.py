@@ -1,16 +1,19 @@
 """The bundled Python tool: what code may do in its process, and that hostile code ends no episode."""
 
 import threading
+import time
 
 import pytest
 from conftest import message_of
-from test_tools import EXAMPLES, answer, box_of, call, talker  # noqa: F401  (a fixture)
+from test_tools import EXAMPLES, answer, box_of, call, say, talker  # noqa: F401  (a fixture)
 
-from problems import interpreter, seal
+from problems import interpreter, seal, workers
 
 HOSTILE = {
     "while True: pass": "took longer than its limit",
     "while True:\n try:\n  while True: pass\n except BaseException: pass": "took longer than its limit",
+    "import signal\nfor one in range(1, 32):\n try: signal.signal(one, signal.SIG_IGN)\n except Exception: pass\n"
+    "while True:\n try:\n  while True: pass\n except BaseException: pass": "status -9",
     "held = []\nwhile True: held.append(bytes(10**7))": "MemoryError",
     "print('x' * 10**6)": "printed more than",
     "import socket\nsocket.socket().connect(('127.0.0.1', 80))": "not permitted",
@@ -64,3 +67,27 @@ def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # no
         assert messages[-1]["content"].startswith('{"error": ') and error in messages[-1]["content"], code
     ids, messages = answer(talk, talker, call("python", {"code": "print(6 * 7)"}))
     assert messages[-1]["content"] == "42\n"
+
+
+@pytest.mark.slow
+def test_code_that_catches_everything_is_ended_by_its_processor_time(monkeypatch):
+    monkeypatch.setattr(workers, "BUSY", 1000.0)  # no wall clock ends it
+    said = message_of(interpreter.python, "while True:\n try:\n  while True: pass\n except BaseException: pass")
+    assert said == "took longer than its limit"
+
+
+def test_a_call_s_time_begins_when_it_passes_its_gate(talker):  # noqa: F811
+    def waits() -> str:
+        """Waits."""
+        time.sleep(0.15)
+        return "done"
+
+    waits.gate = threading.Semaphore(1)
+    talk, num = box_of(talker, [waits], tool_timeout=0.6).play(EXAMPLES, 10, "0"), 10
+    for row in range(num):
+        say(talk, talker, row, call("waits", {}))
+    found = {}
+    while len(found) < num:  # the last one waits for 1.4 s
+        found |= talk.replies(wait=True)
+    made = [one for row in range(num) for one in talk.rows[row].calls]
+    assert len(made) == num and all(one["error"] is None and one["seconds"] < 0.6 for one in made)

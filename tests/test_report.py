@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,23 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
     for said in ("Two plus three is six.", "Nine is five.", "It fell. Try a higher --temp", "learning_rate"):
         assert said in text, said
     assert f"uv run train.py --config {run}/config.yaml --run-dir {run}-again" in text
+
+
+def test_what_is_new_in_a_text_is_found_in_time_linear_in_its_length():
+    assert history.changes("One plus two is four.", "One plus two is three.") == [
+        ("One plus two is ", False),
+        ("three", True),
+        (".", False),
+    ]
+    assert history.changes("the same", "the same") == [("the same", False)] and history.changes("a", "") == []
+    assert history.changes("", "a b") == [("a b", True)]
+    seconds = []
+    for length in (4_000, 32_000):  # an alignment would take 64 times as long for the second
+        before, after = ("".join(f"{word}{n % 97} " for n in range(length)) for word in "ab")
+        begin = time.process_time()
+        history.changes(before, after)
+        seconds.append(time.process_time() - begin)
+    assert seconds[1] < 24 * seconds[0]
 
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):

@@ -110,6 +110,8 @@ def test_both_formats_give_what_mlx_lm_reads(arguments):
     ("text", "error"),
     [
         ("<tool_call>\nadd(1)\n</tool_call>", "not JSON"),
+        (call("add", {"a": float("nan")}), "not JSON"),
+        (call("add", {"a": 5}).replace("5", "1e999"), "not JSON"),
         ("<tool_call>" + "[" * 10_000 + "</tool_call>", "nested too deep"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is not {"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "no </tool_call>"),
@@ -150,6 +152,17 @@ def test_an_environments_tools_are_its_public_methods_in_alphabetical_order():
             return what
 
     assert list(calls.environment_schemas(Two)) == ["ask", "guess"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker, number):
+    talk = box_of(talker, [later]).play(EXAMPLES, 1, "0")
+    text = call("later", {"seconds": 5}).replace("5", number)
+    _, messages = answer(talk, talker, text)
+    assert "not JSON" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
+    assert number not in json.dumps([talk.rows[0].calls], allow_nan=False)
+    (found,) = calls.read_calls(coder("later", seconds=number), "coder", SCHEMAS)
+    assert "not JSON" in found.error and found.arguments is None
 
 
 # ---- the ids between turns

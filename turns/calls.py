@@ -100,6 +100,10 @@ def read_calls(text: str, kind: str, schemas: Schemas) -> list[Call]:
             found.append(Call(None, None, "the call has no </tool_call>"))
             continue
         call = _read_json(body) if kind == "json" else _read_coder(body, schemas)
+        try:
+            json.dumps(call.arguments, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
+        except ValueError:
+            call = Call(call.name, None, "the call is not JSON: it has a number that is none, or is too large")
         found.append(call if call.error else _checked(call, schemas))
     return found
 

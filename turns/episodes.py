@@ -95,9 +95,14 @@ def ended() -> Iterator[None]:
 
 
 class Worker:
-    """A thread that does one job after another, and the environment that lives in it."""
+    """
+    A thread that does one job after another, and the environment that lives in it.
+
+    A function may have a `gate`, of which so many calls pass at once; who waits for it has not begun.
+    """
 
     instance: Any = None
+    begun = math.inf  # when its newest job began
 
     def __init__(self, loop: Callable[[], asyncio.AbstractEventLoop]):
         self.loop = loop
@@ -110,15 +115,16 @@ class Worker:
     def _work(self) -> None:
         while (held := self.jobs.get()) is not None:
             number, job, answers = held
-            begin = time.perf_counter()
-            try:
-                value = job()
-                if inspect.isawaitable(value):
-                    task = self.task = asyncio.run_coroutine_threadsafe(_awaited(value), self.loop())
-                    value = task.result()
-                done = Done(number, value, None, time.perf_counter() - begin)
-            except BaseException as error:  # SystemExit among them: it ends no more than a call
-                done = Done(number, None, error, time.perf_counter() - begin)
+            with getattr(getattr(job, "func", job), "gate", contextlib.nullcontext()):
+                self.begun = begin = time.monotonic()
+                try:
+                    value = job()
+                    if inspect.isawaitable(value):
+                        task = self.task = asyncio.run_coroutine_threadsafe(_awaited(value), self.loop())
+                        value = task.result()
+                    done = Done(number, value, None, time.monotonic() - begin)
+                except BaseException as error:  # SystemExit among them: it ends no more than a call
+                    done = Done(number, None, error, time.monotonic() - begin)
             answers.put(done)
 
     def do(self, what: str, job: Callable[[], Any], limit: float) -> Any:
@@ -287,7 +293,7 @@ class Episodes:
         self.box, self.group_size, self.seed = box, group_size, seed
         self.examples = [example for example in examples for _ in range(group_size)]
         self.done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self.jobs: dict[int, tuple[int, float]] = {}  # those under way: their row and when they are late
+        self.jobs: dict[int, int] = {}  # the rows of those under way
         self.num_jobs, self.wait_s = 0, 0.0
         self.ready: dict[int, list[int] | str] = {}
         self.rows, texts = list[Episode](), list[str | None]()
@@ -330,7 +336,7 @@ class Episodes:
                 self.rows[row] = Episode(before.name, self.box.worker(before.name, row, anew=bool(before.pending)))
                 self._reset(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
-        self.jobs = {job: held for job, held in self.jobs.items() if held[0] not in rows}
+        self.jobs = {job: row for job, row in self.jobs.items() if row not in rows}
 
     def hear(self, row: int, ids: list[int]) -> None:
         episode, text = self.rows[row], self.box.frames.text(ids)
@@ -348,7 +354,7 @@ class Episodes:
 
     def _start(self, row: int, job: Callable[[], Any]) -> None:
         self.num_jobs += 1
-        self.jobs[self.num_jobs] = row, time.monotonic() + self.box.settings.tool_timeout
+        self.jobs[self.num_jobs], self.rows[row].worker.begun = row, math.inf
         self.rows[row].worker.jobs.put((self.num_jobs, job, self.done))
 
     def _go_on(self, row: int) -> None:
@@ -387,7 +393,7 @@ class Episodes:
 
     def _take(self, done: Done) -> None:
         if done.job in self.jobs:  # else it was late, or its row began anew
-            row, _ = self.jobs.pop(done.job)
+            row = self.jobs.pop(done.job)
             if self.rows[row].pending:
                 self._note(row, done.value, None if done.error is None else one_line(done.error), done.seconds)
             else:
@@ -406,10 +412,11 @@ class Episodes:
 
     def _end_late(self) -> None:
         """Replaces the threads and environments of calls that took too long; their episodes go on."""
-        for job, (row, deadline) in list(self.jobs.items()):
-            if time.monotonic() >= deadline:
+        limit = self.box.settings.tool_timeout
+        for job, row in list(self.jobs.items()):
+            if time.monotonic() >= self.rows[row].worker.begun + limit:
                 del self.jobs[job]
-                episode, limit = self.rows[row], self.box.settings.tool_timeout
+                episode = self.rows[row]
                 if not episode.pending:
                     said = f"environment {type(episode.worker.instance).__name__}: get_reward took longer than"
                     raise ValueError(f"{said} --tool-timeout {limit:g}; raise that or mend it")
@@ -428,9 +435,10 @@ class Episodes:
             if self.ready or not wait:
                 break
             assert self.jobs, "nobody is waited for"
-            nearest = min(deadline for _, deadline in self.jobs.values())
+            waited = time.monotonic() - min(self.rows[row].worker.begun for row in self.jobs.values())
+            limit = self.box.settings.tool_timeout  # one that begins meanwhile has as long from then on
             with contextlib.suppress(queue.Empty):
-                self._take(self.done.get(timeout=max(nearest - time.monotonic(), 0.001)))
+                self._take(self.done.get(timeout=min(max(limit - waited, 0.001), limit)))
         if wait:
             self.wait_s += time.perf_counter() - begin
         found, self.ready = self.ready, {}

@@ -138,7 +138,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
             raise ValueError(f"config.json has text_config={raw!r:.60}; it must be an object")
     if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
         raise ValueError(f"config.json lacks {', '.join(missing)}; is this a language model?")
-    refuse_unsupported({**outer, **raw}, family)
+    refuse_unsupported({**outer, **raw})
     sizes = {key: checked(raw, key, 1, largest) for key, largest in SIZES.items()}
     kinds = layer_kinds(raw, model_type, sizes.pop("num_hidden_layers"))
     num_heads = sizes["num_attention_heads"]
@@ -202,8 +202,8 @@ def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any
     return float(value) if float in kinds else value
 
 
-def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
-    """Raises ValueError naming a feature that this model does not support."""
+def refuse_unsupported(raw: dict[str, Any]) -> None:
+    """Raises ValueError naming a feature that no weights show; biases are refused as tensors by the strict load."""
     for key in ("quantization", "quantization_config"):
         if raw.get(key):
             raise ValueError(f"config.json has {key}: quantized weights are not supported; take the 16-bit checkpoint")
@@ -211,9 +211,6 @@ def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
         raise ValueError("config.json has use_sliding_window=true, which is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported")
-    for key in ("mlp_bias", *([] if family.bias else ["attention_bias"])):
-        if raw.get(key):
-            raise ValueError(f"config.json has {key}=true; no {family.members} that is supported has it")
 
 
 def layer_kinds(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[str, ...]:

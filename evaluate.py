@@ -33,7 +33,7 @@ from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
-from machine import alive, gpu, world
+from machine import alive, memory, world
 from problems import chat_template
 from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
@@ -41,9 +41,9 @@ from problems.rewards import Logged, Reward, call_rewards, reward_arguments, rew
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, moved, of_task, resolve
-from step import memory
 from step.batch import cut, hidden
 from step.policy import Reader
+from step.rows import ROOM, rollout_bytes, rows_at_once
 from step.sample import Sample, by_group, of_rollout
 from turns import episodes
 from turns.episodes import Toolbox, ended
@@ -238,7 +238,7 @@ class EvalParams(NamedTuple):
     """How to answer held-out problems."""
 
     max_tokens: int
-    batch_size: gpu.BatchSize | None = None  # None: as `memory.rows_at_once`
+    batch_size: memory.BatchSize | None = None  # None: as `rows_at_once`
     share_prefix: bool | None = None  # see `sampler.rollout`
     samples: int = 1  # completions per problem
     limit: int | None = None  # most problems, evenly spread
@@ -341,11 +341,11 @@ def answer_both(
 
     def fits(rows: int) -> bool:
         work = model.config, dtype, lengths, samples, params.max_tokens
-        need = memory.rollout_bytes(*work, rows, params.share_prefix)
-        return sum(need) <= memory.ROOM * gpu.memory_at_hand()
+        need = rollout_bytes(*work, rows, params.share_prefix)
+        return sum(need) <= ROOM * memory.memory_at_hand()
 
     # both calls share one object, and so what it learns about memory
-    size = params.batch_size or gpu.BatchSize(memory.rows_at_once(fits, len(prompts) * samples))
+    size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
     how: dict[str, Any] = {
         "key": KEY + params.seed,
         "batch_size": size,
@@ -541,7 +541,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         params = EvalParams(
             config.sampling.max_tokens,
-            gpu.BatchSize(rows) if rows else None,
+            memory.BatchSize(rows) if rows else None,
             samples=args.samples,
             limit=args.limit or config.evaluation.limit or None,
             thinking=config.sampling.thinking,

@@ -30,7 +30,7 @@ from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
 from layers import attention, delta, ops, probe, softmax
 from layers.delta_state import DeltaState
 from layers.tree_cache import TreeLayer
-from machine import alive, gpu
+from machine import alive, gpu, kernels, memory, versions
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -369,7 +369,7 @@ def laid_out(name: str, weight: mx.array) -> mx.array:
 def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
     """The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it."""
     model = open_model(directory, dtype, adapter)
-    gpu.hold_memory()
+    memory.hold_memory()
     for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
         mx.eval(part.parameters())
     check_kernels(model)
@@ -418,8 +418,8 @@ def check_kernels(model: Model) -> None:
     line, well = of_mlx(model)
     if not well:
         print(f"gwen: MLX's own arithmetic is {line}; see {MLX_BUGS}, or take another MLX", file=sys.stderr)
-    if gpu.is_wanted():
-        gpu.check_calls(rehearse(model))
+    if kernels.is_wanted():
+        kernels.check_calls(rehearse(model))
 
 
 MLX_BUGS = "mlx #3585, #3586, #3797 and #4411"
@@ -434,7 +434,7 @@ def of_mlx(model: Model) -> tuple[str, bool]:
     return probe.look([*(array for array in arrays if array.ndim == 2), model.head_weight], heads)
 
 
-def rehearse(model: Model) -> list[gpu.Call]:
+def rehearse(model: Model) -> list[kernels.Call]:
     """What a layer of each kind and the draw of a token call in a prefill and a decode step, on a few tokens."""
     layers, head, kinds = model.layers, model.head_weight, model.config.layer_kinds
     length = 9 if model.config.delta else 3  # a gated delta net has another kernel beyond 8 tokens
@@ -442,7 +442,7 @@ def rehearse(model: Model) -> list[gpu.Call]:
     firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
     model.layers = list(firsts.values())
     try:
-        with gpu.recording() as calls:
+        with kernels.recording() as calls:
             prompts = KVCache(list(firsts), length, mx.array([1, 0]))
             model.hidden(ids, prompts)
             for share, starts in ((True, [0] * 4), (True, [0, 0, 1, 1]), (False, [0] * 4)):
@@ -551,7 +551,7 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
         array = array if path.endswith(model.config.family.kept) else array.astype(dtype)
         model.load_weights([(path, laid_out(path, array))], strict=False)
         mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
-    gpu.hold_memory()
+    memory.hold_memory()
     check_kernels(model)
     return model
 
@@ -601,13 +601,15 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 
 def doctor() -> Iterator[tuple[str, bool]]:
     """What a user of this machine should know, a line each as soon as it is known, and whether that is well."""
-    found, dtype = gpu.environment(cpu_blas.description), default_dtype()
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    wired = os.environ.get(gpu.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186")
-    error, limit = probe.rope_error(dtype), 10 * gpu.TOLERANCES[dtype]
-    yield f"versions: Python {found['python']}, {versions}", True
+    found, dtype = versions.environment(cpu_blas.description), default_dtype()
+    numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    wired = os.environ.get(
+        memory.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186"
+    )
+    error, limit = probe.rope_error(dtype), 10 * kernels.TOLERANCES[dtype]
+    yield f"versions: Python {found['python']}, {numbers}", True
     yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
-    yield f"memory: {gpu.memory_size() / 1e9:.1f} GB for this process", True
+    yield f"memory: {memory.memory_size() / 1e9:.1f} GB for this process", True
     yield f"wired: {wired}", True
     yield f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}", True
     yield f"BLAS: {found['blas']}", True
@@ -621,7 +623,7 @@ def doctor() -> Iterator[tuple[str, bool]]:
     for line in hub.describe_cache():
         yield line, True
     yield f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}", True
-    for line, agrees in gpu.report(dtype):
+    for line, agrees in kernels.report(dtype):
         yield f"  {line}", agrees
 
 
@@ -631,7 +633,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.parse_args(argv)
     all_well = True
     try:
-        gpu.is_wanted()  # a mistake in the environment is told before anything else
+        kernels.is_wanted()  # a mistake in the environment is told before anything else
         for line, well in doctor():
             print(line, flush=True)
             all_well &= well

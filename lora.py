@@ -29,7 +29,7 @@ import gwen
 from disk import adapters, checkpoint, hub, run_files
 from flags import Parser, fail
 from layers import ops
-from machine import alive, gpu
+from machine import alive, gpu, kernels
 
 TARGETS = ("qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj")
 
@@ -113,12 +113,14 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.has_metal() and gpu.is_wanted():  # what `gwen.check_kernels` could not know: the rank
+    if gpu.has_metal() and kernels.is_wanted():  # what `gwen.check_kernels` could not know: the rank
         widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
-        with gpu.recording() as calls:
+        with kernels.recording() as calls:
             for size in sorted(widths):
-                ops.tall_product(*(gpu.normal(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size)))
-        gpu.check_calls(calls)
+                ops.tall_product(
+                    *(kernels.normal(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size))
+                )
+        kernels.check_calls(calls)
 
 
 @contextlib.contextmanager

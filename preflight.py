@@ -33,11 +33,11 @@ from flags import Parser, check_least, fail, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
-from machine import alive, chips, gpu, world
+from machine import alive, chips, gpu, memory, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
 from step import batch
-from step.memory import (
+from step.rows import (
     ROOM,
     USUAL_ROWS,
     column_bytes,
@@ -105,7 +105,7 @@ class Demand(NamedTuple):
 def estimate(demand: Demand, sizes: Sizes) -> Need:
     """What a run needs at most. A teacher that does not fit beside it stays on disk."""
     need = _estimate(demand, sizes, False)
-    if need.total > gpu.memory_size() and has_files(demand.config.objective.teacher):
+    if need.total > memory.memory_size() and has_files(demand.config.objective.teacher):
         return _estimate(demand, sizes, True)
     return need
 
@@ -257,7 +257,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:
     of what a laptop's would, so that a run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
-    room = ROOM * (gpu.memory_size() if gpu.on_gpu() else LAPTOP)
+    room = ROOM * (memory.memory_size() if gpu.on_gpu() else LAPTOP)
     budgets = [optimizer.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
     if not optimizer.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
@@ -349,7 +349,7 @@ def rubric_of(config: Config) -> Path | None:
 def line(demand: Demand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     config, need = demand.config, estimate(demand, sizes)
-    room = gpu.memory_size()
+    room = memory.memory_size()
     stays = {
         "weights": need.weights,
         "adapters" if config.model.lora_rank else "masters": need.adapters,

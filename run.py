@@ -26,7 +26,7 @@ from config import Config, Sizes
 from disk import checkpoint, run_files
 from disk.run_files import START, evaluation_line
 from judging import rubrics
-from machine import alive, gpu, world
+from machine import alive, memory, world
 from problems import chat_template, chats, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
@@ -34,7 +34,7 @@ from reporting import health, page
 from reporting.console import SFT_COLUMNS, console_columns, say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from step import objectives, policy
-from step.memory import USUAL_ROWS
+from step.rows import USUAL_ROWS
 from step.sample import Sample, of_reply
 from step.teacher import Teacher
 from tasks import curriculum, first_look
@@ -286,7 +286,7 @@ class GrpoRun(Run):
         self.longest = max(lengths) + config.sampling.max_tokens
         demand = self.demand(lengths, self.task.rubric)._replace(config=config)
         self.settle(demand, max(config.sampling.batch * config.sampling.groups, len(held_out)))
-        self.batch_size = gpu.BatchSize(self.sizes.rollout_batch_size)
+        self.batch_size = memory.BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
         if self.teacher and self.teacher.model and config.objective.teacher != "self":
             self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 import gwen
 from kv_cache import REFILL, SHRINK, KVCache, SlotCache
 from layers import attention, softmax
-from machine import alive, gpu, world
+from machine import alive, gpu, memory, world
 from problems.stop import Stop
 
 if TYPE_CHECKING:
@@ -345,7 +345,12 @@ def sample_batch(
 
 
 def sample(
-    model: gwen.Model, rows_of: RowsOf, record: Record, group_size: int, size: gpu.BatchSize, share_prefix: bool | None
+    model: gwen.Model,
+    rows_of: RowsOf,
+    record: Record,
+    group_size: int,
+    size: memory.BatchSize,
+    share_prefix: bool | None,
 ) -> None:
     """
     Samples the rows of each prompt in batches; rows lost when memory ran out are sampled again.
@@ -358,7 +363,7 @@ def sample(
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
         batch = dict(itertools.islice(left.items(), num_prompts))
         rows = [row for rows in batch.values() for row in rows]
-        if gpu.attempt(sample_batch, model, batch, record, size.rows, share_prefix):
+        if memory.attempt(sample_batch, model, batch, record, size.rows, share_prefix):
             assert all(map(record.is_over, rows)), f"some of {len(rows)} rows did not end"
         if all(map(record.is_over, rows)):
             continue
@@ -399,7 +404,7 @@ def rollout(
     *,
     group_size: int,
     key: int,
-    batch_size: int | gpu.BatchSize = 64,
+    batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
     talk: "Talk | None" = None,
     context: int = 0,
@@ -418,7 +423,7 @@ def rollout(
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")
     assert talk is None or not params.stop, "stop texts for rows in turns"
-    size = batch_size if isinstance(batch_size, gpu.BatchSize) else gpu.BatchSize(batch_size)
+    size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
     rows_of = plan(prompts, group_size)
     mine = sorted(itertools.chain.from_iterable(rows_of.values()))
     begin = time.perf_counter()

@@ -22,7 +22,7 @@ import gwen
 import lora
 from config import Config
 from layers import lm_head
-from machine import alive, gpu, world
+from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, pad_frac
 from step.policy import MEASURED, MISMATCH, Reader, Share
@@ -129,8 +129,8 @@ class Learner:
 
     def __init__(self, model: gwen.Model, config: Config, reader: Reader, base: gwen.Model | None = None):
         self.model, self.config, self.reader, self.base = model, config, reader, base
-        if gpu.has_metal() and gpu.is_wanted():
-            gpu.check_calls(lm_head.rehearse(model.head_weight))
+        if gpu.has_metal() and kernels.is_wanted():
+            kernels.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
         self.optimizer = optim.AdamW(config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True)
         self.optimizer.init(tree_unflatten(list(self.trainable.items())))

@@ -32,7 +32,7 @@ import update
 from config import Config
 from disk import hub
 from flags import Parser, check_least, flag_of
-from machine import alive, gpu
+from machine import alive, gpu, versions
 from settings.sources import resolve
 from step import batch, policy, sample
 
@@ -274,7 +274,7 @@ def matmul_rate(dtype: mx.Dtype) -> float:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Device and versions, with those of `packages` beside those that a run records."""
-    held = gpu.environment(cpu_blas.description)
+    held = versions.environment(cpu_blas.description)
     return {
         "device": f"{held['device']}, {held['machine']}, BLAS: {held['blas']}",
         "versions": {"python": held["python"]} | held["versions"] | {name: version(name) for name in packages},

@@ -35,7 +35,7 @@ from bench.harness import Sample
 from disk import hub
 from flags import Parser, fail
 from machine import gpu
-from step import memory
+from step.rows import USUAL_ROWS, column_bytes, state_bytes
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
 
@@ -173,8 +173,8 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int]) -> tuple[int, 
     by_group = forwards.reshape(len(work.prompts), -1)
     prompt_reads = len(work.prompts[0]) * by_group.max(-1).sum()
     own_reads = (forwards * (forwards + 1) / 2).sum()
-    cache_bytes = (prompt_reads + own_reads) * memory.column_bytes(config, model.head_weight.dtype)
-    cache_bytes += 2 * forwards.sum() * memory.state_bytes(config, model.head_weight.dtype)  # read and written
+    cache_bytes = (prompt_reads + own_reads) * column_bytes(config, model.head_weight.dtype)
+    cache_bytes += 2 * forwards.sum() * state_bytes(config, model.head_weight.dtype)  # read and written
     weight_bytes = sum(array.nbytes for array in parameters.values())
     return steps, weight_bytes + cache_bytes / steps
 
@@ -219,7 +219,7 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
     args = harness.parse(parser, argv, least | {"rollout_batch_size": 1, "temp": 0})
-    args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, memory.USUAL_ROWS)
+    args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, USUAL_ROWS)
     args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
     return args
 

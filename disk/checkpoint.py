@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from disk.run_files import is_owned, read_log, refuse_replaced, settings_of
-from machine import gpu
+from machine import memory
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
@@ -270,9 +270,11 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        gpu.on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"})
+        memory.on_cpu(
+            mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"}
+        )
     except RuntimeError as error:
-        if gpu.is_too_much(error):
+        if memory.is_too_much(error):
             raise
         raise OSError(f"{path} cannot be written: {error}") from error
     _sync(path)

@@ -25,7 +25,7 @@ import yaml
 
 from disk.hub import load_object
 from flags import Parser, load_yaml, no_run, read_json
-from machine import gpu
+from machine import versions
 
 LOCK = "lock"
 OF_HUB = ("model", "judge_model", "teacher", "data")  # settings that name something of the hub, or a path
@@ -317,7 +317,7 @@ def begun(run_dir: Path) -> str:
 
 def write(settings: str, run_dir: Path) -> None:
     """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
-    environment = json.dumps(gpu.environment(cpu_blas.description) | {"begun": begun(run_dir)}, indent=2)
+    environment = json.dumps(versions.environment(cpu_blas.description) | {"begun": begun(run_dir)}, indent=2)
     try:
         replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", environment + "\n")

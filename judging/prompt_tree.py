@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 import gwen
 from layers.tree_cache import TreeCache
-from machine import gpu
+from machine import memory
 
 MOST_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
 
@@ -51,7 +51,7 @@ class PromptTree:
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
         self.model, self.head, self.name = model, tuple(head), name
-        self.chunk = gpu.BatchSize(chunk_size)
+        self.chunk = memory.BatchSize(chunk_size)
         self.in_flight = chunk_size  # prompts of the batch being computed
         self.num_tokens = 0  # positions processed by the model, with padding
         self._root: tuple[TreeCache, mx.array] | None = None
@@ -59,7 +59,7 @@ class PromptTree:
     def root(self) -> tuple[TreeCache, mx.array]:
         """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
         if self._root is None:
-            if not (made := gpu.attempt(self._compute_root)):
+            if not (made := memory.attempt(self._compute_root)):
                 raise self._too_little()
             (self._root,) = made
         return self._root
@@ -81,7 +81,7 @@ class PromptTree:
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
             chunks = self._level(self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, read)
-            while made := gpu.attempt(next, chunks, ()):
+            while made := memory.attempt(next, chunks, ()):
                 assert made[0], f"{len(left)} prompts were not read"
                 for place, value in made[0]:
                     del left[place]

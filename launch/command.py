@@ -18,7 +18,7 @@ from disk import checkpoint, run_files
 from flags import flag_of
 from launch.begin import Begun, begin
 from launch.trainer import Trainer
-from machine import gpu, power, world
+from machine import memory, power, world
 from reporting import page, seeds
 from settings.sources import as_yaml, given, resolve
 
@@ -39,7 +39,7 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         print(as_yaml(config), end="")
         return
     if args.wired_limit:
-        os.environ[gpu.WIRED_LIMIT] = args.wired_limit
+        os.environ[memory.WIRED_LIMIT] = args.wired_limit
     if not args.let_sleep:
         power.keep_awake()
     if args.seeds is None:

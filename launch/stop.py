@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from disk import checkpoint, run_files
-from machine import gpu, world
+from machine import memory, world
 from reporting.console import warn
 
 
@@ -50,13 +50,13 @@ def stoppable(run: Any) -> Iterator[None]:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
         if not world.is_first():
-            if gpu.is_too_much(error):
+            if memory.is_too_much(error):
                 raise ValueError(str(error)) from error
             raise
-        gpu.drain()
+        memory.drain()
         run.go_back()
         what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
-        if gpu.is_watchdog(error):
+        if memory.is_watchdog(error):
             what = (
                 "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
                 "(pmset displaysleepnow), or let less be done at once; "
@@ -71,7 +71,7 @@ def stoppable(run: Any) -> Iterator[None]:
             said += _go_on(run, error)
         else:
             said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
-        if isinstance(error, ValueError) or gpu.is_too_much(error):
+        if isinstance(error, ValueError) or memory.is_too_much(error):
             raise ValueError(said) from error
         warn(f"\n{said}")
         raise  # after a bug of ours or of MLX's with its traceback
@@ -87,7 +87,7 @@ def _go_on(run: Any, error: BaseException) -> str:
     If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
     """
     less = ""
-    if gpu.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+    if memory.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
         budget = run.sizes.train_token_budget // 2
         if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
             return "start over with a smaller model or a lower --max-tokens"

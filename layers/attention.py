@@ -1,7 +1,7 @@
 """
 Attention: over keys in one buffer, and over parts of the past that rows share.
 
-As in ops.py an expression, the kernel, its launch and the `gpu.Op` that chooses stand in this order.
+As in ops.py an expression, the kernel, its launch and the `kernels.Op` that chooses stand in this order.
 What is left out: the caches, which are in kv_cache.py, and MLX's own kernel.
 
 Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows of a part that G rows each share.
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from kv_cache import Group, Layout, Parts, make_group
-from machine import cpu, gpu
+from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
 
@@ -146,7 +146,7 @@ def score_gradient_ref(
     return weights.astype(d_weights.dtype), d_scores.astype(d_weights.dtype)
 
 
-SCORE_GRADIENT = gpu.Kernel(HERE / "score_gradient.metal", "scores d_weights mask scale", "weights d_scores")
+SCORE_GRADIENT = kernels.Kernel(HERE / "score_gradient.metal", "scores d_weights mask scale", "weights d_scores")
 
 
 def _launch_score_gradient(
@@ -154,7 +154,7 @@ def _launch_score_gradient(
 ) -> tuple[mx.array, mx.array]:
     """Reads both arrays twice, the second time mostly from the cache, and writes both results, in one launch."""
     weights, d_scores = SCORE_GRADIENT(
-        [scores, d_weights, mask if isinstance(mask, mx.array) else gpu.constant(False), gpu.constant(scale)],
+        [scores, d_weights, mask if isinstance(mask, mx.array) else kernels.constant(False), kernels.constant(scale)],
         [(scores.shape, d_weights.dtype)] * 2,
         grid=(32, math.prod(scores.shape[:3]), 1),
         threadgroup=(32, 8, 1),
@@ -167,12 +167,12 @@ def _launch_score_gradient(
 
 def _example_of_score_gradient(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     shape = (4, 16, 128, 512) if large else (2, 3, 5, 40)
-    scores, d_weights = gpu.normal(*shape, dtype=mx.float32, scale=20), gpu.normal(*shape, dtype=dtype, seed=1)
+    scores, d_weights = kernels.normal(*shape, dtype=mx.float32, scale=20), kernels.normal(*shape, dtype=dtype, seed=1)
     seen = mx.broadcast_to(mx.arange(shape[3]) > mx.arange(shape[2])[:, None] % 3, (shape[0], 1, *shape[2:]))
     return [(d_weights, scores, mask, 0.125) for mask in (["causal"] if large else ["causal", None, seen])]
 
 
-score_gradient = gpu.Op(score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
+score_gradient = kernels.Op(score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
 
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
@@ -227,7 +227,7 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
 
 
 # contiguous: what is handed in are views of buffers with room to grow
-SLOT_ATTENTION = gpu.Kernel(
+SLOT_ATTENTION = kernels.Kernel(
     HERE / "slot_attention.metal",
     "queries keys values own_keys own_values members places mask own_mask",
     "out",
@@ -255,7 +255,7 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
     own_mask = layout.groups[1].mask
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
-    num_kv_heads, nothing = keys.shape[1], gpu.constant(False).reshape(1, 1, 1, 1)
+    num_kv_heads, nothing = keys.shape[1], kernels.constant(False).reshape(1, 1, 1, 1)
     choices = [nothing if choice is None else choice for choice in (members, places, mask, own_mask)]
     return SLOT_ATTENTION(
         [queries, keys, values, own_keys, own_values, *choices],
@@ -275,10 +275,10 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
 def _slots(dtype: mx.Dtype, sizes: tuple[int, int, int, int, int, int, int]) -> tuple[mx.array, Parts, Layout]:
     """A call of so many prompts, slots, heads, kv heads, dims, columns of a prompt, and of a slot."""
     prompts, rows, heads, kv_heads, size, length, width = sizes
-    queries = gpu.normal(rows, heads, 1, size, dtype=dtype)
-    buffers = gpu.normal(2, prompts, kv_heads, 2 * length, size, dtype=dtype, seed=1)
+    queries = kernels.normal(rows, heads, 1, size, dtype=dtype)
+    buffers = kernels.normal(2, prompts, kv_heads, 2 * length, size, dtype=dtype, seed=1)
     keys, values = buffers[:, :, :, :length]  # views, as in a cache
-    own_keys, own_values = gpu.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
+    own_keys, own_values = kernels.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
     group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
     return queries, [(keys, values), (own_keys, own_values)], Layout([group, Group()])
 
@@ -297,18 +297,18 @@ def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, 
     ]
 
 
-slot_attention = gpu.Op(tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
+slot_attention = kernels.Op(tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
 
 
 # contiguous: what is handed in are views of buffers with room to grow
-GROUP_ATTENTION = gpu.Kernel(
+GROUP_ATTENTION = kernels.Kernel(
     HERE / "group_attention.metal",
     "queries keys values members places mask columns",
     "found peaks sums",
     contiguous=False,
 )
 
-GROUP_ATTENTION_MERGE = gpu.Kernel(
+GROUP_ATTENTION_MERGE = kernels.Kernel(
     HERE / "group_attention_merge.metal", "found peaks sums own_found own_peaks own_sums places", "out"
 )
 
@@ -339,11 +339,11 @@ def _attend(queries: mx.array, part: tuple[mx.array, mx.array], group: Group) ->
     num_queries = num_members * num_heads // num_kv_heads
     num_others = num_kv_heads * num_blocks * -(-num_queries // group_block(num_queries))
     columns = columns_of_a_piece(num_keys, num_queries, num_others)
-    nothing = gpu.constant(False).reshape(1, 1, 1, 1)
+    nothing = kernels.constant(False).reshape(1, 1, 1, 1)
     shape = (-(-num_keys // columns), num_blocks * num_members, num_heads)
     choices = [nothing if choice is None else choice for choice in (group.members, group.places, group.mask)]
     return GROUP_ATTENTION(
-        [queries, keys, values, *choices, gpu.constant(columns)],
+        [queries, keys, values, *choices, kernels.constant(columns)],
         [((*shape, size), mx.float32), (shape, mx.float32), (shape, mx.float32)],
         grid=(shape[0] * 256, num_kv_heads, num_others // num_kv_heads),
         threadgroup=(256, 1, 1),
@@ -366,7 +366,7 @@ def _launch_group_attention(queries: mx.array, parts: Parts, layout: Layout) -> 
     (num_rows, num_heads, _, size), places = queries.shape, layout.groups[0].places
     width = -(-size // 32) * 32
     return GROUP_ATTENTION_MERGE(
-        [*prompt, *own, gpu.constant(False) if places is None else places],
+        [*prompt, *own, kernels.constant(False) if places is None else places],
         [(queries.shape, queries.dtype)],
         grid=(width, num_heads, num_rows),
         threadgroup=(width, 1, 1),
@@ -383,7 +383,7 @@ def _example_of_group_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any,
     return [_slots(dtype, (1, 5, 7, 1, 64, 300, 5)), _example_of_slot_attention(dtype, False)[1]]
 
 
-group_attention = gpu.Op(tree_attention_ref, _launch_group_attention, _example_of_group_attention)
+group_attention = kernels.Op(tree_attention_ref, _launch_group_attention, _example_of_group_attention)
 
 
 def group_pays(queries: mx.array, parts: Parts) -> bool:

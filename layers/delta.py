@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from layers import ops
-from machine import cpu, gpu
+from machine import cpu, kernels
 
 CHUNK = 64  # tokens; a multiple of BLOCK by a power of two
 BLOCK = 8  # rows of a triangular matrix that are inverted by its powers
@@ -187,16 +187,16 @@ def example(length: int, heads: int = 16, size: int = 128) -> tuple[mx.array, ..
     """
 
     def repeated(seed: int) -> mx.array:
-        x = unit(gpu.normal(2, length, heads, size, dtype=mx.float32, seed=seed))
+        x = unit(kernels.normal(2, length, heads, size, dtype=mx.float32, seed=seed))
         return mx.concatenate([x[:, : length // 2], mx.repeat(x[:, :1], length - length // 2, 1)], 1)
 
-    values = gpu.normal(2, length, heads, size, dtype=mx.float32, seed=2)
-    gates = gpu.normal(2, 2, length, heads, dtype=mx.float32, seed=3)
-    memory = gpu.normal(2, heads, size, size, dtype=mx.float32, seed=4)
+    values = kernels.normal(2, length, heads, size, dtype=mx.float32, seed=2)
+    gates = kernels.normal(2, 2, length, heads, dtype=mx.float32, seed=3)
+    memory = kernels.normal(2, heads, size, size, dtype=mx.float32, seed=4)
     return repeated(0) * size**-0.5, repeated(1), values, -0.02 * mx.exp(gates[0]), mx.sigmoid(gates[1]), memory
 
 
-gated_delta_step = gpu.Op(gated_delta_step_ref, _launch_gated_delta_step, lambda *_: [example(1)])
-gated_delta_pass = gpu.Op(  # beyond 8 tokens MLX runs another kernel
+gated_delta_step = kernels.Op(gated_delta_step_ref, _launch_gated_delta_step, lambda *_: [example(1)])
+gated_delta_pass = kernels.Op(  # beyond 8 tokens MLX runs another kernel
     gated_delta_pass_ref, _launch_gated_delta_pass, lambda _, large: [example(n) for n in ([512] if large else [9, 40])]
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from layers import softmax
-from machine import cpu, gpu
+from machine import cpu, kernels
 
 
 def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None) -> mx.array:
@@ -299,11 +299,11 @@ class _Softmax(NamedTuple):
         return *(array.squeeze(-1) for array in (logprobs, entropy, self.peak + log_total)), *kept
 
 
-def rehearse(head: mx.array) -> list[gpu.Call]:
+def rehearse(head: mx.array) -> list[kernels.Call]:
     """What an update calls with a head of this shape and type, on a few tokens. head (V, C)."""
-    hidden, ids = gpu.normal(2, 3, head.shape[1], dtype=head.dtype), mx.array([[1, 2, 3], [3, 2, 1]]) % len(head)
+    hidden, ids = kernels.normal(2, 3, head.shape[1], dtype=head.dtype), mx.array([[1, 2, 3], [3, 2, 1]]) % len(head)
     surrogate = softmax.Surrogate(mx.ones(ids.shape), None)
-    with gpu.recording() as calls:
+    with kernels.recording() as calls:
         for loss in (
             lambda x: token_logprobs(x, head, ids, head="trained")[0],
             lambda x: token_losses(x, head, ids, surrogate).losses,

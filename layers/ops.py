@@ -1,9 +1,9 @@
 """
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
-Each comes in this order: the expression, which defines what is computed; the kernel, whose source is the `.metal` file
-of its name; the call that gives it a grid; and the `gpu.Op` that chooses between the two, with an example on which they
-must agree. Attention is in attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
+Each comes in this order: the expression, which defines what is computed; the kernel, in the `.metal` file
+of its name; the call that gives it a grid; and the `Op` that chooses between the two, with an example on which they must
+agree. Attention is in attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from machine import cpu, gpu
+from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
 
@@ -41,8 +41,8 @@ def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:
     return mx.vjp(swiglu_ref, [gate_up], [cotangent])[1][0]
 
 
-SWIGLU = gpu.Kernel(HERE / "swiglu.metal", "gate_up", "out")
-SWIGLU_VJP = gpu.Kernel(HERE / "swiglu_vjp.metal", "gate_up cotangent", "d_gate_up")
+SWIGLU = kernels.Kernel(HERE / "swiglu.metal", "gate_up", "out")
+SWIGLU_VJP = kernels.Kernel(HERE / "swiglu_vjp.metal", "gate_up cotangent", "d_gate_up")
 
 
 def _launch_swiglu(gate_up: mx.array) -> mx.array:
@@ -60,16 +60,16 @@ def _launch_swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
 
 
 def _example_of_swiglu(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array]]:
-    return [(gpu.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=15),)]  # gates of 30
+    return [(kernels.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=15),)]  # gates of 30
 
 
 def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
     rows, width = (2048, 3072) if large else (3, 5)
-    return [(gpu.normal(rows, 2 * width, dtype=dtype, scale=15), gpu.normal(rows, width, dtype=dtype, seed=1))]
+    return [(kernels.normal(rows, 2 * width, dtype=dtype, scale=15), kernels.normal(rows, width, dtype=dtype, seed=1))]
 
 
-swiglu_vjp = gpu.Op(swiglu_vjp_ref, _launch_swiglu_vjp, _example_of_swiglu_vjp)
-swiglu = gpu.Op(swiglu_ref, _launch_swiglu, _example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+swiglu_vjp = kernels.Op(swiglu_vjp_ref, _launch_swiglu_vjp, _example_of_swiglu_vjp)
+swiglu = kernels.Op(swiglu_ref, _launch_swiglu, _example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
 
 
 def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
@@ -79,7 +79,7 @@ def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
 
 ROWS_OF_A_PART = 512  # of `tall_product`: by fewer rows there are more partial sums to write and read
 
-TALL_PRODUCT = gpu.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
+TALL_PRODUCT = kernels.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
 
 
 def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
@@ -103,10 +103,10 @@ def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
 
 def _example_of_tall_product(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
     rows, rank, width = (2048, 16, 3072) if large else (ROWS_OF_A_PART + 5, 4, 33)
-    return [(gpu.normal(rows, rank, dtype=dtype, scale=0.1), gpu.normal(rows, width, dtype=dtype, seed=1))]
+    return [(kernels.normal(rows, rank, dtype=dtype, scale=0.1), kernels.normal(rows, width, dtype=dtype, seed=1))]
 
 
-tall_product = gpu.Op(tall_product_ref, _launch_tall_product, _example_of_tall_product)
+tall_product = kernels.Op(tall_product_ref, _launch_tall_product, _example_of_tall_product)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
@@ -124,14 +124,14 @@ def add_norm_ref(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> 
     return total, rms_norm(total, weight, eps)
 
 
-ADD_NORM = gpu.Kernel(HERE / "add_norm.metal", "x delta weight eps", "total normed")
+ADD_NORM = kernels.Kernel(HERE / "add_norm.metal", "x delta weight eps", "total normed")
 
 
 def _launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C."""
     size, dtype = x.shape[-1], x.dtype
     total, normed = ADD_NORM(
-        [x, delta, weight, gpu.constant(eps)],
+        [x, delta, weight, kernels.constant(eps)],
         [(x.shape, dtype)] * 2,
         grid=(x.size // size * 256, 1, 1),
         threadgroup=(256, 1, 1),
@@ -152,16 +152,16 @@ def _gradient_of_add_norm(
 
 def _norm_weight(size: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
     """As large as those of Qwen."""
-    return 1 + 12 * mx.abs(gpu.normal(size, dtype=dtype, seed=seed))
+    return 1 + 12 * mx.abs(kernels.normal(size, dtype=dtype, seed=seed))
 
 
 def _example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     shape = (64, 1024) if large else (3, 260)
-    x, delta = (gpu.normal(*shape, dtype=dtype, seed=seed, scale=30) for seed in (0, 1))
+    x, delta = (kernels.normal(*shape, dtype=dtype, seed=seed, scale=30) for seed in (0, 1))
     return [(x, delta, _norm_weight(shape[1], dtype), 1e-6)]
 
 
-add_norm = gpu.Op(add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
+add_norm = kernels.Op(add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
 
 
 class Rope:
@@ -264,7 +264,7 @@ def norm_rope_ref(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.a
     return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
 
-NORM_ROPE = gpu.Kernel(
+NORM_ROPE = kernels.Kernel(
     HERE / "norm_rope.metal", "qkv query_weight key_weight eps periods magnitude offsets", "queries keys"
 )
 
@@ -280,7 +280,7 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
     assert rotation is not None, "without positions there is nothing to compute"
     num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
     num_turned = num_heads + num_kv_heads
-    scalars = gpu.constant(eps), gpu.constant(rotation.rope.magnitude)
+    scalars = kernels.constant(eps), kernels.constant(rotation.rope.magnitude)
     queries, keys = NORM_ROPE(
         [qkv, *(weights or scalars), scalars[0], rotation.rope.periods, scalars[1], rotation.offsets],
         [((num_rows, count, length, size), dtype) for count in (num_heads, num_kv_heads)],
@@ -298,7 +298,7 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
 
 def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     rows, length, num_heads, num_kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
-    qkv = gpu.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
+    qkv = kernels.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
     weights = _norm_weight(size, dtype), _norm_weight(size, dtype, seed=1)
     rotation = Rope(size, 1e6).at(40 * mx.arange(rows) - 1, length)
     if large:
@@ -310,4 +310,4 @@ def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]
     ]
 
 
-norm_rope = gpu.Op(norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)
+norm_rope = kernels.Op(norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)

@@ -3,7 +3,7 @@ MLX's own products, masked attention and rotation at a model's sizes, against fl
 
 On Macs each was silently wrong in some release or build of 2026: products of more than 8 rows (mlx #3585, #3586), of
 2048^2 results and long sums (#3797), float32 rounded to 11 bits (#4411), rotation of a batch (#3494). Left out: kernels
-of ours, which machine/gpu.py compares.
+of ours, which machine/kernels.py compares.
 
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K kv heads, L queries, S keys, D head dim.
 """
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from layers import attention, ops
-from machine import gpu
+from machine import kernels
 
 ROWS = (1, 64, 2048)  # of a product: one token, a decode step, a pass of an update
 LOOKED_AT = 16  # rows and columns of a result, spread over all of it
@@ -28,7 +28,7 @@ def product_error(weight: mx.array, rows: int) -> float:
     """The largest error of x @ W.T, and of the way back y @ W, of (F, C) weights; as a share of a result's size."""
     worst = 0.0
     for factor in (weight.T, weight):
-        x = gpu.normal(rows, factor.shape[0], dtype=weight.dtype)
+        x = kernels.normal(rows, factor.shape[0], dtype=weight.dtype)
         down, across = (slice(None, None, max(size // LOOKED_AT, 1)) for size in (rows, factor.shape[1]))
         found, exact = wide((x @ factor)[down, across]), wide(x[down]) @ wide(factor[:, across])
         error = np.abs(found - exact) / (np.sqrt(np.square(exact).mean()) + np.abs(exact))
@@ -44,9 +44,9 @@ def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtyp
     """
     worst = 0.0
     for length, num_keys in ((1, 160), (128, 160)):
-        queries = gpu.normal(2, num_heads, length, size, dtype=dtype)
-        keys = gpu.normal(2, num_kv_heads, num_keys, size, dtype=mx.float32, seed=1)
-        values, bias = gpu.normal(2, num_kv_heads, num_keys, size, dtype=dtype, seed=2), keys[:1, :, :1]
+        queries = kernels.normal(2, num_heads, length, size, dtype=dtype)
+        keys = kernels.normal(2, num_kv_heads, num_keys, size, dtype=mx.float32, seed=1)
+        values, bias = kernels.normal(2, num_kv_heads, num_keys, size, dtype=dtype, seed=2), keys[:1, :, :1]
         keys = (keys + 779 * bias / mx.linalg.norm(bias, axis=-1, keepdims=True)).astype(dtype)
         causal = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
         seen = mx.stack([causal, causal & (mx.arange(num_keys) > 20)])[:, None]  # the second row is padded
@@ -66,7 +66,7 @@ def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtyp
 def rope_error(dtype: mx.Dtype) -> float:
     """The largest error of the rotation of one token a row at three positions."""
     rope, offsets = ops.Rope(128, 1e6), [0, 40, 700]
-    x = gpu.normal(3, 1, 3, rope.size, dtype=dtype)
+    x = kernels.normal(3, 1, 3, rope.size, dtype=dtype)
     queries, _, _ = ops.norm_rope_ref(x, ops.Heads(1, None, 0.0, rope.at(mx.array(offsets), 1)))
     low, high = np.split(wide(x)[:, 0, :1], 2, axis=-1)
     angles = np.array(offsets)[:, None, None] * rope.frequencies
@@ -84,8 +84,8 @@ def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, boo
     for weight in (*{weight.shape: weight for weight in weights}.values(), narrow):
         kind = "float32 products" if weight.dtype == mx.float32 else "products"
         for rows in (rows for rows in ROWS if rows * max(weight.shape) <= 2**27):  # of logits no more memory
-            shares[kind] = max(shares[kind], product_error(weight, rows) / gpu.TOLERANCES[weight.dtype])
-    shares["masked attention"] = attention_error(*heads, dtype) / gpu.TOLERANCES[dtype]
+            shares[kind] = max(shares[kind], product_error(weight, rows) / kernels.TOLERANCES[weight.dtype])
+    shares["masked attention"] = attention_error(*heads, dtype) / kernels.TOLERANCES[dtype]
     well = max(shares.values()) <= 1
     figures = ", ".join(f"{name} {share:.2g}" for name, share in shares.items() if share)
     return f"{'right' if well else 'WRONG'}, of what {dtype} allows off by: {figures}", well

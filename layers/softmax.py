@@ -1,7 +1,7 @@
 """
 The softmax over rows of logits: log-probabilities, entropy, a drawn token, a restricted support.
 
-Expression, source, launch and `gpu.Op` come in the order of layers/ops.py. What is left out: where logits come from;
+Expression, source, launch and `Op` come in the order of layers/ops.py. What is left out: where logits come from;
 layers/lm_head.py makes them from hidden states, some at a time.
 
 Axes: N or M rows, V vocabulary.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 import grpo
-from machine import cpu, gpu
+from machine import cpu, kernels
 
 HERE = Path(__file__).parent
 
@@ -39,7 +39,7 @@ def logsumexp(x: mx.array) -> mx.array:
 
 
 def _on_rows(
-    kernel: gpu.Kernel,
+    kernel: kernels.Kernel,
     logits: mx.array,
     more: list[mx.array],
     temperature: float,
@@ -50,7 +50,7 @@ def _on_rows(
     num_rows, size = logits.shape
     shapes = [(num_rows, size) if name == "out" else (num_rows,) for name in kernel.outputs]
     return kernel(
-        [logits, *more, gpu.constant(float(temperature))],
+        [logits, *more, kernels.constant(float(temperature))],
         list(zip(shapes, dtypes, strict=True)),
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
@@ -71,7 +71,7 @@ def log_softmax_ref(logits: mx.array, temperature: float = 1.0) -> mx.array:
     return logits - logsumexp(logits)[..., None]
 
 
-LOG_SOFTMAX = gpu.Kernel(HERE / "log_softmax.metal", "logits temperature", "out")
+LOG_SOFTMAX = kernels.Kernel(HERE / "log_softmax.metal", "logits temperature", "out")
 
 
 def _launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
@@ -91,10 +91,10 @@ def _gradient_of_log_softmax(
 
 
 def _example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
-    return [(gpu.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4), 0.7)]
+    return [(kernels.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4), 0.7)]
 
 
-log_softmax = gpu.Op(log_softmax_ref, _launch_log_softmax, _example_of_log_softmax, _gradient_of_log_softmax)
+log_softmax = kernels.Op(log_softmax_ref, _launch_log_softmax, _example_of_log_softmax, _gradient_of_log_softmax)
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
@@ -151,7 +151,7 @@ def sample_token_ref(
     return token.squeeze(-1).astype(mx.int32), logprob, log_total - moment / total.squeeze(-1)
 
 
-SAMPLE_TOKEN = gpu.Kernel(HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies")
+SAMPLE_TOKEN = kernels.Kernel(HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies")
 
 
 def _launch_sample_token(
@@ -168,11 +168,11 @@ def _launch_sample_token(
 
 
 def _example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
-    logits = gpu.normal(*((64, 151_936) if large else (8, 40_000)), dtype=dtype, scale=4)
+    logits = kernels.normal(*((64, 151_936) if large else (8, 40_000)), dtype=dtype, scale=4)
     return [(logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7)]
 
 
-sample_token = gpu.Op(sample_token_ref, _launch_sample_token, _example_of_sample_token)
+sample_token = kernels.Op(sample_token_ref, _launch_sample_token, _example_of_sample_token)
 
 
 class RowLogprobs(NamedTuple):
@@ -205,10 +205,10 @@ def row_logprobs_vjp_ref(
     return d_logits
 
 
-ROW_LOGPROBS = gpu.Kernel(
+ROW_LOGPROBS = kernels.Kernel(
     HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies highest log_totals"
 )
-ROW_LOGPROBS_VJP = gpu.Kernel(
+ROW_LOGPROBS_VJP = kernels.Kernel(
     HERE / "row_logprobs_vjp.metal",
     "logits ids entropies highest log_totals d_logprobs d_entropies temperature",
     "d_logits",
@@ -229,7 +229,7 @@ def _launch_row_logprobs_vjp(
     """
     num_rows, size = logits.shape
     return ROW_LOGPROBS_VJP(
-        [logits, ids, *outputs[1:], *cotangents, gpu.constant(float(temperature))],
+        [logits, ids, *outputs[1:], *cotangents, kernels.constant(float(temperature))],
         [(logits.shape, logits.dtype)],
         grid=(-(-size // 256) * 256, num_rows, 1),
         threadgroup=(256, 1, 1),
@@ -245,18 +245,18 @@ def _gradient_of_row_logprobs(
 
 
 def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
-    logits = gpu.normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
+    logits = kernels.normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
     return [(logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1], 0.7)]
 
 
 def _example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
-    cotangents = [gpu.normal(len(ids), dtype=mx.float32, seed=seed) for seed in (1, 2)]
+    cotangents = [kernels.normal(len(ids), dtype=mx.float32, seed=seed) for seed in (1, 2)]
     return [(logits, ids, row_logprobs_ref(logits, ids, temperature), cotangents, temperature)]
 
 
-row_logprobs_vjp = gpu.Op(row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _example_of_row_logprobs_vjp)
-row_logprobs = gpu.Op(row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs, _gradient_of_row_logprobs)
+row_logprobs_vjp = kernels.Op(row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _example_of_row_logprobs_vjp)
+row_logprobs = kernels.Op(row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs, _gradient_of_row_logprobs)
 
 
 SLOPE_SCALE = 256  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
@@ -299,7 +299,7 @@ def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: Surrogate, temper
     return RowLosses(losses[0], slopes[0], found.logprobs, found.entropies, d_logits)
 
 
-ROW_LOSSES = gpu.Kernel(
+ROW_LOSSES = kernels.Kernel(
     HERE / "row_losses.metal",
     "logits ids advantages old_logprobs clip temperature",
     "losses slopes logprobs entropies out",
@@ -312,11 +312,11 @@ def _launch_row_losses(logits: mx.array, ids: mx.array, surrogate: Surrogate, te
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
     advantages, old_logprobs, rule = surrogate
-    bounds = gpu.constant(1.0 - rule.epsilon, 1.0 + rule.upper)
+    bounds = kernels.constant(1.0 - rule.epsilon, 1.0 + rule.upper)
     results = _on_rows(
         ROW_LOSSES,
         logits,
-        [ids, advantages, gpu.constant(0.0) if old_logprobs is None else old_logprobs, bounds],
+        [ids, advantages, kernels.constant(0.0) if old_logprobs is None else old_logprobs, bounds],
         temperature,
         [*[mx.float32] * 4, logits.dtype],
         T=logits.dtype,
@@ -329,14 +329,14 @@ def _launch_row_losses(logits: mx.array, ids: mx.array, surrogate: Surrogate, te
 
 def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
-    old = row_logprobs_ref(logits, ids, temperature).logprobs + gpu.normal(len(ids), dtype=mx.float32, scale=0.3)
-    advantages = gpu.normal(len(ids), dtype=mx.float32, seed=1)
+    old = row_logprobs_ref(logits, ids, temperature).logprobs + kernels.normal(len(ids), dtype=mx.float32, scale=0.3)
+    advantages = kernels.normal(len(ids), dtype=mx.float32, seed=1)
     rule = grpo.Objective(epsilon_high=0.28)
     olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
     return [(logits, ids, Surrogate(advantages, one, rule), temperature) for one in olds]
 
 
-row_losses = gpu.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)
+row_losses = kernels.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)
 
 
 class Support(NamedTuple):
@@ -362,14 +362,14 @@ def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
     return mx.take_along_axis(descending, num_kept - 1, axis=-1).squeeze(-1)
 
 
-NUCLEUS = gpu.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
+NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 
 def _launch_nucleus(logits: mx.array, top_p: float) -> mx.array:
     """Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times."""
     num_rows, size = logits.shape
     return NUCLEUS(
-        [logits, gpu.constant(float(top_p))],
+        [logits, kernels.constant(float(top_p))],
         [((num_rows,), mx.float32)],
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
@@ -378,11 +378,11 @@ def _launch_nucleus(logits: mx.array, top_p: float) -> mx.array:
 
 
 def _example_of_nucleus(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
-    logits = gpu.normal(*((64, 151_936) if large else (3, 1100)), dtype=dtype, scale=4)
+    logits = kernels.normal(*((64, 151_936) if large else (3, 1100)), dtype=dtype, scale=4)
     return [(logits.astype(mx.float32), 0.9)]
 
 
-nucleus = gpu.Op(nucleus_ref, _launch_nucleus, _example_of_nucleus)
+nucleus = kernels.Op(nucleus_ref, _launch_nucleus, _example_of_nucleus)
 
 
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:

@@ -24,7 +24,7 @@ import numpy as np
 from config import Config
 from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
-from machine import gpu, power, world
+from machine import memory, power, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import Logged, merged
@@ -66,7 +66,7 @@ class PhaseClock:
             yield done
         finally:
             self._running = None
-            gpu.end_phase()
+            memory.end_phase()
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 

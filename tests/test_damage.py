@@ -25,7 +25,7 @@ import report
 import train
 from disk import adapters, checkpoint, hub
 from disk.run_files import START
-from machine import gpu
+from machine import versions
 from settings import sources
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def go_on(whole):
 
     def go_on(run):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu, "environment", lambda _: {})  # it asks git
+            patch.setattr(versions, "environment", lambda _: {})  # it asks git
             patch.setattr(train.Trainer, "make", staticmethod(make))
             patch.setattr(train.Trainer, "loop", staticmethod(look))
             return *resume(run), states[-1] if states else None

@@ -21,7 +21,7 @@ import train
 import update
 from disk import hub
 from layers import divergence
-from machine import gpu
+from machine import memory
 from problems import chat_template
 from settings import checks
 from step import from_disk
@@ -326,7 +326,7 @@ def test_a_teacher_on_disk_says_the_same(tmp_path, monkeypatch, teacher, prompt,
     flags = [*DISTILL, teacher, "--teacher-prompt", prompt]
     ends = []
     for on_disk in (False, True):
-        monkeypatch.setattr(gpu, "memory_size", lambda on_disk=on_disk: 15_000_000 if on_disk else 10**10)
+        monkeypatch.setattr(memory, "memory_size", lambda on_disk=on_disk: 15_000_000 if on_disk else 10**10)
         run = moved(make_run(tmp_path, *flags, "--target-kl", "0"))
         assert (run.teacher.model is None) == on_disk
         for _ in range(2):  # a second step reads it again
@@ -367,7 +367,7 @@ def test_a_teacher_that_does_not_fit_stays_on_disk_and_the_preflight_says_what_t
     held = preflight.estimate(demand, sizes)
     assert (held.teacher, held.reading) == (weights + said, 0)
     assert "disk" not in preflight.line(demand, sizes)
-    monkeypatch.setattr(gpu, "memory_size", lambda: held.total - 1)
+    monkeypatch.setattr(memory, "memory_size", lambda: held.total - 1)
     read = preflight.estimate(demand, sizes)
     assert (read.teacher, read.reading) == (head + said, weights) and read.total < held.total
     line = preflight.line(demand, sizes)
@@ -382,7 +382,7 @@ def test_micro_batches_are_cut_and_layers_computed_again_before_a_teacher_is_rea
 
     def settled(room):
         monkeypatch.setattr(preflight, "LAPTOP", room / 0.9)
-        monkeypatch.setattr(gpu, "memory_size", lambda: room)
+        monkeypatch.setattr(memory, "memory_size", lambda: room)
         sizes = preflight.settle(demand)
         return sizes.checkpoint_layers, preflight.estimate(demand, sizes).reading > 0
 

@@ -19,7 +19,7 @@ import tasks
 import train
 from disk import run_files
 from judging import rubrics
-from machine import gpu
+from machine import memory
 from problems import chat_template
 from problems.examples import spread
 from tasks import demo as sums
@@ -32,7 +32,7 @@ def demo():
 
 
 def run(demo, **settings):
-    params = evaluate.EvalParams(12, gpu.BatchSize(64), limit=24)._replace(**settings)
+    params = evaluate.EvalParams(12, memory.BatchSize(64), limit=24)._replace(**settings)
     return evaluate.evaluate(*demo, tasks.load("demo"), params)
 
 
@@ -86,7 +86,7 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
 
 def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
     first, _ = run(demo, limit=12)
-    second, _ = run(demo, limit=12, batch_size=gpu.BatchSize(5))
+    second, _ = run(demo, limit=12, batch_size=memory.BatchSize(5))
     for record in (first, second):
         record.pop("eval/s")
     entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise

@@ -10,7 +10,7 @@ import pytest
 
 import gwen
 from layers import attention, ops, probe
-from machine import gpu
+from machine import gpu, kernels
 
 ROOT = Path(gwen.__file__).parent
 
@@ -32,16 +32,16 @@ class StandIn:
 @pytest.fixture
 def double(monkeypatch, tmp_path):
     """An operation whose kernel should double, on a device that is said to be a GPU; `put(f)` makes it compute f(x)."""
-    monkeypatch.setattr(gpu, "OPS", {})
+    monkeypatch.setattr(kernels, "OPS", {})
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
 
-    def put(function: Callable[[mx.array], mx.array]) -> gpu.Op:
+    def put(function: Callable[[mx.array], mx.array]) -> kernels.Op:
         stand_in = StandIn(lambda inputs, **_: [function(inputs[0])])
         monkeypatch.setattr(mx.fast, "metal_kernel", stand_in)
-        gpu.OPS.clear()
+        kernels.OPS.clear()
         (tmp_path / "double.metal").write_text("kernel void double() {\n}\n")
-        kernel = gpu.Kernel(tmp_path / "double.metal", "x", "out")
+        kernel = kernels.Kernel(tmp_path / "double.metal", "x", "out")
 
         def double_ref(x: mx.array, factor: float = 2.0) -> mx.array:
             return factor * x
@@ -49,7 +49,7 @@ def double(monkeypatch, tmp_path):
         def _launch_double(x: mx.array, factor: float = 2.0) -> mx.array:
             return kernel([x], [(x.shape, x.dtype)], grid=(4, 1, 1), threadgroup=(4, 1, 1))[0]
 
-        op = gpu.Op(double_ref, _launch_double, lambda dtype, large: [(mx.arange(4).astype(dtype),)])
+        op = kernels.Op(double_ref, _launch_double, lambda dtype, large: [(mx.arange(4).astype(dtype),)])
         op.stand_in = stand_in  # type: ignore[attr-defined]
         return op
 
@@ -82,7 +82,7 @@ def test_a_kernel_that_does_not_compile_is_off_and_says_why(double, capsys):
 
 
 def test_every_array_of_floats_in_the_arguments_has_the_gradient_of_the_reference(monkeypatch):
-    monkeypatch.setattr(gpu, "OPS", {})
+    monkeypatch.setattr(kernels, "OPS", {})
 
     class Pair(NamedTuple):
         scale: mx.array
@@ -94,7 +94,7 @@ def test_every_array_of_floats_in_the_arguments_has_the_gradient_of_the_referenc
     def _launch_weigh(x, pairs, ids, power=1.0):
         return [mx.stop_gradient(out) for out in weigh_ref(x, pairs, ids, power)]
 
-    op = gpu.Op(weigh_ref, _launch_weigh, lambda dtype, large: [])
+    op = kernels.Op(weigh_ref, _launch_weigh, lambda dtype, large: [])
     monkeypatch.setattr(op, "runs", lambda _: True)
     x, ids = mx.array([1.0, 2.0, 3.0]), mx.array([2, 0, 2])
 
@@ -126,7 +126,7 @@ def test_on_a_cpu_no_kernel_runs_or_is_made(double, monkeypatch):
 def test_whole_numbers_must_be_equal_and_infinities_must_match():
     def compare(ours: list[Any], theirs: list[Any], dtype: mx.Dtype = mx.float32) -> float:
         other = mx.array(theirs, dtype=dtype)
-        return gpu.disagreement(mx.array(ours, dtype=dtype), [other], other, mx.float32)
+        return kernels.disagreement(mx.array(ours, dtype=dtype), [other], other, mx.float32)
 
     assert compare([1, 2], [1, 2], mx.int32) == 0 and compare([1, 2], [1, 3], mx.int32) == float("inf")
     assert compare([1.0, -np.inf, np.nan], [1.0, -np.inf, np.nan]) == 0
@@ -137,11 +137,11 @@ def test_whole_numbers_must_be_equal_and_infinities_must_match():
 def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no_farther():
     exact = mx.array([100.0, 1.0])
     own = exact * mx.array([1.02, 1.0])  # five times what float16 allows
-    assert gpu.disagreement(exact * mx.array([1.019, 0.999]), own, exact, mx.float16) <= 1
-    assert gpu.disagreement(exact * mx.array([1.0, 1.05]), own, exact, mx.float16) > 1
+    assert kernels.disagreement(exact * mx.array([1.019, 0.999]), own, exact, mx.float16) <= 1
+    assert kernels.disagreement(exact * mx.array([1.0, 1.05]), own, exact, mx.float16) > 1
     overflown = mx.array([mx.inf, 1.0])
-    assert gpu.disagreement(exact, overflown, exact, mx.float16) == 0
-    assert gpu.disagreement(overflown, exact, exact, mx.float16) == float("inf")
+    assert kernels.disagreement(exact, overflown, exact, mx.float16) == 0
+    assert kernels.disagreement(overflown, exact, exact, mx.float16) == float("inf")
 
 
 # ---- the doctor
@@ -149,17 +149,19 @@ def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no
 
 @pytest.mark.skipif(gpu.on_gpu(), reason="a GPU is at hand")
 def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "milliseconds", lambda function: 1.0)  # of the expressions it takes a quarter of a minute
+    monkeypatch.setattr(
+        kernels, "milliseconds", lambda function: 1.0
+    )  # of the expressions it takes a quarter of a minute
     gwen.main(["--doctor"])
     lines = dict(line.strip().split(" ", 1) for line in capsys.readouterr().out.splitlines())
     assert list(lines) == [
         *"versions: machine: memory: wired: device: BLAS: rope: MLX: hub: kernels:".split(),
-        *gpu.OPS,
+        *kernels.OPS,
     ]
     assert "mlx 0." in lines["versions:"] and lines["device:"] == "cpu, where models are float32"
     assert lines["MLX:"].startswith("right, of what ") and lines["MLX:"].endswith("at the sizes of random:2m")
     assert lines["rope:"].startswith("right, within ") and "is out of reach (OfflineModeIsEnabled)" in lines["hub:"]
-    assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in gpu.OPS)
+    assert all("ms | runs: no GPU. A Mac would check and run a kernel" in lines[name] for name in kernels.OPS)
 
 
 @pytest.mark.parametrize(("name", "value"), [("GWEN_KERNELS", "fast"), ("GWEN_DTYPE", "int4")])
@@ -170,15 +172,15 @@ def test_the_doctor_refuses_a_variable_it_does_not_know(monkeypatch, refused, na
 
 def test_the_doctor_reports_a_kernel_that_is_wrong(double):
     double(lambda x: 2 * x)
-    [(line, agrees)] = gpu.report(mx.float32)
+    [(line, agrees)] = kernels.report(mx.float32)
     assert agrees and "| agrees | runs: kernel" in line
     double(lambda x: 3 * x)
-    [(line, agrees)] = gpu.report(mx.float32)
+    [(line, agrees)] = kernels.report(mx.float32)
     assert not agrees and "| runs: the kernel is OFF, it differs from its expression" in line
 
 
 def test_the_doctor_fails_where_rope_is_wrong(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "OPS", {})
+    monkeypatch.setattr(kernels, "OPS", {})
     monkeypatch.setattr(probe, "rope_error", lambda dtype: 1.0)
     with pytest.raises(SystemExit) as status:
         gwen.main(["--doctor"])
@@ -197,7 +199,7 @@ def test_ropes_error_is_that_of_float32_and_would_show_a_wrong_position(monkeypa
 
 
 def looked(dtype):
-    return probe.look([gpu.normal(96, 64, dtype=dtype), gpu.normal(40, 64, dtype=dtype)], (4, 2, 64))
+    return probe.look([kernels.normal(96, 64, dtype=dtype), kernels.normal(40, 64, dtype=dtype)], (4, 2, 64))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
@@ -234,7 +236,7 @@ def test_silent_errors_of_mlx_are_found(monkeypatch, kind):
 
 def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(gpu, "is_wanted", lambda: False)
+    monkeypatch.setattr(kernels, "is_wanted", lambda: False)
     monkeypatch.setattr(probe, "product_error", lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)))
     gwen.check_kernels(gwen.Model(gwen.random_config("random:2m")))
     said = capsys.readouterr().err

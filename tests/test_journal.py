@@ -5,7 +5,7 @@ import pytest
 
 from config import Config
 from disk import run_files
-from machine import gpu
+from machine import versions
 from reporting import journal
 
 
@@ -88,5 +88,5 @@ def test_a_log_refuses_numbers_that_are_not_json(tmp_path):
 
 
 def test_the_environment_names_versions_device_and_blas():
-    record = gpu.environment("some BLAS")
+    record = versions.environment("some BLAS")
     assert record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]

@@ -28,7 +28,8 @@ from config import Config, Sizes
 from disk import checkpoint, run_files
 from judging.prompt_tree import PromptTree
 from launch import stop
-from machine import gpu, power
+from machine import gpu, memory, power, versions
+from machine import kernels as machinery
 from reporting import journal
 from settings import sources
 from settings.sources import given, parse
@@ -109,14 +110,14 @@ def test_the_machines_memory_is_what_the_kernel_reports():
         pytest.skip("a GPU has its own figure")
     with open("/proc/meminfo") as file:
         kilobytes = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
-    assert gpu.memory_size() == pytest.approx(kilobytes * 1024, rel=0.01)
+    assert memory.memory_size() == pytest.approx(kilobytes * 1024, rel=0.01)
 
 
 def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
-    assert gpu.memory_size() == recommended(16)
+    assert memory.memory_size() == recommended(16)
     held = mx.zeros((1 << 20,))
     mx.eval(held)
-    assert gpu.memory_at_hand() == recommended(16) - mx.get_active_memory() < gpu.memory_size()
+    assert memory.memory_at_hand() == recommended(16) - mx.get_active_memory() < memory.memory_size()
 
 
 def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
@@ -124,13 +125,13 @@ def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
         pytest.skip("a GPU has its own figure")
     with open("/proc/meminfo") as file:
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    assert gpu.memory_at_hand() == pytest.approx(min(free, gpu.memory_size() - mx.get_active_memory()), rel=0.1)
-    assert gpu.memory_at_hand() < gpu.memory_size()
+    assert memory.memory_at_hand() == pytest.approx(min(free, memory.memory_size() - mx.get_active_memory()), rel=0.1)
+    assert memory.memory_at_hand() < memory.memory_size()
 
 
 def test_every_model_that_is_loaded_bounds_the_cache(mac, monkeypatch):
     monkeypatch.setattr(gwen, "check_kernels", lambda _: None)
-    monkeypatch.setattr(gpu.Op, "runs", lambda *_: False)
+    monkeypatch.setattr(machinery.Op, "runs", lambda *_: False)
     for load in (lambda: gwen.random_model("random:2m", mx.float32), lambda: gwen.load("demo", mx.float32)):
         mac.clear()
         load()
@@ -153,14 +154,14 @@ def test_freed_buffers_go_back_after_every_phase_on_a_gpu_only(mac, monkeypatch)
     ("gigabytes", "cache"), [(8, recommended(8) // 8), (16, recommended(16) // 8), (64, 2 * 10**9)]
 )
 def test_nothing_is_wired_and_at_most_two_gb_of_freed_buffers_stay(mac, monkeypatch, gigabytes, cache):
-    monkeypatch.setattr(gpu, "memory_size", lambda: recommended(gigabytes))
-    gpu.hold_memory()
+    monkeypatch.setattr(memory, "memory_size", lambda: recommended(gigabytes))
+    memory.hold_memory()
     assert mac == {"set_cache_limit": cache}
 
 
 def test_what_the_environment_asks_for_is_wired(mac, monkeypatch):
     monkeypatch.setenv("GWEN_WIRED_LIMIT", "4.5")
-    gpu.hold_memory()
+    memory.hold_memory()
     assert mac["set_wired_limit"] == 4_500_000_000
 
 
@@ -212,7 +213,7 @@ def test_the_judge_and_python_are_counted(mac, monkeypatch):
 def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
     """A step's, or those of the held-out problems, halved until they fit; what was asked for stays."""
     for gigabytes, expected in ((128, 300), (16, 38), (8, 19)):
-        monkeypatch.setattr(gpu, "memory_size", lambda size=gigabytes: recommended(size))
+        monkeypatch.setattr(memory, "memory_size", lambda size=gigabytes: recommended(size))
         demand = demand_of(max_tokens=1024, batch=16, rollout_batch_size="auto")
         sizes = preflight.settle(demand, 300)
         need = preflight.estimate(demand, sizes)
@@ -232,7 +233,7 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
     ids=str,
 )
 def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
-    monkeypatch.setattr(gpu, "memory_size", lambda: recommended(8))
+    monkeypatch.setattr(memory, "memory_size", lambda: recommended(8))
     demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
     line = preflight.line(demand, preflight.settle(demand))
     assert "of 5.73 GB" in line and ("it does not fit: " in line) == bool(said) and (said or "") in line, line
@@ -263,13 +264,13 @@ WORDS = {
 @pytest.mark.parametrize(("kind", "said"), [(kind, said) for kind in WORDS for said in WORDS[kind]])
 def test_an_errors_words_tell_whether_memory_ran_out_or_the_watchdog_stopped_it(kind, said):
     error = RuntimeError(said)
-    assert (gpu.is_out_of_memory(error), gpu.is_watchdog(error)) == (kind == "memory", kind == "watchdog")
+    assert (memory.is_out_of_memory(error), memory.is_watchdog(error)) == (kind == "memory", kind == "watchdog")
 
 
 def test_pythons_own_error_is_one_of_memory():
     with pytest.raises(MemoryError) as caught:
         np.empty(2**50)
-    assert gpu.is_out_of_memory(caught.value)
+    assert memory.is_out_of_memory(caught.value)
 
 
 def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more():
@@ -279,11 +280,11 @@ def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more(
         raise RuntimeError(words)
 
     held = mx.get_active_memory()
-    assert gpu.attempt(holding, "out of memory") == []
+    assert memory.attempt(holding, "out of memory") == []
     assert mx.get_active_memory() - held < 1 << 20
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        gpu.attempt(holding, "shapes do not fit")
-    assert gpu.attempt(max, 2, 3) == [3]
+        memory.attempt(holding, "shapes do not fit")
+    assert memory.attempt(max, 2, 3) == [3]
 
 
 @pytest.mark.slow
@@ -457,40 +458,40 @@ def kernels(monkeypatch):
     """Kernels that compute their expressions, on a device that is said to be a GPU."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(gpu, "hold_memory", lambda: None)
-    for op in gpu.OPS.values():
+    monkeypatch.setattr(memory, "hold_memory", lambda: None)
+    for op in machinery.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
         monkeypatch.setattr(op, "_runs", {})
 
 
 def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model(kernels, checkpoints, monkeypatch):
     checked = {}
-    original = gpu.Op.check_on
+    original = machinery.Op.check_on
 
     def noting(op, dtype, arguments, settings):
         checked.setdefault(op.name, []).append(arguments)
         original(op, dtype, arguments, settings)
 
-    monkeypatch.setattr(gpu.Op, "check_on", noting)
+    monkeypatch.setattr(machinery.Op, "check_on", noting)
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
     settings = Config.of(lora_rank=5)
     update.Learner(model, settings, policy.Reader(settings, Sizes(1, "off", 1024, 0)))
     gwen.load_model(checkpoints["qwen3.5"], mx.float32)  # which has layers of another kind
-    assert set(checked) == set(gpu.OPS), "a kernel that no rehearsal calls is first run in a rollout"
+    assert set(checked) == set(machinery.OPS), "a kernel that no rehearsal calls is first run in a rollout"
     shape = model.config
     assert checked["swiglu"][0][0].shape[-1] == 2 * shape.intermediate_size
     assert checked["add_norm"][0][0].shape[-1] == shape.hidden_size
     assert checked["slot_attention"][0][0].shape[1::2] == (shape.num_attention_heads, shape.head_dim)
     assert {arguments[0].shape[1] for arguments in checked["tall_product"]} == {5}
     assert checked["sample_token"][0][0].shape[-1] == shape.vocab_size
-    assert all(op.runs(mx.float32) for op in gpu.OPS.values())
+    assert all(op.runs(mx.float32) for op in machinery.OPS.values())
 
 
 @pytest.mark.parametrize("failure", ["compile", "wrong", "gradient"])
 def test_a_kernel_that_fails_at_a_models_own_sizes_is_off_before_the_first_step(kernels, monkeypatch, capsys, failure):
     name = "swiglu_vjp" if failure == "gradient" else "swiglu"
-    op = gpu.OPS[name]
+    op = machinery.OPS[name]
 
     def launch(gate_up, *others):
         if gate_up.shape[-1] == 2 * 384:  # random:2m's; its example has 10
@@ -504,7 +505,7 @@ def test_a_kernel_that_fails_at_a_models_own_sizes_is_off_before_the_first_step(
     said = capsys.readouterr().err
     assert f"gwen: the kernel {name} is off for mlx.core.float32, at this model's sizes: " in said
     assert ("out of registers" in said) == (failure == "compile")
-    assert not op.runs(mx.float32) and gpu.OPS["add_norm"].runs(mx.float32)
+    assert not op.runs(mx.float32) and machinery.OPS["add_norm"].runs(mx.float32)
     tokens = mx.array([[1, 2, 3]])
     monkeypatch.setenv("GWEN_KERNELS", "off")
     expected = model(tokens)
@@ -663,7 +664,7 @@ def test_a_mac_that_mlx_does_not_run_on_is_refused_in_one_line(found, refused, m
 
 
 def test_git_is_asked_only_where_there_is_a_repository(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "machine" / "gpu.py"))
-    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=lambda *_, **__: pytest.fail("git was asked")))
-    monkeypatch.setattr(gpu.shutil, "which", lambda _: "/usr/bin/git")
-    assert gpu.environment("")["commit"] is None
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "machine" / "gpu.py"))
+    monkeypatch.setattr(versions, "subprocess", SimpleNamespace(run=lambda *_, **__: pytest.fail("git was asked")))
+    monkeypatch.setattr(versions.shutil, "which", lambda _: "/usr/bin/git")
+    assert versions.environment("")["commit"] is None

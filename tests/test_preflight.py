@@ -18,7 +18,7 @@ import sampler
 import update
 from config import Sizes
 from disk import hub
-from machine import gpu
+from machine import gpu, memory
 from step import policy
 from step.batch import cut
 from step.sample import of_rollout
@@ -131,7 +131,7 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     settled, demand = [], demand_of(make_config(batch=8, groups=8, max_tokens=256))
     for room in [size * GB for size in ((40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1))]:
         monkeypatch.setattr(preflight, "LAPTOP", 1 if on_gpu else room)
-        monkeypatch.setattr(gpu, "memory_size", lambda room=room: room if on_gpu else 1)
+        monkeypatch.setattr(memory, "memory_size", lambda room=room: room if on_gpu else 1)
         sizes = preflight.settle(demand)
         settled.append((sizes.train_token_budget, sizes.checkpoint_layers))
         need = preflight.estimate(demand, sizes)
@@ -216,7 +216,7 @@ def test_what_was_asked_for_stays_as_it_was():
 
 
 def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
-    monkeypatch.setattr(gpu, "memory_size", lambda: 1)
+    monkeypatch.setattr(memory, "memory_size", lambda: 1)
     assert preflight.settle(demand_of(make_config(), 80, gwen.random_config("random:2m"))) == Sizes(64, "auto", 1024, 0)
 
 
@@ -227,7 +227,7 @@ def test_the_full_size_step_fits_a_laptop():
 
 
 def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):
-    monkeypatch.setattr(gpu, "memory_size", lambda: 16 * GB)
+    monkeypatch.setattr(memory, "memory_size", lambda: 16 * GB)
     said = line_of(make_config(), gwen.random_config("random:2m"))
     assert said.startswith("memory: 0.") and "of 16.00 GB" in said and "fit" not in said
 

@@ -7,7 +7,7 @@ import pytest
 import gwen
 from judging import prompt_tree
 from judging.prompt_tree import PromptTree
-from machine import gpu
+from machine import memory
 
 
 @pytest.fixture(scope="module", params=["random:2m", "random:2m-hybrid"])
@@ -66,11 +66,11 @@ def test_batches_hold_little_padding_and_no_more_rows_than_allowed():
 
 
 def test_the_sizes_of_growing_are_a_quarter_more_each():
-    chunk, sizes = gpu.BatchSize(24), []
+    chunk, sizes = memory.BatchSize(24), []
     chunk.rows = 1
-    for _ in range(12 * gpu.GROW_AFTER):
+    for _ in range(12 * memory.GROW_AFTER):
         chunk.fitted()
         sizes.append(chunk.rows)
     changes = [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b]
     assert changes == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
-    assert sizes[: gpu.GROW_AFTER] == [1] * (gpu.GROW_AFTER - 1) + [2]
+    assert sizes[: memory.GROW_AFTER] == [1] * (memory.GROW_AFTER - 1) + [2]

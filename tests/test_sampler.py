@@ -17,8 +17,8 @@ import gwen
 import sampler
 from layers import attention, lm_head, softmax
 from layers.delta_state import DeltaState
-from machine import gpu
-from step import memory
+from machine import gpu, memory
+from step.rows import column_bytes, state_bytes
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)
@@ -116,8 +116,8 @@ def test_a_shared_prompt_is_held_once(model):
         roll(model, prompts=prompts, group_size=8, max_tokens=4, eos_ids=(), share_prefix=share)
         for share in (True, False)
     )
-    prompt_bytes = memory.column_bytes(model.config, mx.float32) * 1024
-    states = 9 * memory.state_bytes(model.config, mx.float32)
+    prompt_bytes = column_bytes(model.config, mx.float32) * 1024
+    states = 9 * state_bytes(model.config, mx.float32)
     # one prompt and 8 rows of 128 columns
     assert shared.stats.cache_bytes == pytest.approx(2 * prompt_bytes + states, rel=0.01)
     own = shared.stats.cache_bytes - states
@@ -226,7 +226,7 @@ def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     held = mx.get_active_memory()
     rollout = roll(model, group_size=16, max_tokens=100, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
-    column = memory.column_bytes(model.config, mx.float32)
+    column = column_bytes(model.config, mx.float32)
     assert rollout.stats.cache_bytes >= 64 * 100 * column  # at first, of which 16 slots are left in the end
     assert mx.get_active_memory() - held <= kept + 1e5  # MLX may give an array a larger buffer that it had at hand
 
@@ -276,7 +276,7 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(model, refer
 
 
 def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatch):
-    size = gpu.BatchSize(64)
+    size = memory.BatchSize(64)
     fail_once(monkeypatch, sampler, "prefill", 1)
     for _ in range(2):
         roll(model, group_size=2, batch_size=size)

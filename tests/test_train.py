@@ -34,7 +34,7 @@ from config import Config, Sizes
 from disk import adapters, checkpoint, hub
 from judging import remote_judge, rubrics
 from launch import stop
-from machine import gpu
+from machine import versions
 from problems import chat_template
 from reporting import journal
 from reporting.journal import completion_records
@@ -750,7 +750,7 @@ def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_pat
 
 
 def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
-    moments = [(gwen, "load"), (preflight, "settle"), (gpu, "environment")]
+    moments = [(gwen, "load"), (preflight, "settle"), (versions, "environment")]
     for owner, name in moments:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))

@@ -22,6 +22,7 @@ from disk import hub
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from layers import attention, lm_head, ops, softmax
 from machine import gpu
+from machine import kernels as machinery
 from metal import emulator
 from step.batch import cut
 
@@ -37,8 +38,8 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression."""
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(gpu, "check_calls", lambda _: None)
-    for op in gpu.OPS.values():
+    monkeypatch.setattr(machinery, "check_calls", lambda _: None)
+    for op in machinery.OPS.values():
         monkeypatch.setattr(op, "_runs", {})
         monkeypatch.setattr(op, "check", lambda _: "")
     yield metal
@@ -221,7 +222,11 @@ def slot_attention_by_hand(
 
 
 def assert_slots(
-    op: gpu.Op[..., mx.array], shape: tuple[int, int, int, int], prompt_of: list[int], masked: bool, dtype: mx.Dtype
+    op: machinery.Op[..., mx.array],
+    shape: tuple[int, int, int, int],
+    prompt_of: list[int],
+    masked: bool,
+    dtype: mx.Dtype,
 ) -> None:
     """A decode step and its gradient equal their formula. shape: queries a kv head, kv heads, dims, columns."""
     ratio, kv_heads, size, length = shape
@@ -565,7 +570,7 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
 
     for ours, theirs in zip(function(hidden), formula(wide(hidden)), strict=True):
         np.testing.assert_allclose(np.array(ours), theirs, atol=2e-5)
-    assert any(gpu.OPS["row_logprobs"]._runs.values())
+    assert any(machinery.OPS["row_logprobs"]._runs.values())
     assert_gradient(function, formula, [hidden] if head == "frozen" else [hidden, frozen], 16)
 
 
@@ -598,7 +603,7 @@ def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(k
         np.testing.assert_allclose(np.array(ours), theirs, rtol=slack * EPSILON[dtype], atol=slack * EPSILON[dtype])
     if policy == "on" or dtype == mx.float32:  # else rounding may move a ratio across a border
         assert_gradient(function, formula, [hidden], 2 * slack)
-    assert any(gpu.OPS["row_losses"]._runs.values())
+    assert any(machinery.OPS["row_losses"]._runs.values())
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -613,7 +618,7 @@ def test_the_head_has_the_same_results_whichever_kernels_it_takes(kernels, gradi
         return list(mx.value_and_grad(total)(hidden)) if gradient else [total(hidden)]
 
     ours = value_and_gradient()
-    assert any(gpu.OPS["row_losses"]._runs.values()) == gradient
+    assert any(machinery.OPS["row_losses"]._runs.values()) == gradient
     monkeypatch.setenv("GWEN_KERNELS", "off")
     for mine, other in zip(ours, value_and_gradient(), strict=True):
         np.testing.assert_allclose(np.array(mine), np.array(other), rtol=2e-5, atol=2e-5)
@@ -643,7 +648,9 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     theirs, other = small_run.gradient_of_update(run, batches)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.gradient_of_update(run, batches)
-    assert any(gpu.OPS["row_losses"]._runs.values()) == (flags in FUSED or "sequence" in flags or "cispo" in flags)
+    assert any(machinery.OPS["row_losses"]._runs.values()) == (
+        flags in FUSED or "sequence" in flags or "cispo" in flags
+    )
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):
         if theirs.means[name] is None:  # not measured, as the KL where there is no reference
@@ -673,7 +680,7 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         return [g for _, g in sorted(tree_flatten(mx.grad(loss)(model.parameters())))]
 
     ours = outputs() + gradients()
-    assert {name for name, op in gpu.OPS.items() if any(op._runs.values())} >= {
+    assert {name for name, op in machinery.OPS.items() if any(op._runs.values())} >= {
         "swiglu",
         "swiglu_vjp",
         "add_norm",
@@ -687,9 +694,9 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         np.testing.assert_allclose(np.array(mine), np.array(other), rtol=1e-4, atol=2e-5 * float(mx.abs(other).max()))
 
 
-@pytest.mark.parametrize("name", list(gpu.OPS))
+@pytest.mark.parametrize("name", list(machinery.OPS))
 def test_every_kernel_agrees_with_its_expression_on_its_own_example(kernels, name):
-    op = gpu.OPS[name]
+    op = machinery.OPS[name]
     assert all(op.error(mx.float16, call, {}) < 0.6 for call in op.example(mx.float16, False))
 
 
@@ -697,7 +704,7 @@ SOURCES = {
     kernel.name: kernel
     for module in (attention, ops, softmax)
     for kernel in vars(module).values()
-    if isinstance(kernel, gpu.Kernel)
+    if isinstance(kernel, machinery.Kernel)
 }
 BARRIER = "(?:thread|simd)group_barrier"
 BARRIERS = [
@@ -710,14 +717,14 @@ def test_every_kernel_has_the_name_of_its_operation():
         {"group_attention_merge"},
         {"gated_delta_step", "gated_delta_pass"},
     )  # the one joins what its operation's other found
-    assert SOURCES.keys() - joins == gpu.OPS.keys() - of_mlx
+    assert SOURCES.keys() - joins == machinery.OPS.keys() - of_mlx
 
 
 @pytest.mark.parametrize(("name", "index"), BARRIERS)
 def test_without_any_one_of_its_barriers_a_kernel_is_caught(kernels, name, index, monkeypatch):
     if kernels == "gpu":
         pytest.skip("only the emulator sees a race; a GPU may compute the right numbers all the same")
-    kernel, op = SOURCES[name], gpu.OPS[name]
+    kernel, op = SOURCES[name], machinery.OPS[name]
     header, body = kernel.text
     begin = [match.start() for match in re.finditer(BARRIER, body)][index]
     monkeypatch.setattr(kernel, "text", (header, body[:begin] + body[body.index(";", begin) :]))

@@ -6,7 +6,8 @@ import pytest
 import gwen
 import lora
 from layers import ops
-from machine import gpu
+from machine import gpu, memory
+from machine import kernels as machinery
 
 pytestmark = pytest.mark.slow
 
@@ -14,9 +15,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(gpu, "hold_memory", lambda: None)
+    monkeypatch.setattr(memory, "hold_memory", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
-    for op in gpu.OPS.values():
+    for op in machinery.OPS.values():
         monkeypatch.setattr(op, "_runs", {})
 
 
@@ -26,7 +27,7 @@ def test_every_kernel_agrees_at_the_sizes_of_a_model_that_is_loaded(kernels, che
     model = gwen.load_model(checkpoints[name], dtype)
     lora.apply(model, 3, 2.0)
     assert capsys.readouterr().err == ""
-    off = [name for name, op in gpu.OPS.items() if not op.runs(dtype)]
+    off = [name for name, op in machinery.OPS.items() if not op.runs(dtype)]
     assert not off, off
 
 
@@ -39,7 +40,7 @@ def test_a_kernel_whose_body_is_wrong_at_a_models_size_alone_is_found(kernels, c
     monkeypatch.setattr(ops.SWIGLU, "_made", {})
     gwen.load_model(checkpoints["qwen2"], mx.float16)  # as above, whose kernels are compiled
     assert "the kernel swiglu is off for mlx.core.float16, at this model's sizes: it differs" in capsys.readouterr().err
-    assert not gpu.OPS["swiglu"].runs(mx.float16)
+    assert not machinery.OPS["swiglu"].runs(mx.float16)
 
 
 @pytest.mark.parametrize("metal", ["fast"], indirect=True)
@@ -52,7 +53,9 @@ def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
     model = gwen.load_model(checkpoints["qwen3-gqa8"], dtype)
     for seed, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm, layer.input_layernorm):
-            norm.weight = (1 + 12 * mx.abs(gpu.normal(*norm.weight.shape, dtype=mx.float32, seed=seed))).astype(dtype)
+            norm.weight = (1 + 12 * mx.abs(machinery.normal(*norm.weight.shape, dtype=mx.float32, seed=seed))).astype(
+                dtype
+            )
         layer.mlp.gate_up_proj.weight = 30 * layer.mlp.gate_up_proj.weight
     if not right:
         header, body = ops.NORM_ROPE.text

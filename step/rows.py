@@ -11,7 +11,7 @@ import mlx.core as mx
 from disk import hub
 from kv_cache import round_up
 from layers import attention, delta
-from machine import gpu
+from machine import gpu, kernels
 
 ROOM = 0.9  # of the memory; MLX runs ahead, and other programs are there
 USUAL_ROWS = 64  # decoded at once without a GPU
@@ -23,7 +23,7 @@ LINEAR_SHARE = 0.47  # of what a gated delta net would keep for a gradient, what
 
 def has_kernels() -> bool:
     """Whether a layer runs on a GPU's kernels, which keep what they read in the weights' type and nothing else."""
-    return gpu.on_gpu() and gpu.is_wanted()
+    return gpu.on_gpu() and kernels.is_wanted()
 
 
 def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:

@@ -1,0 +1,331 @@
+"""
+Kernels for a GPU: how one is made, whether this machine may use it, and what it may be replaced by.
+
+A kernel is a `.metal` file beside the plain expression that it equals; an `Op` is the two of them. Before its first use
+in a process, for each type, it must be as exact as its expression on a small example; one that is not, or does not
+compile, is off for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
+
+What is left out: the kernels themselves, which are in layers/.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from machine import gpu
+
+
+class Kernel:
+    """
+    A kernel in a `.metal` file of its own, made when it is first called.
+
+    The file has comments and helper functions, then `kernel void NAME() {` and the body; MLX writes the parameters.
+    A line `#include "FILE"` stands for the text of a file beside it. MLX looks for its own names, such as
+    `thread_position_in_grid`, in the body's comments too, and passes what it finds.
+    inputs, outputs: the names that the body uses. Scalars are passed as arrays of one. contiguous: whether inputs are
+    copied into row-major order first; a body that does without uses their `_strides`.
+    """
+
+    def __init__(self, path: Path, inputs: str, outputs: str, contiguous: bool = True):
+        self.path, self.name, self.contiguous = path, path.stem, contiguous
+        self.inputs, self.outputs = inputs.split(), outputs.split()
+        self._made: dict[Any, Any] = {}  # by what made it: the emulator in tests, else MLX
+
+    @functools.cached_property
+    def text(self) -> tuple[str, str]:
+        """What stands before the kernel, and its body."""
+        text = re.sub(
+            r'^ *#include "(.+)"\n',
+            lambda line: self.path.with_name(line[1]).read_text("utf-8"),
+            self.path.read_text("utf-8"),
+            flags=re.M,
+        )
+        header, begin, body = text.partition(f"kernel void {self.name}() {{\n")
+        assert begin and body.endswith("}\n"), self.path
+        return header, body.removesuffix("}\n")
+
+    def make(self) -> Any:
+        """MLX's object for the kernel."""
+        maker = mx.fast.metal_kernel
+        if maker not in self._made:
+            header, body = self.text
+            self._made[maker] = maker(
+                name=f"gwen_{self.name}",
+                input_names=self.inputs,
+                output_names=self.outputs,
+                source=body,
+                header=header,
+                ensure_row_contiguous=self.contiguous,
+            )
+        return self._made[maker]
+
+    def __call__(
+        self,
+        inputs: list[mx.array],
+        outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+        *,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        **template: int | bool | mx.Dtype,
+    ) -> list[mx.array]:
+        """
+        Queues the kernel: outputs are (shape, dtype), `grid` counts threads, `template` gives constants and types.
+
+        Constants are compiled in, one kernel each: only what a model or its type fixes may be one.
+        """
+        return self.make()(
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=grid,
+            threadgroup=threadgroup,
+            template=list(template.items()),
+        )
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
+def constant(*values: float | bool) -> mx.array:
+    """Numbers for a kernel, which takes arrays only; of settings, so few are ever made."""
+    return mx.array(values)
+
+
+# ---- an operation: the expression, and the kernel that equals it
+
+TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+OPS: dict[str, Any] = {}  # every `Op` by name, in the order in which they are written
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Gradient = Callable[..., Sequence[mx.array]]  # (cotangents, results, *arguments) -> of each array of floats in these
+
+
+class Op(Generic[P, R]):
+    """
+    One operation in two forms that give the same: `reference` defines it, `_launch_NAME` runs a kernel.
+
+    A call runs the kernel where that may run for the type of the first argument, else the reference.
+    example: of a type, small or large, the arguments of calls: on the small ones the forms are compared, on a large one
+    timed. gradient: the reference's by default; each array of floats that is given by position, or in what is, has one.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        launch: Callable[P, R],
+        example: Callable[[mx.Dtype, bool], list[tuple[Any, ...]]],
+        gradient: Gradient | None = None,
+    ):
+        self.name = launch.__name__.removeprefix("_launch_")
+        assert self.name not in OPS, self.name
+        self.reference: Callable[..., R] = reference
+        self.launch: Callable[..., R] = launch
+        self.example = example
+        self.gradient = gradient or self._gradient_of_reference
+        self._runs: dict[mx.Dtype, bool] = {}
+        OPS[self.name] = self
+
+    def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
+        first: Any = arguments[0]
+        if _recording:
+            _recording[-1].append(Call(self, arguments, settings))
+            return self.reference(*arguments, **settings)
+        if not self.runs(first.dtype):
+            return self.reference(*arguments, **settings)
+        if gpu.forward_only():
+            return self.launch(*arguments, **settings)
+        floats, put = _floats(arguments)
+
+        def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
+            moved = put(_arrays(primals))
+            return tuple(self.gradient(_arrays(cotangents), _arrays(results), *moved, **settings))
+
+        result: R = gpu.differentiable(lambda *moved: self.launch(*put(moved), **settings), backward, *floats)
+        return result
+
+    def _gradient_of_reference(
+        self, cotangents: list[mx.array], _: list[mx.array], *arguments: Any, **settings: Any
+    ) -> list[mx.array]:
+        floats, put = _floats(arguments)
+        return mx.vjp(lambda *moved: _arrays(self.reference(*put(moved), **settings)), floats, cotangents)[1]
+
+    def runs(self, dtype: mx.Dtype) -> bool:
+        """Whether the kernel runs now for arrays of `dtype`; on a GPU the first answer takes a check, and a moment."""
+        if not gpu.has_metal() or not is_wanted() or dtype not in TOLERANCES:
+            return False
+        if dtype not in self._runs:
+            if reason := self.check(dtype):
+                print(f"gwen: the kernel {self.name} is off for {dtype}: {reason}", file=sys.stderr)
+            self._runs[dtype] = not reason
+        return self._runs[dtype]
+
+    def check(self, dtype: mx.Dtype) -> str:
+        """Why the kernel must not be used on this device, or "": on its small example it agrees."""
+        return self._difference(dtype, lambda: [(call, {}) for call in self.example(dtype, False)])
+
+    def check_on(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        """Turns the kernel off for this type, and says so, where it fails on a call that a model makes."""
+        if not self.runs(dtype):
+            return
+        if reason := self._difference(dtype, lambda: [(arguments, settings)]):
+            print(f"gwen: the kernel {self.name} is off for {dtype}, at this model's sizes: {reason}", file=sys.stderr)
+            self._runs[dtype] = False
+
+    def _difference(self, dtype: mx.Dtype, calls: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> str:
+        """How much worse than its expression the kernel is on some calls, or why it fails; "" where it may be used."""
+        try:
+            share = max(self.error(dtype, *call) for call in calls())
+        except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
+            return " ".join(str(error).split())[:300]
+        return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
+
+    def error(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> float:
+        """The kernel's error on a call as a share of what is allowed; see `disagreement`."""
+        floats, put = _floats(arguments)
+        exact = self.reference(*put([array.astype(mx.float32) for array in floats]), **settings)
+        own = self.reference(*arguments, **settings)
+        return disagreement(self.launch(*arguments, **settings), own, exact, dtype)
+
+
+class Call(NamedTuple):
+    """A call of an operation."""
+
+    op: Op[Any, Any]
+    arguments: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+_recording: list[list[Call]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Inside, operations compute their expressions, and their calls are noted."""
+    calls: list[Call] = []
+    _recording.append(calls)
+    try:
+        yield calls
+    finally:
+        _recording.pop()
+
+
+def check_calls(calls: list[Call]) -> None:
+    """
+    Compares kernel and expression on calls that a model makes, and on those of their gradients, each kind once.
+
+    Sizes are compiled into kernels, so one that is right on its example may not compile, or be wrong, for this model.
+    """
+    seen: set[Any] = set()
+    waiting = list(calls)
+    while waiting:
+        op, arguments, settings = waiting.pop(0)
+        arrays = _arrays([list(arguments), list(settings.values())])
+        kind = op.name, *((array.shape, array.dtype) for array in arrays)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        op.check_on(arguments[0].dtype, arguments, settings)
+        if op.gradient == op._gradient_of_reference:  # which calls no kernel
+            continue
+        with recording() as deeper:
+            results = _arrays(op.reference(*arguments, **settings))
+            op.gradient([mx.ones_like(result) for result in results], results, *arguments, **settings)
+        waiting += deeper
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
+
+
+def _floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+    """The arrays of floats among the arguments, and a function that gives the arguments with others in their places."""
+
+    def is_float(leaf: Any) -> bool:
+        return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
+
+    def put(floats: Sequence[mx.array]) -> Any:
+        following = iter(floats)
+        return tree_map(lambda leaf: next(following) if is_float(leaf) else leaf, arguments)
+
+    return [array for array in _arrays(arguments) if is_float(array)], put
+
+
+def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
+    """An array for an example, the same every time."""
+    return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
+
+
+def disagreement(kernel: Any, own: Any, exact: Any, dtype: mx.Dtype) -> float:
+    """
+    The largest error of a kernel as a share of what is allowed: at most 1 agrees.
+
+    own, exact: what its expression gives in `dtype` and, of the same numbers, in float32. An error is |x - exact| /
+    (1 + |exact|). Allowed is the largest error of the expression itself, and at least the type's tolerance. Whole
+    numbers must be equal, and the kernel infinite or no number nowhere but where the expression is.
+    """
+    worst = 0.0
+    for mine, other, true in zip(_arrays(kernel), _arrays(own), _arrays(exact), strict=True):
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            return math.inf
+        if not mx.issubdtype(mine.dtype, mx.floating):
+            worst = max(worst, 0.0 if mx.array_equal(mine, other).item() else math.inf)
+            continue
+        x, y, z = (array.astype(mx.float32) for array in (mine, other, true))
+        same = (x == y) | (mx.isnan(x) & mx.isnan(y))  # infinities less each other would be nan
+        errors = [mx.where(same, 0.0, mx.abs(found - z) / (1 + mx.abs(z))) for found in (x, y)]
+        largest, allowed = (
+            mx.where(mx.isfinite(error), error, limit).max()
+            for error, limit in zip(errors, (math.inf, 0.0), strict=True)
+        )
+        share: Any = (largest / mx.maximum(allowed, TOLERANCES[dtype])).item()
+        worst = max(worst, share)
+    return worst
+
+
+def is_wanted() -> bool:
+    """Whether GWEN_KERNELS asks for kernels; unset it does. Raises ValueError when it is neither on nor off."""
+    value = os.environ.get("GWEN_KERNELS") or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"GWEN_KERNELS={value!r} is neither on nor off")
+    return value == "on"
+
+
+# ---- the report
+
+
+def milliseconds(function: Callable[[], Any]) -> float:
+    """Wall time of one call: on a GPU the median of three after one that is not counted, else of the only one."""
+    seconds = []
+    for _ in range(4 if gpu.has_metal() else 1):
+        begin = time.perf_counter()
+        mx.eval(function())  # wait
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds[-3:])[len(seconds[-3:]) // 2] * 1e3
+
+
+def report(dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
+    """A line a kernel, which says what runs here, why, and how long it takes; and whether it agrees."""
+    wanted = is_wanted()
+    for name, op in OPS.items():
+        (call,) = op.example(dtype, True)
+        expression_ms = milliseconds(functools.partial(op.reference, *call))
+        times = f"{name:17} expression {expression_ms:8.2f} ms"
+        if not gpu.has_metal():
+            yield f"{times} | runs: no GPU. A Mac would {'check and run a kernel' if wanted else 'run it too'}", True
+            continue
+        reason = op.check(dtype)
+        if reason:
+            yield f"{times} | runs: the kernel is OFF, {reason}", False
+            continue
+        kernel_ms = milliseconds(functools.partial(op.launch, *call))
+        choice = "kernel" if wanted else "expression, as GWEN_KERNELS says"
+        yield f"{times}, kernel {kernel_ms:8.2f} ms ({expression_ms / kernel_ms:.2f}x) | agrees | runs: {choice}", True

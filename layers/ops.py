@@ -2,8 +2,8 @@
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
 Each comes in this order: the expression, which defines what is computed; the kernel, in the `.metal` file
-of its name; the call that gives it a grid; and the `Op` that chooses between the two, with an example on which they must
-agree. Attention is in attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
+of its name; the call that gives it a grid; and the `Op` that chooses between the two, with an example on which they
+must agree. Attention is in attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank.
 """

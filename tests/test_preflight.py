@@ -185,12 +185,6 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
 
-def test_a_trial_refuses_a_reward_that_pays_by_chance():
-    answers = [{"reward": reward, "prompt": "What?", "completion": "That."} for reward in HALF]
-    *_, said = preflight.verdict(make_config(batch=4), [TRIED] * 3, answers, ["luck"])
-    assert said == "change: reward luck pays by chance, not for what an answer says: take another"
-
-
 @pytest.mark.slow
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

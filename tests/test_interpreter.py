@@ -12,8 +12,6 @@ from problems import interpreter, seal, workers
 HOSTILE = {
     "while True: pass": "took longer than its limit",
     "while True:\n try:\n  while True: pass\n except BaseException: pass": "took longer than its limit",
-    "import signal\nfor one in range(1, 32):\n try: signal.signal(one, signal.SIG_IGN)\n except Exception: pass\n"
-    "while True:\n try:\n  while True: pass\n except BaseException: pass": "status -9",
     "held = []\nwhile True: held.append(bytes(10**7))": "MemoryError",
     "print('x' * 10**6)": "printed more than",
     "import socket\nsocket.socket().connect(('127.0.0.1', 80))": "not permitted",
@@ -74,6 +72,10 @@ def test_code_that_catches_everything_is_ended_by_its_processor_time(monkeypatch
     monkeypatch.setattr(workers, "BUSY", 1000.0)  # no wall clock ends it
     said = message_of(interpreter.python, "while True:\n try:\n  while True: pass\n except BaseException: pass")
     assert said == "took longer than its limit"
+    ignores = (
+        "import signal\nfor one in range(1, 32):\n try: signal.signal(one, signal.SIG_IGN)\n except Exception: pass\n"
+    )
+    assert message_of(interpreter.python, f"{ignores}while True: pass") == "ended its process with status -9"
 
 
 def test_a_call_s_time_begins_when_it_passes_its_gate(talker):  # noqa: F811

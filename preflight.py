@@ -10,7 +10,6 @@ Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vo
 K kv heads, D head dim, F mlp width.
 """
 
-import itertools
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,6 @@ BUDGET, GPU_BUDGET = 1024, 2048
 # Layers, beside those that are kept, while one's gradient is computed: where all are kept, and where some are not. A
 # gated delta net computes the levels of a tree one after the other.
 WORKING, LINEAR_WORKING = (1.7, 3.3), (1.1, 1.8)
-DISK = 2e9  # bytes a second; an assumption: Apple's laptops read about 1.5 to 6 GB/s
 TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; four characters of which are a token
 TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
 
@@ -72,9 +70,7 @@ class Need(NamedTuple):
     update: int
     judge: int = 0  # weights of a judge that is not the policy without its adapters; of a KL term's reference too
     judging: int = 0  # the judge's cache and forward pass
-    teacher: int = 0  # its weights, or its head where it stays on disk, and what it says of a step's completions
-    teaching: int = 0  # of a teacher on disk: two of its layers, its embeddings, and two arrays per position of a step
-    reading: int = 0  # bytes that a step reads from disk, which are held nowhere
+    teacher: int = 0  # its weights, and what it says of a step's completions
     cache: int = 0  # of a rollout: keys and values alone
     python: int = PYTHON
 
@@ -84,7 +80,7 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> int:
-        return self.resident + max(self.rollout, self.judging, self.teaching, self.update)
+        return self.resident + max(self.rollout, self.judging, self.update)
 
 
 class Demand(NamedTuple):
@@ -103,19 +99,7 @@ class Demand(NamedTuple):
 
 
 def estimate(demand: Demand, sizes: Sizes) -> Need:
-    """What a run needs at most. A teacher that does not fit beside it stays on disk."""
-    need = _estimate(demand, sizes, False)
-    if need.total > memory.memory_size() and has_files(demand.config.objective.teacher):
-        return _estimate(demand, sizes, True)
-    return need
-
-
-def has_files(teacher: str) -> bool:
-    """Whether a teacher can be read from disk as it is needed."""
-    return bool(teacher) and teacher != "self" and not teacher.startswith("random:")
-
-
-def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
+    """What a run needs at most."""
     model, dtype, config, _, _ = demand
     samples = config.objective.loss_type != "sft"
     if not samples:
@@ -144,7 +128,7 @@ def _estimate(demand: Demand, sizes: Sizes, teacher_on_disk: bool) -> Need:
         # at last the gradient, and what AdamW makes of it while old tensors go; measured: 5 to 7
         update=max(update + 4 * trained * (num_batches > 1 or sizes.checkpoint_layers > 0), 7 * trained),
         **_judge(demand),
-        **(_teacher(model, dtype, config, demand.longest, teacher_on_disk) if config.objective.teacher else {}),
+        **(_teacher(model, dtype, config) if config.objective.teacher else {}),
     )
 
 
@@ -180,9 +164,7 @@ def _judge(demand: Demand) -> dict[str, int]:
     return {"judge": held, "judging": int(kept + working)}
 
 
-def _teacher(
-    model: hub.ModelConfig, dtype: mx.Dtype, config: Config, prompts: list[int], on_disk: bool
-) -> dict[str, int]:
+def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> dict[str, int]:
     """
     A teacher's fields of `Need`. What it says are the hidden states of all completions.
 
@@ -191,18 +173,11 @@ def _teacher(
     other = config.objective.teacher != "self"
     with gwen.named_by("--teacher"):
         shape = gwen.load_config(config.objective.teacher) if other else model
-    held, num_tokens = 0, config.sampling.batch * config.sampling.groups * config.sampling.max_tokens
-    said = num_tokens * dtype.size * shape.hidden_size
-    teacher = gwen.Model(shape)  # lazy: nothing of it is ever computed
+    hidden = config.sampling.batch * config.sampling.groups * config.sampling.max_tokens * shape.hidden_size
+    weights = 0
     if other or not config.model.lora_rank:
-        held = sum(array.size for _, array in tree_flatten(teacher.parameters())) * dtype.size
-    if not on_disk:
-        return {"teacher": held + said}
-    layer = max(sum(array.size for _, array in tree_flatten(one.parameters())) for one in teacher.layers) * dtype.size
-    head, positions = teacher.head_weight.size * dtype.size, config.sampling.groups * sum(prompts) + num_tokens
-    streams = 2 * dtype.size * shape.hidden_size * positions
-    embeddings = 0 if shape.tie_word_embeddings else head
-    return {"teacher": head + said, "teaching": 2 * layer + embeddings + 2 * streams, "reading": held}
+        weights = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters()))  # lazy
+    return {"teacher": (weights + hidden) * dtype.size}
 
 
 def _update(demand: Demand, sizes: Sizes) -> tuple[int, int]:
@@ -253,7 +228,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:
     Decides each `auto`. most_rows: that a rollout, or an evaluation, has.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
-    update; last of all a teacher stays on disk. To fit is to need nine tenths of what a GPU offers, and without a GPU
+    update. To fit is to need nine tenths of what a GPU offers, and without a GPU
     of what a laptop's would, so that a run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
@@ -264,10 +239,9 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
     counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
-    has_teacher = has_files(demand.config.objective.teacher)
-    for on_disk, (budget, count) in itertools.product((False, True)[: 1 + has_teacher], options):
+    for budget, count in options:
         sizes = Sizes(sampling.rollout_batch_size or most_rows, sampling.share_prefix, budget, count)
-        need = _estimate(demand, sizes, on_disk)
+        need = estimate(demand, sizes)
         if need.resident + need.update <= room:
             break
 
@@ -287,7 +261,6 @@ def agree(sizes: Sizes) -> Sizes:
 LESS = {  # what makes a phase smaller
     "rollout": "--rollout-batch-size or --max-tokens",
     "judging": "--judge-chunk-size",
-    "teaching": "--batch or --max-tokens",
     "update": "--train-token-budget, or set --checkpoint-layers on",
 }
 
@@ -295,6 +268,8 @@ LESS = {  # what makes a phase smaller
 def advice(config: Config, need: Need, room: int) -> str:
     """What to lower where a run does not fit."""
     if need.resident > room:
+        if need.teacher > need.weights:
+            return "take a smaller --teacher"
         smaller = f"take a smaller {'model' if config.judges_itself or not need.judge else '--judge-model'}"
         return smaller if config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
     return "; ".join(f"lower {flag}" for phase, flag in LESS.items() if need.resident + getattr(need, phase) > room)
@@ -361,7 +336,6 @@ def line(demand: Demand, sizes: Sizes) -> str:
     phases = {
         f"rollout ({_gb(need.cache)} cache)": need.rollout,
         "judging": need.judging,
-        "teaching": need.teaching,
         "update": need.update,
     }
     held, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in (stays, phases))
@@ -371,11 +345,6 @@ def line(demand: Demand, sizes: Sizes) -> str:
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
-    if need.reading:
-        said += (
-            f"; the teacher stays on disk: a step reads its {_gb(need.reading)} GB layer by layer, "
-            f"{need.reading / DISK:.1f} s at {DISK / 1e9:g} GB/s"
-        )
     if need.total <= room:
         return said
     return f"{said}; it does not fit: {advice(config, need, room)}"

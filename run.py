@@ -113,7 +113,6 @@ class Run:
         """
         world.compare(self.sources)
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
-        self.need = preflight.estimate(demand, self.sizes)
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(
             self.model, self.config, policy.Reader(self.config, self.sizes, self.own.loss), self.base
@@ -288,7 +287,7 @@ class GrpoRun(Run):
         self.settle(demand, max(config.sampling.batch * config.sampling.groups, len(held_out)))
         self.batch_size = memory.BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
-        if self.teacher and self.teacher.model and config.objective.teacher != "self":
+        if self.teacher and config.objective.teacher != "self":
             self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
 
@@ -308,8 +307,7 @@ class GrpoRun(Run):
 
     def _make_teacher(self) -> Teacher:
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
-        budget, on_disk = self.sizes.train_token_budget, self.need.reading > 0
-        teacher = Teacher(self.config, self.model, self.tokenizer, self.base, budget, on_disk)
+        teacher = Teacher(self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget)
         teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
         return teacher
 

@@ -17,12 +17,10 @@ import mlx.core as mx
 import gwen
 import lora
 from config import Config
-from disk import hub
 from flags import read_text
 from layers import divergence
 from problems import chat_template
 from problems.examples import Example, short
-from step import from_disk
 from step.batch import Batch, cut
 from step.batch import hidden as batch_hidden
 from step.sample import Sample
@@ -31,20 +29,10 @@ from step.sample import Sample
 class Teacher:
     """The model that teaches, and the prompt that it alone sees."""
 
-    model: gwen.Model | None = None  # None: it stays on disk
-
-    def __init__(
-        self,
-        config: Config,
-        student: gwen.Model,
-        tokenizer: Any,
-        base: gwen.Model | None,
-        token_budget: int,
-        on_disk: bool = False,
-    ):
+    def __init__(self, config: Config, student: gwen.Model, tokenizer: Any, base: gwen.Model | None, token_budget: int):
         """
         base: the model before training, where `student` without its adapters is not that. token_budget: positions of a
-        batch. on_disk: see from_disk.py.
+        batch.
 
         Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
         ids, and where the file of its prompt cannot be read.
@@ -57,13 +45,8 @@ class Teacher:
             self.model, self.shape = base or student, student.config
             return
         with gwen.named_by("--teacher"):
-            self.shape = gwen.load_config(name)
-            if on_disk:
-                self.directory = hub.find(name)
-                gwen.check_kernels(gwen.open_model(self.directory))
-                its_own = hub.load_tokenizer(self.directory)
-            else:
-                self.model, its_own = gwen.load(name)
+            self.model, its_own = gwen.load(name)
+        self.shape = self.model.config
         refuse_other_tokenizer(name, tokenizer, its_own)
         if self.shape.vocab_size < self.num_ids:
             raise ValueError(
@@ -100,19 +83,18 @@ class Teacher:
 
     def with_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
         """The batches with its hidden states of their tokens, and its head for the student's ids."""
-        model = self.model or gwen.open_model(self.directory)
-        head_weight, found = model.head_weight[: self.num_ids], list(batches)
+        head_weight, lessons = self.model.head_weight[: self.num_ids], list(batches)
         places = [place for place, batch in enumerate(batches) if batch.is_mine]
         if self.text is None:
-            taught = self._read(model, [batches[place] for place in places])
+            taught = self._read([batches[place] for place in places])
         else:
-            taught = self._in_front(model, samples, [batches[place] for place in places])
+            taught = self._in_front(samples, [batches[place] for place in places])
         for place, hidden in zip(places, taught, strict=True):
             mx.eval(hidden)  # wait: the next batch may use this one's memory
-            found[place] = batches[place]._replace(lesson=divergence.Lesson(hidden, head_weight))
-        return found
+            lessons[place] = batches[place]._replace(lesson=divergence.Lesson(hidden, head_weight))
+        return lessons
 
-    def _in_front(self, model: gwen.Model, samples: list[Sample], batches: list[Batch]) -> Iterator[mx.array]:
+    def _in_front(self, samples: list[Sample], batches: list[Batch]) -> Iterator[mx.array]:
         """The hidden states of batches, (M, T, D) each, where the teacher sees another prompt: its own batches."""
         groups = {sample.group: sample.example for sample in samples}
         prompts = dict(zip(groups, self.prompts(groups.values()), strict=True))
@@ -120,21 +102,18 @@ class Teacher:
         rows = {row for batch in batches for row in batch.rows}
         seen = [batch for batch in seen if rows & set(batch.rows)]
         states: dict[int, mx.array] = {}
-        for batch, hidden in zip(seen, self._read(model, seen), strict=True):
+        for batch, hidden in zip(seen, self._read(seen), strict=True):
             mx.eval(hidden)  # wait: the next batch may use this one's memory
             states |= {row: hidden[place] for place, row in enumerate(batch.rows) if row in rows}
         for batch in batches:
             own = [states[row][: batch.mask.shape[1]] for row in batch.rows]
             yield mx.stack([mx.pad(one, [(0, batch.mask.shape[1] - len(one)), (0, 0)]) for one in own])
 
-    def _read(self, model: gwen.Model, batches: list[Batch]) -> Iterator[mx.array]:
+    def _read(self, batches: list[Batch]) -> Iterator[mx.array]:
         """The model's hidden states of each batch's tokens, (M, T, D)."""
-        if self.model is None:
-            yield from from_disk.hidden_states(model, batches)
-            return
-        with lora.before_training(model):
+        with lora.before_training(self.model):
             for batch in batches:
-                yield batch_hidden(model, batch)
+                yield batch_hidden(self.model, batch)
 
 
 def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:

@@ -24,10 +24,8 @@ from layers import divergence
 from machine import memory
 from problems import chat_template
 from settings import checks
-from step import from_disk
 from step import teacher as distill
 from step.batch import cut, hidden
-from step.sample import of_reply
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")
@@ -318,74 +316,18 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
             make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
 
 
-# ---- a teacher that stays on disk
+# ---- memory
 
 
-@pytest.mark.parametrize("sharing", ["on", "off"])
-def test_a_teacher_on_disk_says_the_same(tmp_path, monkeypatch, teacher, prompt, sharing):
-    flags = [*DISTILL, teacher, "--teacher-prompt", prompt]
-    ends = []
-    for on_disk in (False, True):
-        monkeypatch.setattr(memory, "memory_size", lambda on_disk=on_disk: 15_000_000 if on_disk else 10**10)
-        run = moved(make_run(tmp_path, *flags, "--target-kl", "0"))
-        assert (run.teacher.model is None) == on_disk
-        for _ in range(2):  # a second step reads it again
-            result = update.update(run.learner, lesson_of(run, sharing=sharing)[1], 1e-3)
-        ends.append((result.loss, run.learner.trainable))
-    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-5) and ends[0][0] != 0
-    moved_by = max(mx.abs(array - ends[1][1][name]).max().item() for name, array in ends[0][1].items())
-    assert moved_by < 1e-3  # a step of AdamW is 1e-3 for whatever gradient
-
-
-def test_of_a_teacher_on_disk_one_layer_is_held_at_a_time(tmp_path):
-    """Of five; and the model that they were read from has none left."""
-    model = gwen.random_model("random:2m")
-    gwen.save(model, tmp_path, hub.load_tokenizer(hub.DEMO))
-    layer = sum(array.nbytes for _, array in tree_flatten(model.layers[0].parameters()))
-    del model
-    batches = cut([of_reply([5, 6, 7, 8], [2, 3])] * 2, 4, "off")
-    assert len(batches) == 2
-    opened = gwen.open_model(tmp_path)
-    mx.eval(opened.head_weight)
-    mx.clear_cache()
-    begin = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for found in from_disk.hidden_states(opened, batches):
-        mx.eval(found)
-    assert mx.get_peak_memory() - begin < 3 * layer, (mx.get_peak_memory() - begin) / layer
-    assert not opened.layers
-    del found
-    mx.clear_cache()
-    assert mx.get_active_memory() - begin < layer / 10
-
-
-def test_a_teacher_that_does_not_fit_stays_on_disk_and_the_preflight_says_what_that_costs(monkeypatch, teacher):
+def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, teacher):
     shape, sizes = hub.load_config(hub.DEMO), config.Sizes(12, "auto", 1024, 0)
-    demand = preflight.Demand(shape, mx.float32, make_config("--loss-type", "distill", "--teacher", teacher), [80] * 3)
+    its = {"demo": teacher, "large": "random:0.6b"}
+    lines, needs = {}, {}
+    for name, model in its.items():
+        demand = preflight.Demand(shape, mx.float32, make_config(*DISTILL, model), [80] * 3)
+        needs[name] = preflight.estimate(demand, sizes)
+        monkeypatch.setattr(memory, "memory_size", lambda: 1_000_000_000)
+        lines[name] = preflight.line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
-    head, said = 4 * shape.vocab_size * shape.hidden_size, 4 * shape.hidden_size * 12 * 12
-    held = preflight.estimate(demand, sizes)
-    assert (held.teacher, held.reading) == (weights + said, 0)
-    assert "disk" not in preflight.line(demand, sizes)
-    monkeypatch.setattr(memory, "memory_size", lambda: held.total - 1)
-    read = preflight.estimate(demand, sizes)
-    assert (read.teacher, read.reading) == (head + said, weights) and read.total < held.total
-    line = preflight.line(demand, sizes)
-    assert f"the teacher stays on disk: a step reads its {weights / 1e9:.2f} GB layer by layer" in line
-    demand = demand._replace(config=make_config("--loss-type", "distill", "--teacher", "random:0.6b"))
-    assert "it does not fit: take a smaller model" in preflight.line(demand, sizes)  # made, not read
-
-
-def test_micro_batches_are_cut_and_layers_computed_again_before_a_teacher_is_read_every_step(monkeypatch, teacher):
-    settings = make_config("--loss-type", "distill", "--teacher", teacher, "--rollout-batch-size", "1")
-    demand = preflight.Demand(hub.load_config(hub.DEMO), mx.float32, settings, [80] * 3)
-
-    def settled(room):
-        monkeypatch.setattr(preflight, "LAPTOP", room / 0.9)
-        monkeypatch.setattr(memory, "memory_size", lambda: room)
-        sizes = preflight.settle(demand)
-        return sizes.checkpoint_layers, preflight.estimate(demand, sizes).reading > 0
-
-    rooms = range(360_000_000, 320_000_000, -1_000_000)  # 0.3 GB are Python's
-    found = list(dict.fromkeys(map(settled, rooms)))
-    assert found == [(0, False), (2, False), (3, False), (4, False), (4, True)]
+    assert needs["demo"].teacher == weights + 4 * shape.hidden_size * 12 * 12
+    assert "fit" not in lines["demo"] and lines["large"].endswith("; it does not fit: take a smaller --teacher")

@@ -30,7 +30,7 @@ from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
 from layers import attention, delta, ops, probe, softmax
 from layers.delta_state import DeltaState
 from layers.tree_cache import TreeLayer
-from machine import alive, gpu, kernels, memory, versions
+from machine import alive, cpu, gpu, kernels, memory, versions
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -298,18 +298,19 @@ class Model(nn.Module):
 
 
 Step = Callable[[mx.array, SlotCache], mx.array]
+LEAST_COMPILED = 512  # hidden size of a model whose steps are compiled on a CPU
 
 
 def decode_step(model: Model) -> Step:
     """
-    `model.hidden` for one token a row with the weights of now; on a GPU, compiled between one attention and the next.
+    `model.hidden` for one token a row with the weights of now, compiled between one attention and the next.
 
     Python then builds the graph of a step in a quarter of the time, which small batches would wait for. What is
     compiled is traced once for each number of rows. Attention and caches change shape every step and are not; a gated
-    delta net's state keeps its shape and is. On a CPU each step is worth so much more work that compiling it, by a C++
-    compiler, does not pay.
+    delta net's state keeps its shape and is. On a CPU, g++ takes ten seconds for a model's loops, once: smaller models,
+    as in tests, are not worth them.
     """
-    if not gpu.on_gpu():
+    if not gpu.on_gpu() and (model.config.hidden_size < LEAST_COMPILED or not cpu.has_compiler()):
         return model.hidden
     layers, rope = model.layers, model._rope
     places = [index for index, layer in enumerate(layers) if not layer.is_linear]  # of attention
@@ -319,8 +320,8 @@ def decode_step(model: Model) -> Step:
         begin, end = -1 if before is None else before, len(layers) if after is None else after
         linear = list(range(begin + 1, end))
 
-        def run(x: mx.array, read: list[mx.array], offsets: mx.array, states: list[Any]) -> Any:
-            rotation, delta = rope.at(offsets, 1), None
+        def run(x: mx.array, read: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
+            rotation, delta = ops.Rotation(rope, *turns), None
             if before is not None:
                 x, delta = layers[before].leave(x, read[0], read[1] if len(read) > 1 else None)
             held = [DeltaState(*state) for state in states]
@@ -337,10 +338,11 @@ def decode_step(model: Model) -> Step:
     passes = [between(*pair) for pair in itertools.pairwise(ends)]
 
     def step(tokens: mx.array, cache: SlotCache) -> mx.array:
-        offsets, layout = cache.offsets(len(tokens)), cache.layout(1)
+        _, *turns = rope.at(cache.offsets(len(tokens)), 1)
+        turns, layout = [array for array in turns if array is not None], cache.layout(1)
         x, found = model.embed_tokens(tokens), list[mx.array]()
         for (linear, run), attended in zip(passes, ends[1:], strict=True):
-            made, states = run(x, found, offsets, [cache.layers[index].held for index in linear])
+            made, states = run(x, found, turns, [cache.layers[index].held for index in linear])
             for index, state in zip(linear, states, strict=True):
                 cache.layers[index].update(*state)
             if attended is None:

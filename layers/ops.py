@@ -200,7 +200,7 @@ class Rope:
     def at(self, offsets: mx.array, length: int) -> "Rotation":
         """The rotation of `length` tokens a row that begin at `offsets`, (N,) int32."""
         if gpu.on_gpu():
-            return Rotation(self, offsets, None, None)
+            return Rotation(self, offsets)
         positions = (offsets[:, None] + mx.arange(length)).astype(mx.float32)
         angles = (positions[:, :, None] / self.periods)[:, :, None]  # (N, L, 1, size / 2)
         cos, sin = mx.cos(angles) * self.magnitude, mx.sin(angles) * self.magnitude
@@ -212,8 +212,8 @@ class Rotation(NamedTuple):
 
     rope: Rope
     offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
-    cos: mx.array | None  # (N, L, 1, size) float32, and None on a GPU, where a kernel makes them
-    sin: mx.array | None  # with the sign that its half of `size` takes
+    cos: mx.array | None = None  # (N, L, 1, size) float32, and None on a GPU, where a kernel makes them
+    sin: mx.array | None = None  # with the sign that its half of `size` takes
 
     def turn(self, x: mx.array) -> mx.array:
         """Rotates the first dims of (N, L, heads, D): pairs are i and i + size / 2."""

@@ -8,7 +8,7 @@ import gwen
 import lora
 import sampler
 from kv_cache import KVCache, SlotCache
-from machine import gpu
+from machine import cpu, gpu
 
 
 @pytest.fixture(params=["qwen3", "qwen3.5"])
@@ -20,11 +20,13 @@ def model(checkpoints, request):
     return model
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, share, monkeypatch):
+@pytest.mark.parametrize(("share", "on_gpu"), [(True, True), (False, True), (False, False)])
+def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, share, on_gpu, monkeypatch):
     monkeypatch.setattr(mx, "compile", lambda function: function)  # on a CPU it calls g++ for every kernel: 30 s
-    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(gpu, "has_metal", lambda: False)
+    monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
+    monkeypatch.setattr(cpu, "has_compiler", lambda: True)
     prompts = KVCache(model.config.layer_kinds, 3, mx.array([0, 1]))
     mx.eval(model.hidden(mx.array([[5, 6, 7], [0, 8, 9]]), prompts))
     ours, theirs = (SlotCache(prompts, 3, 8, share) for _ in range(2))
@@ -43,7 +45,10 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, sha
         np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-5)
 
 
-def test_on_a_cpu_a_step_is_the_models_own(model):
+def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_compiler(model, monkeypatch):
+    assert gwen.decode_step(model) == model.hidden
+    monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
+    monkeypatch.setattr(cpu, "has_compiler", lambda: False)
     assert gwen.decode_step(model) == model.hidden
 
 

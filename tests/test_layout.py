@@ -33,7 +33,7 @@ PACKAGES = "bench disk judging launch layers machine problems reporting settings
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 PARTS = [path for path in FILES if path.parent.name in PACKAGES and path.suffix == ".py" and path.stem != "__init__"]
 ROOMS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES + PARTS}
-PROGRAMS = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
+PROGRAMS = [path for path in FILES if path.suffix == ".py" and path.parent in (ROOT, ROOT / "bench")]
 
 
 def path_id(path: Path) -> str:

@@ -28,7 +28,7 @@ from config import Config, Sizes
 from disk import checkpoint, run_files
 from judging.prompt_tree import PromptTree
 from launch import stop
-from machine import gpu, memory, power, versions
+from machine import gpu, memory, power
 from machine import kernels as machinery
 from reporting import journal
 from settings import sources
@@ -83,17 +83,11 @@ sys.meta_path.insert(0, Look())
 sys.argv = ["program", "--help"]
 runpy.run_module(%r, run_name="__main__", alter_sys=True)
 """
-PROGRAMS = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
-    if '\nif __name__ == "__main__":' in path.read_text("utf-8")
-    and path.parent.name in ("", "bench", "demo", ROOT.name)
-]
 
 
 @pytest.mark.parametrize(
     ("program", "given"),
-    [*((name, {}) for name in PROGRAMS), ("train", {"MLX_ENABLE_TF32": "1", "MLX_SDPA_VJP_FALLBACK": "0"})],
+    [("bench_rollout", {}), ("train", {"MLX_ENABLE_TF32": "1", "MLX_SDPA_VJP_FALLBACK": "0"})],
 )
 def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays(program, given):
     clean = {name: value for name, value in os.environ.items() if name not in cpu_blas.ENVIRONMENT}
@@ -105,28 +99,11 @@ def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays(prog
 # ---- memory
 
 
-def test_the_machines_memory_is_what_the_kernel_reports():
-    if mx.default_device().type == mx.gpu:
-        pytest.skip("a GPU has its own figure")
-    with open("/proc/meminfo") as file:
-        kilobytes = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
-    assert memory.memory_size() == pytest.approx(kilobytes * 1024, rel=0.01)
-
-
 def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
     assert memory.memory_size() == recommended(16)
     held = mx.zeros((1 << 20,))
     mx.eval(held)
     assert memory.memory_at_hand() == recommended(16) - mx.get_active_memory() < memory.memory_size()
-
-
-def test_what_is_at_hand_on_a_cpu_is_no_more_than_is_free():
-    if mx.default_device().type == mx.gpu:
-        pytest.skip("a GPU has its own figure")
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    assert memory.memory_at_hand() == pytest.approx(min(free, memory.memory_size() - mx.get_active_memory()), rel=0.1)
-    assert memory.memory_at_hand() < memory.memory_size()
 
 
 def test_every_model_that_is_loaded_bounds_the_cache(mac, monkeypatch):
@@ -267,12 +244,6 @@ def test_an_errors_words_tell_whether_memory_ran_out_or_the_watchdog_stopped_it(
     assert (memory.is_out_of_memory(error), memory.is_watchdog(error)) == (kind == "memory", kind == "watchdog")
 
 
-def test_pythons_own_error_is_one_of_memory():
-    with pytest.raises(MemoryError) as caught:
-        np.empty(2**50)
-    assert memory.is_out_of_memory(caught.value)
-
-
 def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more():
     def holding(words):
         array = mx.zeros((1 << 20,))
@@ -326,7 +297,7 @@ class Broken:
             raise RuntimeError(NO_MEMORY if self.left % 2 else VICTIM)
 
 
-ERRORS = [2, 5, float("inf")]
+ERRORS = [2, float("inf")]
 
 
 @pytest.mark.parametrize("num_errors", ERRORS)
@@ -441,15 +412,6 @@ def test_a_save_repeats_itself_through_errors_in_flight(stopped, monkeypatch, nu
     assert mx.load(str(stopped.dir / "state.safetensors"))["x"].tolist() == [2, 2, 2]
 
 
-def test_what_is_saved_is_computed_on_the_cpus_stream(tmp_path, monkeypatch):
-    devices, save = [], mx.save_safetensors
-    stream = mx.stream
-    monkeypatch.setattr(mx, "stream", lambda device: (devices.append(device), stream(device))[1])
-    monkeypatch.setattr(mx, "save_safetensors", lambda *args, **kwargs: (devices.append("save"), save(*args, **kwargs)))
-    checkpoint.save_tensors(tmp_path / "x.safetensors", {"x": mx.ones(3)})
-    assert devices == [mx.cpu, "save"]
-
-
 # ---- kernels at a model's own sizes
 
 
@@ -545,13 +507,6 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(overflowing):
     assert error.value.prompt == 1
 
 
-def test_what_stands_after_the_end_of_a_row_is_not_looked_at(overflowing):
-    model = gwen.random_model("random:2m")
-    params = sampler.SamplingParams([4, 4, 4, 2])  # the last row has ended by then
-    held = sampler.rollout(model, [[1, 2], [3, 4, 5]], params, group_size=2, key=0)
-    assert mx.isfinite(held.logprobs).all().item()
-
-
 @pytest.mark.slow
 def test_a_run_says_which_prompt_it_was_and_is_saved(overflowing, tmp_path, capsys):
     flags = ["--model", "demo", "--task", "demo", "--batch", "1", "--groups", "2", "--max-tokens", "8", "--steps", "1"]
@@ -585,12 +540,6 @@ def test_a_mac_that_trains_stays_awake_unless_told_otherwise(begun, flags, tmp_p
     with pytest.raises(SystemExit):
         train.main(["--model", "demo", "--run-dir", str(tmp_path / "run"), *flags])
     assert begun == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]] * (not flags)
-
-
-def test_only_a_mac_is_kept_awake(begun, monkeypatch):
-    monkeypatch.setattr(power.platform, "system", lambda: "Linux")
-    power.keep_awake()
-    assert not begun and not power.pressure()
 
 
 def test_the_warning_says_what_macos_says_of_memory_heat_and_power(monkeypatch, tmp_path, capsys):
@@ -661,10 +610,3 @@ def test_a_mac_that_mlx_does_not_run_on_is_refused_in_one_line(found, refused, m
         cpu_blas._refuse_other_macs()
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1 and f"macOS {found[0]}" in said and found[2] in said
-
-
-def test_git_is_asked_only_where_there_is_a_repository(monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "__file__", str(tmp_path / "machine" / "gpu.py"))
-    monkeypatch.setattr(versions, "subprocess", SimpleNamespace(run=lambda *_, **__: pytest.fail("git was asked")))
-    monkeypatch.setattr(versions.shutil, "which", lambda _: "/usr/bin/git")
-    assert versions.environment("")["commit"] is None

@@ -44,7 +44,7 @@ from settings.sources import given, load_recipe, moved, of_task, resolve
 from step.batch import cut, hidden
 from step.policy import Reader
 from step.rows import ROOM, rollout_bytes, rows_at_once
-from step.sample import Sample, by_group, of_rollout
+from step.sample import Sample, by_group, columns, drawn, table
 from turns import episodes
 from turns.episodes import Toolbox, ended
 
@@ -82,54 +82,18 @@ def half_width(by_problem: np.ndarray) -> float | None:
 # ---- completions and their rewards
 
 
-class Answers(NamedTuple):
-    """K completions of each problem, problem-major."""
-
-    problems: list[Example]  # N, one per completion
-    rollout: sampler.Rollout
-    texts: list[str]  # N, without end tokens
-    prompts: list[list[int]]  # P
-    columns: dict[str, list[Any]]  # N, what rewards may ask for besides
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        return self.rollout.lengths
-
-
-def answer(
-    model: gwen.Model,
-    tokenizer: Any,
-    problems: list[Example],
-    prompts: list[list[int]],
-    params: sampler.SamplingParams,
-    *,
-    group_size: int,
-    toolbox: Toolbox | None = None,
-    **how: Any,
-) -> Answers:
-    """`group_size` completions of each problem. toolbox: what they may call. how: see `sampler.rollout`."""
-    talk = None
-    if toolbox:
-        talk = toolbox.play(problems, group_size, "held out")
-        problems, prompts, how = talk.asked, talk.prompts, how | {"talk": talk, "context": toolbox.context}
-    rollout = sampler.rollout(model, prompts, params, group_size=group_size, **how)
-    texts, columns = sampler.texts(tokenizer, rollout, model.config.eos_ids), rollout.columns
-    if talk:
-        texts, columns = talk.said(texts), columns | talk.columns()
-    return Answers([problem for problem in problems for _ in range(group_size)], rollout, texts, prompts, columns)
-
-
 def call(
-    rewards: dict[str, Reward], answers: Answers, weights: dict[str, float] | None = None
+    rewards: dict[str, Reward], samples: list[Sample], weights: dict[str, float] | None = None
 ) -> tuple[dict[str, np.ndarray], Logged]:
     """The values of each completion, (N,), by each reward or verifier, and what these logged."""
-    called, logged = call_rewards(rewards, answers.problems, answers.texts, answers.columns, weights)
+    examples, texts = [one.example for one in samples], [one.text for one in samples]
+    called, logged = call_rewards(rewards, examples, texts, columns(samples), weights)
     return {name: np.array(values) for name, values in called.items()}, logged
 
 
-def judged(grader: Grader, answers: Answers) -> Judgement:
+def judged(grader: Grader, samples: list[Sample]) -> Judgement:
     """The judge's scores of each completion."""
-    return grader.score([prompt_text(problem["prompt"]) for problem in answers.problems], answers.texts)
+    return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
 
 
 class Earned(NamedTuple):
@@ -142,17 +106,17 @@ class Earned(NamedTuple):
     logged: Logged = Logged({}, {})
 
 
-def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
+def earn(task: tasks.Task, grader: Grader | None, samples: list[Sample]) -> Earned:
     """
     Calls each reward once and computes the reported value of each completion.
 
     As in training, an unreadable score of the judge counts as the mean of the others, and what a function gave None for
     does not count; a completion without any value has none.
     """
-    rewards, logged = call(task.rewards, answers, task.reward_weights)
+    rewards, logged = call(task.rewards, samples, task.reward_weights)
     scores = None
     if grader is not None:
-        judgement = judged(grader, answers)
+        judgement = judged(grader, samples)
         rewards["rubric"], scores = judgement.rewards, judgement.scores
     counted = {name: values for name, values in rewards.items() if task.reward_weights[name]}
     total = None
@@ -163,40 +127,31 @@ def earn(task: tasks.Task, grader: Grader | None, answers: Answers) -> Earned:
     if task.verifier is not None:
         is_whole = grader is not None or task.rubric is None
         is_other = any(reward is not task.verifier for reward in task.counted.values())
-        right = call({"correct": task.verifier}, answers)[0]["correct"]
+        right = call({"correct": task.verifier}, samples)[0]["correct"]
         return Earned(right, rewards, scores, total if is_whole and is_other else None, logged)
     # without rewards: a task of prompts alone, which a teacher scores
-    return Earned(np.full(len(answers.texts), np.nan) if total is None else total, rewards, scores, None, logged)
+    return Earned(np.full(len(samples), np.nan) if total is None else total, rewards, scores, None, logged)
 
 
 # ---- other measurements
 
 
-def logprobs_under(model: gwen.Model, answers: Answers, temperature: float) -> np.ndarray:
-    """Log-probabilities of the completions' tokens under another model, (N, T) float64, 0 outside them."""
-    found, logprobs = dict[int, np.ndarray](), np.zeros(answers.rollout.mask.shape)
-    batches = cut(of_rollout(answers.prompts, answers.rollout), REFERENCE_TOKENS, "off")
-    for batch in alive.Bar([batch for batch in batches if batch.is_mine], desc="reference", unit="part"):
-        states, head_weight = hidden(model, batch), model.head_weight
-        ids = batch.completion_ids
-        new = lm_head.token_logprobs(states, head_weight, ids, temperature=temperature, gradient=False)[0]
-        found |= {row: its for row, its in zip(batch.rows, np.array(new * batch.mask), strict=True)}  # wait
-    for row, its in enumerate(world.collect(found)):
-        logprobs[row, : len(its)] = its
-    return logprobs
-
-
-def divergence(reference: gwen.Model, answers: Answers, temperature: float) -> float:
+def divergence(reference: gwen.Model, samples: list[Sample], temperature: float) -> float:
     """
     KL(sampling policy, `reference` before training) in nats per token; see `lora.before_training`.
 
     The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
     Source: see `grpo.kl_term`.
     """
+    found, batches = dict[int, np.ndarray](), cut(samples, REFERENCE_TOKENS, "off")
     with lora.before_training(reference):
-        logprobs = logprobs_under(reference, answers, temperature)
-    difference, mask = logprobs - np.array(answers.rollout.logprobs, np.float64), np.array(answers.rollout.mask)
-    return float(((np.expm1(difference) - difference) * mask).sum() / mask.sum())
+        for batch in alive.Bar([batch for batch in batches if batch.is_mine], desc="reference", unit="part"):
+            states, head_weight, ids = hidden(reference, batch), reference.head_weight, batch.completion_ids
+            new = lm_head.token_logprobs(states, head_weight, ids, temperature=temperature, gradient=False)[0]
+            found |= {row: its for row, its in zip(batch.rows, np.array(new * batch.mask), strict=True)}  # wait
+    policy = table([one.logprobs for one in samples if one.logprobs is not None])
+    difference = table([its[: len(one.own)] for one, its in zip(samples, world.collect(found), strict=True)]) - policy
+    return float((np.expm1(difference) - difference).sum() / sum(len(one.own) for one in samples))
 
 
 def replies(model: gwen.Model, reader: Reader, samples: list[Sample], token_budget: int) -> dict[str, Any]:
@@ -289,6 +244,7 @@ def evaluate(
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
+    asked = [one.example for one in sampled]
     earned = earn(task, grader, sampled)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
     greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
@@ -297,18 +253,18 @@ def evaluate(
     samples = params.samples
     measured = measure(task, sampled, earned, samples) | {"greedy": greedy_values}
     if grader is not None and earned.scores is not None:
-        measured |= by_criterion("judge", earned.scores, grader, sampled.problems, samples)
+        measured |= by_criterion("judge", earned.scores, grader, asked, samples)
     measured["witness"] = np.full(1, np.nan)
     if witness is not None and witnessed is not None:
-        measured |= by_criterion("witness", witnessed.scores, witness, sampled.problems, samples)
+        measured |= by_criterion("witness", witnessed.scores, witness, asked, samples)
         measured["witness"] = by_problem(witnessed.rewards, samples)
     record: dict[str, Any] = {}
     for name, values in measured.items():
         record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
-    mask, temperature = np.array(sampled.rollout.mask), params.temperature or 1.0
+    entropies = table([one.entropies for one in sampled if one.entropies is not None])
     record |= {
-        "eval/kl": None if reference is None else divergence(reference, sampled, temperature),
-        "eval/entropy": float(np.array(sampled.rollout.entropy, np.float64).sum() / mask.sum()),
+        "eval/kl": None if reference is None else divergence(reference, sampled, params.temperature or 1.0),
+        "eval/entropy": float(entropies.sum() / sum(len(one.own) for one in sampled)),
         **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
         "eval/unparsed_frac": None if earned.scores is None else float(np.isnan(earned.scores).mean()),
         "eval/num": len(problems),
@@ -318,16 +274,16 @@ def evaluate(
     }
     record = run_files.finite(record)
     scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
-    greedily = zip(greedy.texts, greedy_values, strict=True)
+    texts, greedily = [one.text for one in sampled], zip([one.text for one in greedy], greedy_values, strict=True)
     details = [
         {"problem": number}
         | {name: problem.get(name) for name in ("prompt", "answer", "category")}
-        | {"completions": sampled.texts[place : place + samples], "values": listed(earned.values, place, samples)}
+        | {"completions": texts[place : place + samples], "values": listed(earned.values, place, samples)}
         | {"rewards": {name: listed(values, place, samples) for name, values in earned.rewards.items()}}
         | {name: None if held is None else listed(held, place, samples) for name, held in scores.items()}
         | {"greedy": text, "greedy_value": None if math.isnan(value) else float(value)}
         for place, number, problem, (text, value) in zip(
-            range(0, len(sampled.texts), samples), numbers, problems, greedily, strict=True
+            range(0, len(texts), samples), numbers, problems, greedily, strict=True
         )
     ]
     return record, details
@@ -335,7 +291,7 @@ def evaluate(
 
 def answer_both(
     model: gwen.Model, tokenizer: Any, problems: list[Example], prompts: list[list[int]], params: EvalParams
-) -> tuple[Answers, Answers]:
+) -> tuple[list[Sample], list[Sample]]:
     """Each problem's samples with their entropies, and one greedy completion."""
     lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
 
@@ -351,13 +307,14 @@ def answer_both(
         "batch_size": size,
         "share_prefix": params.share_prefix,
         "toolbox": params.toolbox,
+        "seed": "held out",
     }
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
-        answer(model, tokenizer, problems, prompts, sampling, group_size=params.samples, **how),
-        answer(model, tokenizer, problems, prompts, greedy, group_size=1, **how),
+        drawn(model, tokenizer, problems, prompts, sampling, group_size=params.samples, **how)[0],
+        drawn(model, tokenizer, problems, prompts, greedy, group_size=1, **how)[0],
     )
 
 
@@ -372,26 +329,24 @@ def by_problem(values: np.ndarray, samples: int) -> np.ndarray:
     return np.array([np.nan if (m := run_files.mean(row)) is None else m for row in values.reshape(-1, samples)])
 
 
-def measure(task: tasks.Task, sampled: Answers, earned: Earned, samples: int) -> dict[str, np.ndarray]:
+def measure(task: tasks.Task, sampled: list[Sample], earned: Earned, samples: int) -> dict[str, np.ndarray]:
     """Figures by name, each (P,): one value per problem."""
     values = earned.values.reshape(-1, samples)
     measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
     if task.verifier is not None:
-        measured |= by_category(task.metric, values[:, 0], sampled.problems[::samples])
+        measured |= by_category(task.metric, values[:, 0], [one.example for one in sampled[::samples]])
         num_right = values.sum(-1)
         for k in sorted({1, samples}):
             chances = [math.nan if math.isnan(num) else pass_at_k(samples, int(num), k) for num in num_right]
             measured[f"pass_at_{k}"] = np.array(chances)
     if earned.total is not None:
         measured["score"] = earned.total.reshape(-1, samples)[:, 0]
-    asked = [prompt_text(problem["prompt"]) for problem in sampled.problems]
-    asked_and_said = list(zip(sampled.texts, asked, strict=True))
     each = {f"reward/{name}": rewards for name, rewards in earned.rewards.items()} | {
-        "tokens": sampled.num_tokens.astype(float),
-        "truncated_frac": np.array([float(reason == "length") for reason in sampled.rollout.finish_reasons]),
-        "refusals": np.array([float(is_refusal(text)) for text in sampled.texts]),
-        "repeated": np.array([repeated(text) for text in sampled.texts]),
-        "degenerate": np.array([float(is_degenerate(*pair)) for pair in asked_and_said]),
+        "tokens": np.array([float(len(one.own)) for one in sampled]),
+        "truncated_frac": np.array([float(one.finish_reason == "length") for one in sampled]),
+        "refusals": np.array([float(is_refusal(one.text)) for one in sampled]),
+        "repeated": np.array([repeated(one.text) for one in sampled]),
+        "degenerate": np.array([float(is_degenerate(one.text, prompt_text(one.example["prompt"]))) for one in sampled]),
     }
     return measured | {name: by_problem(column, samples) for name, column in each.items()}
 

@@ -94,11 +94,6 @@ class Rollout(NamedTuple):
         """The tokens of each row, the end token included."""
         return [ids[:length] for ids, length in zip(np.array(self.completion_ids).tolist(), self.lengths, strict=True)]
 
-    @property
-    def columns(self) -> dict[str, list[Any]]:
-        """What reward functions get of each row beside its text."""
-        return {"completion_ids": self.ids, "num_tokens": self.lengths.tolist()}
-
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
     """

@@ -24,7 +24,6 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
-import sampler
 import update
 from disk import run_files
 from flags import fail
@@ -108,32 +107,25 @@ def draw(run: GrpoRun) -> list[Sample]:
 
 def sampled(run: GrpoRun, number: int) -> list[Sample]:
     """The samples of one batch of prompts, the run's draw of that number."""
-    settings, talk, context = run.config.sampling, None, 0
-    examples, prompts = run.prompts.draw(number)
+    settings, (examples, prompts) = run.config.sampling, run.prompts.draw(number)
     with run.clock.phase("rollout") as done:
-        if run.toolbox:
-            talk = run.toolbox.play(examples, settings.groups, f"{settings.seed} {number}")
-            examples, prompts, context = talk.asked, talk.prompts, run.toolbox.context
-        try:
-            rollout = sampler.rollout(
-                run.model,
-                prompts,
-                run.sampling,
-                group_size=settings.groups,
-                key=(settings.seed << 32) + number + 1,  # another for every batch of every seed
-                batch_size=run.batch_size,
-                share_prefix=run.sizes.sharing,
-                talk=talk,
-                context=context,
-            )
-        except sampler.NotFinite as error:
-            said = prompt_text(examples[error.prompt]["prompt"])
-            raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
-        done(rollout.completion_ids, cost=rollout.stats)
-    texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
-    first_group = (number - run.num_draws) * settings.batch
-    samples = sample.of_rollout(prompts, rollout, examples, texts, first_group)
-    return talk.of_samples(samples, run.task.reward_weights) if talk else samples
+        samples, stats = sample.drawn(
+            run.model,
+            run.tokenizer,
+            examples,
+            prompts,
+            run.sampling,
+            group_size=settings.groups,
+            key=(settings.seed << 32) + number + 1,  # another for every batch of every seed
+            batch_size=run.batch_size,
+            share_prefix=run.sizes.sharing,
+            toolbox=run.toolbox,
+            seed=f"{settings.seed} {number}",
+            weights=run.task.reward_weights,
+            first_group=(number - run.num_draws) * settings.batch,
+        )
+        done(cost=stats)
+    return samples
 
 
 def rewarded(run: GrpoRun, samples: list[Sample]) -> list[Sample]:

@@ -10,17 +10,19 @@ Axes: B groups trained a step, G samples of a group, N samples, T tokens of a sa
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import grpo
+import gwen
 import sampler
 from config import Config
-from problems.examples import Example
+from problems.examples import Example, prompt_text
 from step import objectives
 from step.objectives import Advantage
+from turns.episodes import Toolbox
 
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
 
@@ -36,6 +38,7 @@ class Sample(NamedTuple):
     own: Sequence[int]  # the places in `ids` of what it wrote, its T tokens
     group: int  # samples of a group are compared; counted through the step
     logprobs: np.ndarray | None = None  # (T,) as the sampler recorded them; None for a given reply
+    entropies: np.ndarray | None = None  # (T,) of each token's distribution, if asked for
     finish_reason: str = "stop"
     example: Example = NOTHING  # what the prompt was made of
     text: str = ""
@@ -79,6 +82,39 @@ class Sample(NamedTuple):
         return found
 
 
+def drawn(
+    model: gwen.Model,
+    tokenizer: Any,
+    examples: list[Example],
+    prompts: list[list[int]],
+    params: sampler.SamplingParams,
+    *,
+    group_size: int,
+    toolbox: Toolbox | None = None,
+    seed: str = "",
+    weights: Mapping[str, float] = NOTHING,
+    first_group: int = 0,
+    **how: Any,
+) -> tuple[list[Sample], sampler.RolloutStats]:
+    """
+    `group_size` samples of each prompt, and what they cost; groups are counted from `first_group`.
+
+    toolbox: what they may call, with the seed of its environments and the weights of what these pay. how: see
+    `sampler.rollout`.
+    """
+    talk = toolbox.play(examples, group_size, seed) if toolbox else None
+    if toolbox and talk:
+        examples, prompts, how = talk.asked, talk.prompts, how | {"talk": talk, "context": toolbox.context}
+    try:
+        rollout = sampler.rollout(model, prompts, params, group_size=group_size, **how)
+    except sampler.NotFinite as error:
+        said = prompt_text(examples[error.prompt]["prompt"])
+        raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
+    texts = sampler.texts(tokenizer, rollout, model.config.eos_ids)
+    samples = of_rollout(prompts, rollout, examples, texts, first_group)
+    return talk.of_samples(samples, weights) if talk else samples, rollout.stats
+
+
 def of_rollout(
     prompts: list[list[int]],
     rollout: sampler.Rollout,
@@ -90,6 +126,7 @@ def of_rollout(
     size = len(rollout.finish_reasons) // len(prompts)
     examples, texts = examples or [{}] * len(prompts), texts or [""] * len(rollout.finish_reasons)
     whole, logprobs = rollout.sequences or rollout.ids, np.array(rollout.logprobs)
+    entropy = None if rollout.entropy is None else np.array(rollout.entropy)
     own: Sequence[Sequence[int]] = rollout.places or [range(len(ids)) for ids in whole]
     return [
         Sample(
@@ -98,6 +135,7 @@ def of_rollout(
             own[row],
             first_group + row // size,
             logprobs[row, : len(own[row])],
+            None if entropy is None else entropy[row, : len(own[row])],
             reason,
             examples[row // size],
             texts[row],
@@ -110,6 +148,14 @@ def of_reply(ids: list[int], places: list[int], group: int = 0) -> Sample:
     """A given reply, from token ids and the places in them of those to learn; its advantage is 1."""
     begin = places[0]
     return Sample(ids[:begin], ids[begin:], [place - begin for place in places], group, advantage=1.0)
+
+
+def table(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows (T,) as one array (N, T) float64, padded with 0."""
+    found = np.zeros((len(rows), max(map(len, rows))))
+    for place, row in enumerate(rows):
+        found[place, : len(row)] = row
+    return found
 
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:

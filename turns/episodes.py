@@ -25,7 +25,7 @@ import time
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,7 +463,7 @@ class Episodes:
             "earned": [(type(one).__name__, row.reward) for one, row in zip(instances, self.rows, strict=True)],
         }
 
-    def earned(self, weights: dict[str, float]) -> list[list[float]] | None:
+    def earned(self, weights: Mapping[str, float]) -> list[list[float]] | None:
         """The weighted reward of each whole turn of each row; None where no environment pays turns."""
         if not any(map(pays_turns, self.box.environments.values())):
             return None
@@ -490,7 +490,7 @@ class Episodes:
         reward = self.rows[row].reward
         return "\n".join([*lines, f"[{reason}]" + ("" if reward is None else f" reward {reward:g}")])
 
-    def of_samples(self, samples: list[Any], weights: dict[str, float]) -> list[Any]:
+    def of_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
         """The rollout's samples with their conversations, what rewards may ask for, and what turns are paid."""
         columns, earned = self.columns(), self.earned(weights)
         texts = self.said([sample.text for sample in samples])

@@ -337,8 +337,10 @@ def _checked(example: Example) -> Example:
     if example.get("chat_template_kwargs") is not None:
         example = example | {"chat_template_kwargs": check_variables(example["chat_template_kwargs"])}
     answer = example.get("answer")
-    if isinstance(answer, (list, dict)):
-        kind = f"answer {short(answer)} is a {type(answer).__name__}"
+    if isinstance(answer, dict):
+        return example | {"prompt": prompt, "answer": json.dumps(answer, ensure_ascii=False)}
+    if isinstance(answer, list):
+        kind = f"answer {short(answer)} is a list"
         raise ValueError(f"{kind}; it must be a text or a number, or rename the column: --columns answers=answer")
     if answer is not None and not isinstance(answer, str):
         example = example | {"answer": None if answer != answer else str(answer)}  # nan: missing, to pandas

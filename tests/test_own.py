@@ -55,7 +55,9 @@ def test_an_answer_is_the_same_text_from_any_file(tmp_path):
         assert examples.load_data(str(path)) == [{"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": "8"}], path
 
 
-@pytest.mark.parametrize(("given", "text"), [(True, "True"), (0.5, "0.5"), (float("nan"), None), ("007", "007")])
+@pytest.mark.parametrize(
+    ("given", "text"), [(True, "True"), (0.5, "0.5"), (float("nan"), None), ("007", "007"), ({"a": 1}, '{"a": 1}')]
+)
 def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(given, text):
     (example,) = examples.make_examples("x", [("line 1", {"prompt": "?", "answer": given})])
     assert example["answer"] == text

@@ -29,9 +29,8 @@ import lora
 import sampler
 from config import JUDGE, SETTINGS, JudgeSettings
 from flags import Parser, add_flags, fail, visible
-from judging import labels, rubrics
+from judging import rubrics
 from judging.prompt_tree import Prompt, PromptTree, at_ends
-from judging.remote_judge import RemoteJudge
 from judging.rubrics import Evaluation, Grader, Question
 from layers import softmax
 from layers.tree_cache import TreeCache
@@ -185,10 +184,12 @@ def make(
     settings: JudgeSettings,
     rubric: str | Path | dict[str, Any] | rubrics.Rubric,
     load: Callable[[], tuple[gwen.Model, Any]],
-) -> Judge | RemoteJudge:
+) -> Grader:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
-    grader: Judge | RemoteJudge
+    grader: Grader
     if settings.url:
+        from judging.remote_judge import RemoteJudge
+
         grader = RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     else:
         grader = Judge(*load(), rubric, settings.chunk_size, settings.mode, think=settings.think)
@@ -197,6 +198,8 @@ def make(
 
 
 def main(argv: list[str] | None = None) -> None:
+    from judging import labels
+
     parser = Parser("judge.py", "Compare a judge with labelled answers.")
     parser.add_argument("--rubric", required=True, help="YAML with the criteria")
     parser.add_argument(

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -32,7 +32,7 @@ from flags import Parser, check_least, fail, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
-from machine import alive, chips, gpu, memory, world
+from machine import alive, gpu, memory, world
 from problems.examples import prompt_text, short
 from settings.sources import given, parse, resolve
 from step import batch
@@ -48,6 +48,9 @@ from step.rows import (
     state_bytes,
 )
 from turns.episodes import context_of
+
+if TYPE_CHECKING:
+    from machine import chips
 
 LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
 PYTHON = 300_000_000  # bytes: 118 MB with a small tokenizer, 105 more for 151,643 tokens, 30 for reading data
@@ -275,8 +278,10 @@ def advice(config: Config, need: Need, room: int) -> str:
     return "; ".join(f"lower {flag}" for phase, flag in LESS.items() if need.resident + getattr(need, phase) > room)
 
 
-def step_of(demand: Demand, sizes: Sizes) -> chips.Step:
+def step_of(demand: Demand, sizes: Sizes) -> "chips.Step":
     """The numbers of a step of a run; prompts are computed once for a group."""
+    from machine import chips
+
     model, dtype, config, _, rubric = demand
     sampling, head = config.sampling, model.vocab_size * model.hidden_size
     weights = matmuls_of(model)
@@ -497,6 +502,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
         sizes = settle(demand)
         print(line(demand, sizes))
+        from machine import chips
+
         here = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
         print(chips.line(step_of(demand, sizes), estimate(demand, sizes).total, here))
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx.utils import tree_flatten
 
@@ -27,18 +27,21 @@ from disk import checkpoint, run_files
 from disk.run_files import START, evaluation_line
 from judging import rubrics
 from machine import alive, memory, world
-from problems import chat_template, chats, rewards
+from problems import chat_template, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
-from reporting import health, page
+from reporting import health
 from reporting.console import SFT_COLUMNS, console_columns, say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from step import objectives, policy
 from step.rows import USUAL_ROWS
 from step.sample import Sample, of_reply
-from step.teacher import Teacher
-from tasks import curriculum, first_look
+from tasks import curriculum
 from turns import episodes
+
+if TYPE_CHECKING:
+    from reporting import page
+    from step.teacher import Teacher
 
 FIRST_SAVE = 300.0  # seconds after which a run is saved for the first time, whatever --save-every says
 
@@ -49,7 +52,7 @@ class Run:
     legend: str  # what the figures of a step's line are, for the console
     learner: update.Learner
     journal: Journal
-    report: page.LivePage | None = None  # the page, while the run goes
+    report: "page.LivePage | None" = None  # the page, while the run goes
     _kept: dict[str, Any] | None = None  # see `end_step`
     memory: str  # what the run needs, for the console
     longest: int  # positions of the longest row that it may train
@@ -57,7 +60,7 @@ class Run:
     base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
     own = objectives.Own()  # a user's own loss and advantage
     judge: rubrics.Grader | None = None
-    teacher: Teacher | None = None
+    teacher: "Teacher | None" = None
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
     saved_step: int = 0  # of the newest checkpoint
     saved_best: int | None = None  # the best step that it knew
@@ -173,6 +176,8 @@ class Run:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Keeps the live line, the page and the trackers up to date; the page has the last word."""
+        from reporting import page  # here: nothing else needs a page
+
         if world.is_first():
             self.report = page.LivePage(self.dir, warn)
         try:
@@ -184,8 +189,11 @@ class Run:
                     self.report.update(due=True, at_the_end=True)
 
     def show(self) -> None:
+        """Writes the page if it is due: with each evaluation, or without any with each checkpoint."""
         if self.report is not None:
-            self.report.update(page.is_due(self.config, self.step, self.journal.evaluations))
+            evaluated = [record["step"] for record in self.journal.evaluations[-1:]]
+            by_checkpoint = self.step % self.config.records.save_every == 0
+            self.report.update(self.step in evaluated if self.config.evaluation.every else by_checkpoint)
 
     # ---- the state between two steps
 
@@ -251,13 +259,15 @@ class GrpoRun(Run):
     """A GRPO run: the task, its prompts, the judges and the teacher besides."""
 
     def __init__(self, config: Config, run_dir: Path):
-        self.task, said = first_look.take(config)  # first: it takes no model to find what is wrong
+        with alive.doing("reading the data"):
+            self.task = tasks.make(config)  # first: it takes no model to find what is wrong
+        surprises = try_rewards(self.task)
         self.own = objectives.load(config)
-        for line in said:
+        for line in (*self.task.notes, *surprises):
             say(line)
         super().__init__(config, run_dir)
         self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
-        self.sources |= first_look.digests(config, self.task)
+        self.sources |= digests(config, self.task)
         self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         if self.toolbox and self.toolbox.frames.rewrites():
@@ -305,8 +315,10 @@ class GrpoRun(Run):
             kind=kind,
         )
 
-    def _make_teacher(self) -> Teacher:
+    def _make_teacher(self) -> "Teacher":
         """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
+        from step.teacher import Teacher
+
         teacher = Teacher(self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget)
         teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
         return teacher
@@ -395,6 +407,8 @@ class SftRun(Run):
     legend = SFT_COLUMNS
 
     def __init__(self, config: Config, run_dir: Path):
+        from problems import chats
+
         path = config.data.path
         train, held_out, notes = load_sides(path, None, lambda spec: chats.load(spec, config.data.columns or None))
         for line in notes:
@@ -439,3 +453,30 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
     graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
     judged = graded and config.judges_itself
     return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
+
+
+def try_rewards(task: tasks.Task) -> list[str]:
+    """Lines on the user's rewards, which are tried. ValueError for a task without anything to train on."""
+    from problems import audit
+
+    if not task.train and task.problems is None:
+        raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
+    with alive.doing("trying the rewards"):
+        return world.first(lambda: list(audit.first_surprises(task)))
+
+
+def digests(config: Config, task: tasks.Task) -> dict[str, str]:
+    """Of the examples, and of the files that reward, judge and teach: what a resumed run compares."""
+    environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
+    specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
+    specs += [config.objective.loss_type, config.objective.advantage]
+    names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
+    rubrics = {
+        config.data.rubric or "task's rubric": task.rubric,
+        config.evaluation.rubric or "witness's rubric": task.witness,
+    }
+    files = {name: Path(name) for name in names} | rubrics
+    found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
+    mix = task.problems and task.problems.mix
+    examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+    return found | {config.data.path or "task's examples": examples}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-from disk import gguf
 from flags import read_json
 
 
@@ -491,6 +490,8 @@ def load_config(directory: Path) -> ModelConfig:
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
     """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken shard."""
+    from disk import gguf
+
     if (directory / gguf.LINK).is_file():
         return gguf.load_weights(directory, load_object(directory / "config.json"))
     index = directory / "model.safetensors.index.json"
@@ -608,6 +609,8 @@ def find(path_or_id: str | Path) -> Path:
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
     if is_gguf(path_or_id):
+        from disk import gguf
+
         return gguf.directory_of(smollm2_file() if path_or_id == "smollm2" else Path(path_or_id))
     if Path(path_or_id).is_dir():
         return Path(path_or_id)

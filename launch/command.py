@@ -18,8 +18,7 @@ from disk import checkpoint, run_files
 from flags import flag_of
 from launch.begin import Begun, begin
 from launch.trainer import Trainer
-from machine import memory, power, world
-from reporting import page, seeds
+from machine import memory, world
 from settings.sources import as_yaml, given, resolve
 
 
@@ -41,6 +40,8 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
     if args.wired_limit:
         os.environ[memory.WIRED_LIMIT] = args.wired_limit
     if not args.let_sleep:
+        from machine import power
+
         power.keep_awake()
     if args.seeds is None:
         begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
@@ -50,6 +51,8 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
             raise ValueError("--seeds with --resume: to go on with seeds, repeat their command with its --run-dir")
         written = train_seeds(args, flags, trainer) / "report.html"
     if args.open and world.is_first() and written.is_file():
+        from reporting import page
+
         page.show(written)
 
 
@@ -77,6 +80,8 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
     Trains seed after seed, each in its `seed-N` of one directory, which is returned with a page of all of them. Where
     the directory holds some of them, it goes on.
     """
+    from reporting import page, seeds
+
     config, _ = resolve(flags, args.config, None, gwen.choose_model)
     first = config.sampling.seed
     numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)

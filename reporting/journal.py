@@ -24,7 +24,7 @@ import numpy as np
 from config import Config
 from disk.run_files import JsonLines, Unwritten, finite, mean
 from judging import rubrics
-from machine import memory, power, world
+from machine import memory, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import Logged, merged
@@ -322,8 +322,11 @@ class Journal:
     def warn_of(self, step: int, finding: health.Finding) -> None:
         """Prints and records a warning, unless this run has given it."""
         if finding.name not in {warning["name"] for warning in self.warnings.read()}:
-            if finding.name == "slow" and (said := power.pressure()):
-                finding = finding._replace(text=f"{finding.text}. macOS says: {said}")
+            if finding.name == "slow":
+                from machine import power
+
+                if said := power.pressure():
+                    finding = finding._replace(text=f"{finding.text}. macOS says: {said}")
             self.warnings.write({"step": step} | finding._asdict())
             warn(f"WARNING after step {step}: {finding.text}.")
 

@@ -24,14 +24,12 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from config import Config
 from disk import hub, run_files
 from flags import visible
 from judging import rubrics
 from machine import alive
 from problems.examples import spread
 from reporting import charts, history, seeds
-from reporting.health import Records
 from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text
 from reporting.seeds import Setting
 
@@ -362,13 +360,6 @@ def show(path: Path) -> None:
 
 
 # ---- while the run goes
-
-
-def is_due(config: Config, step: int, evaluations: Records) -> bool:
-    """Whether a run's page is due: with each evaluation, or without any with each checkpoint."""
-    if config.evaluation.every:
-        return bool(evaluations) and evaluations[-1]["step"] == step
-    return step % config.records.save_every == 0
 
 
 class LivePage:

@@ -7,19 +7,20 @@ user got wrong is a ValueError of one line that names the value and the fix. Lef
 (problems/examples.py) and reward functions (problems/rewards.py).
 """
 
+import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems.examples import Example, load_data, load_sides, nearest, spread
+from problems.examples import load_data, load_sides, nearest, spread
 from problems.rewards import Calling, Reward, load_functions, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
-from tasks import calculator, demo, gsm8k, guess, ifeval, math, own, rg, values
-from tasks.task import DATA, Sides, Task
+from tasks import own, rg
+from tasks.task import DATA, Task
 from turns import calls
 
 # settings of advantages that turns may have
@@ -30,6 +31,19 @@ OF_TURNS = {
     "reward_gate": ["off"],
 }
 REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
+NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")  # beside rg:NAME and ifeval
+TALKING = ("calculator", "guess")  # those with tools
+
+
+def _module(name: str) -> Any:
+    """The file of a task: its `TASK`, `bundled` for its own sides, and maybe `prepare`, which reads --data."""
+    return importlib.import_module(f"tasks.{'guess' if name == 'env' else name}")
+
+
+def plain(name: str) -> Task:
+    """The task of a name without its examples."""
+    task: Task = _module(name).TASK
+    return task._replace(name="env", environments={}) if name == "env" else task
 
 
 def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
@@ -41,14 +55,15 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
 
     Raises ValueError when the task is unknown, or its data is missing or wrong.
     """
-    if name not in _TASKS:
-        known = f"the tasks are {', '.join(_TASKS)}, ifeval and rg:NAME"
-        raise ValueError(f"--task {name!r} is unknown{nearest(name, _TASKS)}; {known}")
-    task, bundled, prepare = _TASKS[name]
+    if name not in NAMES:
+        known = f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
+        raise ValueError(f"--task {name!r} is unknown{nearest(name, NAMES)}; {known}")
+    task, module = plain(name), _module(name)
+    prepare = getattr(module, "prepare", load_data)
     if data is None and held_out is None:
         if columns is not None:
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
-        train, test = bundled()
+        train, test = module.bundled()
         return task._replace(train=train, held_out=test)
     train, test, notes = load_sides(data, held_out, lambda spec: prepare(spec, columns))
     answers, verifier = [example.get("answer") for example in test], task.verifier
@@ -101,7 +116,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = _with_punishment(task, config.sampling.max_tokens)
     if config.objective.loss_type == "distill":
         task = _looked_at(task, config)
-    if data.task == own.OWN.name and not (task.rewards or task.rubric or config.objective.teacher):
+    if data.task == own.TASK.name and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse(task, data.path or held_out)
     task = _weighted(task, config)
     if not task.rubric:
@@ -109,7 +124,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     _check_arguments(task, is_own=bool(config.data.reward))
-    if data.task == own.OWN.name:
+    if data.task == own.TASK.name:
         task = own.told(task)
     task = task._replace(notes=[*task.notes, *_judge_notes(config, task)])
     if config.evaluation.every and not task.held_out:
@@ -137,7 +152,7 @@ def _with_tools(task: Task, config: Config) -> Task:
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:  # one prompt in all rows: what differs is what the environment draws
-            task = task._replace(held_out=spread(task.train, guess.NUM_HELD_OUT))
+            task = task._replace(held_out=spread(task.train, _module("guess").NUM_HELD_OUT))
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
     schemas = calls.schemas_of("--tools", list(task.tools))
@@ -179,7 +194,7 @@ def _with_tools(task: Task, config: Config) -> Task:
 
 def callables(config: Config) -> tuple[tuple[calls.Tool, ...], dict[str, type]]:
     """What a model may call: the functions of --tools and the environments of --env, or the task's own."""
-    task, specs = _TASKS.get(config.data.task, (Task("", {}, {}),))[0], config.tools.tools
+    task, specs = plain(config.data.task) if config.data.task in NAMES else Task("", {}, {}), config.tools.tools
     found = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
     if len(dict(found)) < len(found):
         raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
@@ -289,23 +304,10 @@ def _check_arguments(task: Task, is_own: bool) -> None:
             raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
 
 
-# a task; its own sides; what reads a file of --data for it
-_TASKS: dict[str, tuple[Task, Callable[[], Sides], Callable[[str, str | None], list[Example]]]] = {
-    "demo": (demo.DEMO, demo.bundled, load_data),
-    "values": (values.VALUES, values.bundled, load_data),
-    "gsm8k": (gsm8k.GSM8K, gsm8k.bundled, gsm8k.prepare),
-    "math": (math.MATH, math.bundled, math.prepare),
-    "own": (own.OWN, own.bundled, load_data),
-    "calculator": (calculator.CALCULATOR, calculator.bundled, load_data),
-    "guess": (guess.GUESS, guess.bundled, load_data),
-    "env": (guess.GUESS._replace(name="env", environments={}), guess.bundled, load_data),
-}
-
-TALKING = [name for name, (task, _, _) in _TASKS.items() if task.tools or task.environments]  # those with tools
-
-
 def _instructed(name: str) -> Task:
     """The task ifeval."""
+    from tasks import ifeval
+
     problems = ifeval.Problems(ifeval.parse_kinds(name))
     return Task(
         name=name,

@@ -88,7 +88,7 @@ def bundled() -> Sides:
     return problems[256:2256], problems[:256]
 
 
-CALCULATOR = Task(
+TASK = Task(
     name="calculator",
     rewards={"correct": correct},
     reward_weights={"correct": 1.0},

@@ -123,7 +123,7 @@ def bundled() -> Sides:
     return examples(held_out=False, num=2000), examples(held_out=True, num=512)
 
 
-DEMO = Task(
+TASK = Task(
     name="demo",
     rewards={"correct": correct},
     reward_weights={"correct": 1.0, "rubric": 0.5},

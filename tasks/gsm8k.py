@@ -38,7 +38,7 @@ def examples(source: str, records: Records, columns: str | None) -> list[Example
     return examples
 
 
-GSM8K = Task(
+TASK = Task(
     name="gsm8k",
     rewards={"correct": marked, "format": boxed_once},
     reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer

@@ -37,7 +37,7 @@ def bundled() -> Sides:
     return [nothing] * 1024, [nothing] * NUM_HELD_OUT
 
 
-GUESS = Task(
+TASK = Task(
     name="guess",
     rewards={},
     reward_weights={},

@@ -2,7 +2,8 @@
 
 from problems.examples import Example, make_examples, read_records
 from problems.verifiers import boxed
-from tasks.gsm8k import GSM8K, SYSTEM
+from tasks import gsm8k
+from tasks.gsm8k import SYSTEM
 from tasks.task import Sides
 
 
@@ -29,4 +30,4 @@ def prepare(spec: str, columns: str | None) -> list[Example]:
     return examples
 
 
-MATH = GSM8K._replace(name="math")
+TASK = gsm8k.TASK._replace(name="math")

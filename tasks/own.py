@@ -8,7 +8,7 @@ from problems.verifiers import VERIFIERS, choose, folded, is_compared, stated_by
 from tasks.task import Sides, Task
 
 NAMES = ["auto", *VERIFIERS]
-OWN = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
+TASK = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
 
 
 def bundled() -> Sides:

@@ -8,7 +8,7 @@ def bundled() -> Sides:
     return split_examples(load_data(str(DATA / "values.jsonl")))
 
 
-VALUES = Task(
+TASK = Task(
     name="values",
     rewards={},
     reward_weights={"rubric": 1.0},

@@ -263,7 +263,7 @@ def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
 
 
 def test_the_bundled_witness_has_the_rubrics_range_and_a_reversed_criterion_for_each_virtue():
-    rubric, witness = (rubrics.load_rubric(path) for path in (values.VALUES.rubric, values.VALUES.witness))
+    rubric, witness = (rubrics.load_rubric(path) for path in (values.TASK.rubric, values.TASK.witness))
     assert sum(c.weight for c in rubric.criteria) == sum(c.weight for c in witness.criteria) == 3
     assert [c.reverse for c in witness.criteria] == [False, True] * 3
     assert not {c.name for c in rubric.criteria} & {c.name for c in witness.criteria}

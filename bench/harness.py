@@ -32,7 +32,7 @@ import update
 from config import Config
 from disk import hub
 from flags import Parser, check_least, flag_of
-from machine import alive, gpu, versions
+from machine import alive, versions
 from settings.sources import resolve
 from step import batch, policy, sample
 
@@ -125,8 +125,8 @@ class Learning(NamedTuple):
         return once
 
 
-def learning(args: argparse.Namespace, config: Config, dtype: mx.Dtype | None = None) -> Learning:
-    model, tokenizer = gwen.load(config.model.name, dtype)
+def learning(args: argparse.Namespace, config: Config) -> Learning:
+    model, tokenizer = gwen.load(config.model.name)
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     return Learning(args, config, model, tokenizer)
 
@@ -247,29 +247,15 @@ def verdict(ratio: float) -> str:
 # ---- the machine
 
 
-def best_seconds(compute: Callable[[], Any]) -> float:
-    """The shortest of five runs."""
-    seconds = []
+def memory_bandwidth() -> float:
+    """Bytes a second of a copy far larger than any cache, read and written: the best of five."""
+    source, seconds = mx.zeros((2**26,), mx.float32), list[float]()  # 268 MB
+    mx.eval(source)
     for _ in range(5):
         begin = time.perf_counter()
-        mx.eval(compute())  # wait: this is what is timed
+        mx.eval(source + 1)  # wait: this is what is timed
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
-def memory_bandwidth() -> float:
-    """Bytes a second of a copy far larger than any cache, read and written."""
-    source = mx.zeros((2**26,), mx.float32)  # 268 MB
-    mx.eval(source)
-    return 2 * source.nbytes / best_seconds(lambda: source + 1)
-
-
-def matmul_rate(dtype: mx.Dtype) -> float:
-    """Floating-point operations a second of a large square product."""
-    size = 4096 if gpu.on_gpu() else 1024
-    square = mx.ones((size, size), dtype)
-    mx.eval(square)
-    return 2 * size**3 / best_seconds(lambda: square @ square)
+    return 2 * source.nbytes / min(seconds)
 
 
 def environment(*packages: str) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 Judging of ours against another engine's on the same work: N answers to B questions by J criteria, all of random words,
 so that nothing is easier for anybody. Part of `bench_rollout.py --benchmark-judge`.
 
-With what the chat template and the tags add, the preamble has 120 tokens, a question `--prompt-tokens`, an answer
-`--max-tokens` and a criterion 24, or the fewest that the template allows. A rival gets every prompt as token ids, in
-the segments that prompts share, and writes greedy tokens, in which a digit is then looked for. Ours is timed from the
-text on, with no score cached; the preamble counts. Whether a judge is right is measured by `judge.py`.
+Beside what the chat template and the tags add, the preamble has 100 words, a question `--prompt-tokens`, an answer
+`--max-tokens` and a criterion 16. A rival gets every prompt as token ids, in the segments that prompts share, and
+writes greedy tokens, in which a digit is then looked for. Ours is timed from the text on, with no score cached; the
+preamble counts. Whether a judge is right is measured by `judge.py`.
 
 Axes: B questions, N answers, J criteria.
 """
@@ -24,7 +24,7 @@ from bench import harness
 from bench.harness import Sample
 from judging import rubrics
 
-PREAMBLE_TOKENS, CRITERION_TOKENS, NUM_CRITERIA = 120, 24, 3
+PREAMBLE_WORDS, CRITERION_WORDS, NUM_CRITERIA = 100, 16, 3
 Segments = tuple[list[int], ...]  # of a prompt: preamble, question, answer, criterion
 
 
@@ -61,29 +61,15 @@ def make_work(args: argparse.Namespace, tokenizer: Any) -> Work:
     rng = np.random.default_rng(args.seed)
     vocabulary = "one two three four five six seven eight nine plus is the answer number right sum and".split()
 
-    def text(measured: Callable[[str], int], wanted: int) -> str:
-        """Random words that make a segment `wanted` tokens long, or one word where the template alone is longer."""
-        words = rng.choice(vocabulary, wanted + 1).tolist()
-        texts = [" ".join(words[:number]) for number in range(1, wanted + 2)]
-        return next((made for made in texts if measured(made) >= wanted), texts[-1])
+    def text(num_words: int) -> str:
+        return " ".join(rng.choice(vocabulary, num_words).tolist())
 
-    def with_rubric(preamble: str, criterion: str) -> rubrics.PromptBuilder:
-        # a second criterion that begins otherwise, since what all criteria begin with belongs to the answer
-        criteria = [rubrics.Criterion("one", 1.0, criterion), rubrics.Criterion("two", 1.0, ": " + criterion)]
-        return rubrics.PromptBuilder(tokenizer, rubrics.Rubric(preamble, criteria))
-
-    preamble = text(lambda made: len(with_rubric(made, "a").head), PREAMBLE_TOKENS)
-
-    def own_tokens(made: str) -> int:
-        builder = with_rubric(preamble, made)
-        return len(builder.tails[0]) - builder.num_common
-
-    criteria = [rubrics.Criterion(f"{j}", 1.0, text(own_tokens, CRITERION_TOKENS)) for j in range(NUM_CRITERIA)]
-    rubric = rubrics.Rubric(preamble, criteria)
+    criteria = [rubrics.Criterion(f"{j}", 1.0, text(CRITERION_WORDS)) for j in range(NUM_CRITERIA)]
+    rubric = rubrics.Rubric(text(PREAMBLE_WORDS), criteria)
     builder = rubrics.PromptBuilder(tokenizer, rubric)
-    questions = [text(lambda made: len(builder.question(made)), args.prompt_tokens) for _ in range(args.batch)]
+    questions = [text(args.prompt_tokens) for _ in range(args.batch)]
     prompts = [question for question in questions for _ in range(args.groups)]
-    completions = [text(lambda made: len(builder.answer(made)), args.max_tokens) for _ in prompts]
+    completions = [text(args.max_tokens) for _ in prompts]
     segments: list[Segments] = [
         (builder.head, builder.question(prompt), builder.answer(completion), tail[builder.num_common :])
         for prompt, completion in zip(prompts, completions, strict=True)

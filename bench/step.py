@@ -6,9 +6,8 @@ completions of exactly `--max-tokens` tokens each, a reward that costs nothing, 
 processes of its own, so that its peak is its own, and in an environment of its own, which uv installs into Gwen's cache
 directory at first use (PyTorch's takes gigabytes). mlx_lm_lora decodes `--batch` rows at once, as it does by itself;
 "mlx_lm_lora_wide" is the same with all rows at once. "trl" is TRL on PyTorch, on the device that PyTorch finds; without
-a GPU with as many threads as ours, which are one. "unsloth_zoo" is unsloth-zoo's MLX trainer with its defaults, among
-them that it computes activations again. Their loops are timed at the functions they call: what generates, what rewards,
-and the rest, which is the update. Processor seconds stand beside those of the clock, for a busy machine.
+a GPU with as many threads as ours, which are one. Their loops are timed at the functions they call: what generates,
+what rewards, and the rest, which is the update. Processor seconds stand beside those of the clock, for a busy machine.
 
 Left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its process
 grew, which counts freed memory too; the others' is what MLX held.
@@ -18,7 +17,6 @@ Axes: B prompts, G completions of each, N = B * G rows.
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import io
 import json
@@ -43,7 +41,6 @@ import sampler
 from bench import harness
 from disk import hub
 from flags import Parser, fail, flag_of
-from machine import gpu
 
 PHASES = ("rollout", "reward", "update")
 ROOT = Path(__file__).parent.parent
@@ -196,62 +193,16 @@ def run_trl(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
     return steps
 
 
-def run_unsloth_zoo(args: argparse.Namespace, directory: Path, num_steps: int) -> Steps:
-    """Steps of unsloth-zoo's own MLX trainer with its defaults, all rows in one batch."""
-    os.environ["UNSLOTH_ZOO_DISABLE_GPU_INIT"] = "1"  # else it asks for PyTorch where there is no Mac
-    names = ("transformers", "unsloth_zoo.mlx.grpo", "unsloth_zoo.mlx.trainer", "unsloth_zoo.mlx.loader")
-    modules: Any = map(importlib.import_module, names)
-    transformers, grpo_module, trainer_module, loader = modules
-    callback: Any = transformers.TrainerCallback
-    length = args.prompt_tokens + args.max_tokens
-    dtype = str(gwen.default_dtype()).removeprefix("mlx.core.")
-    load = loader.FastMLXModel
-    model, tokenizer = load.from_pretrained(str(directory), length + 1, dtype=dtype, load_in_4bit=False)
-    model = load.get_peft_model(model, r=args.lora_rank, lora_alpha=2 * args.lora_rank, max_seq_length=length + 1)
-    prompts, steps = prompts_of(args, directory), Steps()
-    how: Any = {"per_device_train_batch_size": args.batch * args.groups, "gradient_accumulation_steps": 1}
-    how |= {"num_generations": args.groups, "max_completion_length": args.max_tokens, "max_seq_length": length + 1}
-    how |= {"max_steps": num_steps, "warmup_steps": 0, "learning_rate": RATE}
-    how |= {"compile": gpu.on_gpu()}  # on a CPU MLX calls g++ for every shape, minutes of it
-    generate = steps.timed(grpo_module.generate_module.generate_batch, "rollout")
-
-    def generate_batch(*positional: Any, defaults: Any, **named: Any) -> Any:
-        steps.begin()
-        return generate(*positional, defaults=dataclasses.replace(defaults, stop_token_ids=()), **named)
-
-    class Timer(callback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            mx.eval(model.parameters())  # wait
-            steps.end()
-
-    grpo_module.generate_module.generate_batch = generate_batch
-    grpo_module.calculate_rewards = steps.timed(grpo_module.calculate_rewards, "reward")
-    grpo_module.encode_mlx_text = lambda _, text, **__: prompts[int(text)]
-    grpo_module.cut_completion = lambda ids, *_, **__: (list(map(int, ids)), True)  # all its tokens, as all engines
-    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
-        trainer_module.MLXGRPOTrainer(
-            model,
-            tokenizer,
-            datasets.Dataset.from_dict({"prompt": list(map(str, range(args.batch)))}),
-            reward_funcs=[make_reward(args)],
-            args=trainer_module.MLXGRPOConfig(output_dir=scratch, **how),
-            callbacks=[Timer()],
-        ).train()
-    return steps
-
-
 ENGINES: dict[str, Callable[[argparse.Namespace, Path, int], Steps]] = {
     "ours": run_ours,
     "mlx_lm_lora": run_mlx_lm_lora,
     "mlx_lm_lora_wide": run_mlx_lm_lora,
     "trl": run_trl,
-    "unsloth_zoo": run_unsloth_zoo,
 }
 PACKAGES = {  # what uv installs for an engine beside Gwen's own packages
     "mlx_lm_lora": "mlx-lm-lora==5.10.2",
     "mlx_lm_lora_wide": "mlx-lm-lora==5.10.2",
     "trl": "trl==1.16.0 peft==0.21.2 torch==2.15.0",
-    "unsloth_zoo": "--no-deps unsloth-zoo==2026.10.9",  # without PyTorch, for which it takes other paths
 }
 
 
@@ -259,7 +210,7 @@ def interpreter(engine: str) -> str:
     """A Python that has the engine's packages."""
     if engine not in PACKAGES:
         return sys.executable
-    folder = cpu_blas.cache_directory() / "rivals" / PACKAGES[engine].removeprefix("--no-deps ").partition(" ")[0]
+    folder = cpu_blas.cache_directory() / "rivals" / PACKAGES[engine].partition(" ")[0]
     python, done = str(folder / "bin" / "python"), folder / "done"
     if not done.exists():
         print(f"installing {PACKAGES[engine]} into {folder}", file=sys.stderr)
@@ -355,7 +306,7 @@ PASSED = [*harness.STEP, *NUMBERS, "share_prefix"]  # settings that the process 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
-    parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora, TRL and unsloth-zoo.")
+    parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora and TRL.")
     least = harness.add_step(parser)
     least |= harness.add_numbers(parser, NUMBERS)
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))

@@ -22,7 +22,7 @@ def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
     assert entry["peak_mb"] > 8
 
 
-NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl": "trl", "unsloth_zoo": "unsloth_zoo"}
+NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl": "trl"}
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ class Judge(Grader):
         if not self._identity:
             with lora.disabled(self.model):
                 logits = self.tree.root()[1] @ self.model.head_weight.T
-            asked = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
-            said = np.array(logits.astype(mx.float32)).tobytes()
-            self._identity = rubrics.digest(asked, str(logits.dtype), said)
+            settings = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
+            values = np.array(logits.astype(mx.float32)).tobytes()
+            self._identity = rubrics.digest(settings, str(logits.dtype), values)
         return self._identity
 
     def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
@@ -102,12 +102,12 @@ class Judge(Grader):
             if len(self.prompts.head) + sum(map(len, prompts[place])) > self.room:
                 del prompts[place]
                 context = self.model.config.max_position_embeddings
-                said = f"(nothing, as the answer does not fit into its context of {context} tokens)"
-                yield place, Evaluation(math.nan, 0.0, said)
+                reply = f"(nothing, as the answer does not fit into its context of {context} tokens)"
+                yield place, Evaluation(math.nan, 0.0, reply)
         with lora.disabled(self.model), alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress:
-            for found in self.tree.walk(prompts, self._read):
+            for place_and_evaluation in self.tree.walk(prompts, self._read):
                 progress.update()
-                yield found
+                yield place_and_evaluation
         self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
@@ -129,15 +129,16 @@ class Judge(Grader):
 
     def _read(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The evaluations at the ends of M prompts, from hidden states (M, C)."""
-        logits = hidden @ self.model.head_weight.T
-        return self._read_logits(logits) if self.mode == "logits" else self._read_replies(logits, cache)
-
-    def _read_logits(self, logits: mx.array) -> list[Evaluation]:
-        """Expected scores at the first answer position, from logits (M, V)."""
+        logits = hidden @ self.model.head_weight.T  # (M, V)
+        if self.mode == "decode":
+            return self._read_replies(logits, cache)
         logprobs = softmax.log_softmax(logits)
-        values, mass = from_logprobs(logprobs, self.score_ids)
+        by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
+        mass = by_score.sum(-1)
+        expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
+        scores = np.where(np.array(mass).astype(float) >= rubrics.MIN_MASS, np.array(expected), math.nan)
         likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
-        return list(map(Evaluation, values, mass, likeliest))
+        return list(map(Evaluation, scores.tolist(), np.array(mass).tolist(), likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The last digits of greedy replies, from logits (M, V) of their first tokens."""
@@ -154,27 +155,14 @@ class Judge(Grader):
             close = self.prompts.trusted("\n</think>\n\n")
             tails = [[i for i in thoughts[row] if i != self.end_of_thought] + close for row in rows]
             if rows:
-                cache = cache.child([len(tail) for tail in tails], rows)
-                hidden = at_ends(self.tree.forward(cache, tails), [len(tail) for tail in tails])
-                logits = hidden @ self.model.head_weight.T
+                lengths = list(map(len, tails))
+                cache = cache.child(lengths, rows)
+                logits = at_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
         if rows:
-            said = sampler.continue_greedily(self.model, cache.flat(), logits, rubrics.REPLY_TOKENS, eos)
-            for row, ids in zip(rows, said, strict=True):
+            answers = sampler.continue_greedily(self.model, cache.flat(), logits, rubrics.REPLY_TOKENS, eos)
+            for row, ids in zip(rows, answers, strict=True):
                 replies[row] = ids[:-1] if ids[-1] in eos else ids
         return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
-
-
-def from_logprobs(logprobs: mx.array, ids: list[list[int]]) -> tuple[list[float], list[float]]:
-    """
-    Expected scores over the tokens `ids`, and the mass of these, from log-probabilities (M, V).
-
-    The score is nan in rows with less mass than MIN_MASS.
-    """
-    by_score = mx.stack([mx.exp(logprobs[:, mx.array(one)]).sum(-1) for one in ids], axis=-1)  # (M, 5)
-    mass = by_score.sum(-1)
-    expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
-    shares = np.array(mass)
-    return np.where(shares.astype(float) >= rubrics.MIN_MASS, np.array(expected), math.nan).tolist(), shares.tolist()
 
 
 # ---- a run's judge, and the command that compares a judge's scores with human labels

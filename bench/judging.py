@@ -111,7 +111,7 @@ def run_ours(work: Work, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_
     found = dict(grader.evaluations(grader.questions(zip(work.prompts, work.completions, strict=True))))
     seconds = time.perf_counter() - begin
     said = [found[place] for place in range(len(found))]
-    values, texts = np.array([one.score for one in said]), np.array([one.said for one in said], object)
+    values, texts = np.array([one.score for one in said]), np.array([one.reply for one in said], object)
     return Timing(values.reshape(-1, NUM_CRITERIA), texts.reshape(-1, NUM_CRITERIA), seconds)
 
 

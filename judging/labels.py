@@ -1,6 +1,4 @@
-"""
-Human labels: scores that people gave, and how well a judge's scores agree with them.
-"""
+"""Human labels: scores that people gave, and how well a judge's scores agree with them."""
 
 import math
 import re
@@ -26,19 +24,18 @@ class Label(NamedTuple):
 def load(path: str | Path, rubric: Rubric) -> list[Label]:
     """The labels of a JSONL file. Raises ValueError naming an invalid line."""
     names, spec = [criterion.name for criterion in rubric.criteria], f"--labels {path}"
-    content = read_text(path, spec, 1000).encode()
     labels = []
-    for place, held in jsonl_records(spec, content):
+    for place, record in jsonl_records(spec, read_text(path, spec, 1000).encode()):
         where = f"{spec}, {place}"
-        if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in Label._fields[:3]):
+        if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in Label._fields[:3]):
             raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
-        if re.search("[\ud800-\udfff]", held["prompt"] + held["completion"]):
+        if re.search("[\ud800-\udfff]", record["prompt"] + record["completion"]):
             raise ValueError(f"{where}: it holds half of a surrogate pair, which is no character; remove it")
-        if held["criterion"] not in names:
-            raise ValueError(f"{where}: criterion {held['criterion']!r:.60}; the rubric's are {', '.join(names)}")
-        if type(held.get("score")) is not int or not 1 <= held["score"] <= 5:
-            raise ValueError(f"{where}: score {short(held.get('score'))}; it must be a whole number from 1 to 5")
-        labels.append(Label(*(held[key] for key in Label._fields)))
+        if record["criterion"] not in names:
+            raise ValueError(f"{where}: criterion {record['criterion']!r:.60}; the rubric's are {', '.join(names)}")
+        if type(record.get("score")) is not int or not 1 <= record["score"] <= 5:
+            raise ValueError(f"{where}: score {short(record.get('score'))}; it must be a whole number from 1 to 5")
+        labels.append(Label(*(record[key] for key in Label._fields)))
     if not labels:
         raise ValueError(f"{spec} holds no label")
     return labels

@@ -1,8 +1,7 @@
 """
 Remote judge: scores the same rubric with an OpenAI-compatible server, many requests at once.
 
-Retries requests while the server is busy or unreachable, and passes on each reply as it arrives. Left out: streaming
-and tools.
+Retries requests while the server is busy or unreachable, and passes on each reply as it arrives.
 
 Axes: N completions, J criteria.
 """
@@ -66,23 +65,14 @@ class Endpoint:
         self._knows_template = True  # until the server rejects `TEMPLATE`, as OpenAI's does
 
     def chat(
-        self,
-        conversations: Sequence[list[dict[str, str]]],
-        *,
-        max_tokens: int,
-        top_logprobs: int = 0,
-        thinking: bool = False,
+        self, conversations: Sequence[list[dict[str, str]]], settings: dict[str, Any]
     ) -> Generator[tuple[int, Reply], None, None]:
         """
-        Each conversation's place and greedy reply, as they arrive.
+        Each conversation's place and greedy reply, as they arrive; settings: of the protocol, such as `max_tokens`.
 
-        top_logprobs: how many of the likeliest first tokens to request. Raises ValueError, and sends no more requests,
-        if one is refused or still fails after all retries.
+        Raises ValueError, and sends no more requests, if one is refused or still fails after all retries.
         """
-        body: dict[str, Any] = {"model": self.settings.model, "max_tokens": max_tokens}
-        body |= {"temperature": 0, "stream": False, TEMPLATE: {"enable_thinking": thinking}}
-        if top_logprobs:
-            body |= {"logprobs": True, "top_logprobs": top_logprobs}
+        body = {"model": self.settings.model, "temperature": 0, "stream": False} | settings
         replies = self._replies([body | {"messages": messages} for messages in conversations])
 
         async def arrived() -> tuple[int, Reply] | None:
@@ -112,41 +102,40 @@ class Endpoint:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
-        """One request with its retries."""
-        pause, seconds, tries = self.first_pause, self.timeout, 1 + self.retries
-        for left in reversed(range(tries)):
+        """The reply to one request, after retries."""
+        pause = self.first_pause
+        for left in reversed(range(1 + self.retries)):
             if not self._knows_template:
                 body = {name: value for name, value in body.items() if name != TEMPLATE}
-            asked_for = 0.0
+            retry_after = ""
             try:
-                async with asyncio.timeout(seconds):  # the client's own restarts with every byte
+                async with asyncio.timeout(self.timeout):  # the client's own restarts with every byte
                     async with client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
                         content = await _read(response)
             except TimeoutError:
-                problem = f"no whole reply within {seconds:g} s"
+                problem = f"no whole reply within {self.timeout:g} s"
             except httpx2.RequestError as error:  # refused, reset, cut off
                 problem = self._shown(str(error)) or type(error).__name__
             else:
                 if response.is_success:
                     return self._reply(content)
-                said = self._shown(content.decode(errors="replace")) or self._shown(response.reason_phrase)
-                problem = f"status {response.status_code}: {said}"
-                if response.status_code in (400, 422) and TEMPLATE in said and TEMPLATE in body:
+                status, message = response.status_code, self._shown(content.decode(errors="replace"))
+                problem = f"status {status}: {message or self._shown(response.reason_phrase)}"
+                if status in (400, 422) and TEMPLATE in message and TEMPLATE in body:
                     self._knows_template = False
                     return await self._ask(client, body)
-                if response.status_code in (400, 413) and TOO_LONG.search(said):
+                if status in (400, 413) and TOO_LONG.search(message):
                     return Reply("", {}, f"{problem}; lower --judge-think, or give its model more context")
-                if response.status_code not in BUSY:
+                if status not in BUSY:
                     raise ValueError(f"--judge-url {self.url} refused a request ({problem})")
-                asked_for = _seconds(response.headers.get("Retry-After"))
+                retry_after = response.headers.get("Retry-After", "")
             if left:
+                seconds = float(retry_after) if re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else 0.0  # or a date
                 # random, so that requests that failed together do not retry together
-                await asyncio.sleep(min(max(asked_for, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
+                await asyncio.sleep(min(max(seconds, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
                 pause *= 2
-        raise ValueError(
-            f"--judge-url {self.url} did not answer after {tries} tries ({problem}); "
-            "start it, or name another --judge-url"
-        )
+        fix = "start it, or name another --judge-url"
+        raise ValueError(f"--judge-url {self.url} did not answer after {1 + self.retries} tries ({problem}); {fix}")
 
     def _reply(self, content: bytes) -> Reply:
         """The reply in a server's JSON."""
@@ -161,9 +150,9 @@ class Endpoint:
             return Reply("", {}, f"it sent no chat completion: {self._shown(content.decode(errors='replace'))!r:.80}")
         return Reply(redacted(text, self.key), first)
 
-    def _shown(self, said: str) -> str:
-        """What a server or its client said, in one short line without the key, which some echo."""
-        return " ".join(redacted(said, self.key).split())[:300]
+    def _shown(self, text: str) -> str:
+        """A server's or client's text in one short line without the key, which some echo."""
+        return " ".join(redacted(text, self.key).split())[:300]
 
 
 async def _read(response: httpx2.Response) -> bytes:
@@ -174,11 +163,6 @@ async def _read(response: httpx2.Response) -> bytes:
         if len(content) > LARGEST:
             break
     return content
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Seconds of a Retry-After header; 0 if it is missing or a date."""
-    return float(retry_after) if retry_after and re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else 0.0
 
 
 class RemoteJudge(Grader):
@@ -198,18 +182,19 @@ class RemoteJudge(Grader):
     def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
         criteria = self.rubric.criteria
         asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
-        limits = {"max_tokens": 1, "top_logprobs": TOP_LOGPROBS}
+        settings: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
         if self.mode == "decode":
-            limits = {"max_tokens": rubrics.REPLY_TOKENS + self.think}
-        told = contextlib.closing(self.server.chat(asked, thinking=self.think > 0, **limits))
-        with told as replies, alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
+            settings = {"max_tokens": rubrics.REPLY_TOKENS + self.think}
+        settings[TEMPLATE] = {"enable_thinking": self.think > 0}
+        arriving = contextlib.closing(self.server.chat(asked, settings))
+        with arriving as replies, alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
             for place, reply in replies:
                 progress.update()
                 yield place, self._read(reply)
 
     def _read(self, reply: Reply) -> Evaluation:
         if self.mode == "decode":
-            return rubrics.from_reply(reply.text)._replace(said=reply.text or reply.problem)
+            return rubrics.from_reply(reply.text)._replace(reply=reply.text or reply.problem)
         if not reply.first and reply.text:  # without text it ended at once, or was filtered
             raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
         value, mass = rubrics.from_first_tokens(reply.first)

@@ -65,42 +65,42 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
     """
     if isinstance(source, Rubric):
         return source
-    where, held = "the rubric", source
+    where, content = "the rubric", source
     if isinstance(source, (str, Path)):
         where = f"rubric {source}"
-        held = flags.load_yaml(source, where)
-    if isinstance(held, dict) and (unknown := [key for key in held if key not in ("preamble", "criteria")]):
+        content = flags.load_yaml(source, where)
+    if isinstance(content, dict) and (unknown := [key for key in content if key not in ("preamble", "criteria")]):
         near = difflib.get_close_matches(str(unknown[0])[:40], ("preamble", "criteria"), 1, 0.0)[0]
         raise ValueError(f"{where}: unknown key {reprlib.repr(unknown[0])}; did you mean {near!r}?")
-    if not isinstance(held, dict) or not isinstance(held.get("criteria"), list) or not held["criteria"]:
+    if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
-    criteria = []
-    for number, entry in enumerate(held["criteria"], 1):
-        if not isinstance(entry, dict) or set(entry) - {"reverse"} != {"name", "weight", "text"}:
-            shown = reprlib.repr(entry)
-            problem = f"criterion {number} is {shown}; it needs exactly name, weight and text"
-            raise ValueError(f"{where}: {problem}, and may have `reverse: true`")
-        weight = entry["weight"]
-        if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:  # this form rejects nan
-            problem = f"criterion {number} has weight {reprlib.repr(weight)}"
-            raise ValueError(f"{where}: {problem}; it must be a number other than 0, below a million")
-        reverse = entry.get("reverse", False)
-        if type(reverse) is not bool or (reverse and weight < 0):
-            problem = f"criterion {number} has weight {weight:g} and reverse {reprlib.repr(reverse)}"
-            raise ValueError(f"{where}: {problem}; write `reverse: true`, with a weight above 0, where 5 is bad")
-        for key in ("name", "text"):
-            if isinstance(entry[key], (bool, int, float)):
-                problem = f"criterion {number} has the {key} {entry[key]!r:.60}, which YAML reads as no text"
-                raise ValueError(f"{where}: {problem}; put it in quotes")
-            if not isinstance(entry[key], str) or not entry[key].strip():
-                raise ValueError(f"{where}: criterion {number} needs a name and a text that are not empty")
-        criteria.append(Criterion(entry["name"], float(weight), entry["text"], reverse))
+    criteria = [_criterion(f"{where}: criterion {n}", entry) for n, entry in enumerate(content["criteria"], 1)]
     if len({criterion.name for criterion in criteria}) < len(criteria):
         raise ValueError(f"{where}: two criteria have the same name")
-    preamble = held.get("preamble", DEFAULT_PREAMBLE)
+    preamble = content.get("preamble", DEFAULT_PREAMBLE)
     if not isinstance(preamble, str):
         raise ValueError(f"{where}: the preamble is {reprlib.repr(preamble)}, not a text")
     return Rubric(preamble.strip(), criteria)
+
+
+def _criterion(where: str, entry: Any) -> Criterion:
+    if not isinstance(entry, dict) or set(entry) - {"reverse"} != {"name", "weight", "text"}:
+        fix = "it needs exactly name, weight and text, and may have `reverse: true`"
+        raise ValueError(f"{where} is {reprlib.repr(entry)}; {fix}")
+    weight, reverse = entry["weight"], entry.get("reverse", False)
+    if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:  # this form rejects nan
+        raise ValueError(
+            f"{where} has weight {reprlib.repr(weight)}; it must be a number other than 0, below a million"
+        )
+    if type(reverse) is not bool or (reverse and weight < 0):
+        fix = "write `reverse: true`, with a weight above 0, where 5 is bad"
+        raise ValueError(f"{where} has weight {weight:g} and reverse {reprlib.repr(reverse)}; {fix}")
+    for key in ("name", "text"):
+        if isinstance(entry[key], (bool, int, float)):
+            raise ValueError(f"{where} has the {key} {entry[key]!r:.60}, which YAML reads as no text; put it in quotes")
+        if not isinstance(entry[key], str) or not entry[key].strip():
+            raise ValueError(f"{where} needs a name and a text that are not empty")
+    return Criterion(entry["name"], float(weight), entry["text"], reverse)
 
 
 class PromptBuilder:
@@ -140,8 +140,8 @@ class PromptBuilder:
         """Ids of text that must stay text: "<|im_end|>" and "</answer>" become harmless characters."""
         text = _TAG.sub("< ", text)
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if found := self.control.keys() & set(ids):  # control tokens not marked as special
-            for token in {self.control[i] for i in found}:
+        if unmarked := self.control.keys() & set(ids):  # control tokens not marked as special
+            for token in {self.control[i] for i in unmarked}:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
             ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return [i for i in ids if i not in self.control]  # drops those matched in other spellings
@@ -168,7 +168,7 @@ def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion)
     """
 
     def broken_up(text: str) -> str:
-        return _MAYBE_CONTROL.sub(lambda found: found.group() + " ", _TAG.sub("< ", text))
+        return _MAYBE_CONTROL.sub(r"\g<0> ", _TAG.sub("< ", text))
 
     parts = {_QUESTION: broken_up(prompt), _ANSWER: broken_up(completion), _CRITERION: criterion.text}
     text = "".join(parts.get(part, part) for part in re.split(f"([{''.join(parts)}])", LAYOUT))
@@ -210,7 +210,7 @@ class Evaluation(NamedTuple):
 
     score: float  # 1..5, nan if unreadable
     mass: float  # probability on valid scores
-    said: str  # the likeliest first token, or the reply
+    reply: str  # or the likeliest first token
 
 
 def score_token_ids(tokenizer: Any) -> list[list[int]]:
@@ -219,20 +219,20 @@ def score_token_ids(tokenizer: Any) -> list[list[int]]:
 
     Raises ValueError if a digit has no token of its own: the first token then cannot tell scores apart.
     """
-    found = []
+    by_score = []
     for score in "12345":
         spelled = [tokenizer.encode(form, add_special_tokens=False) for form in (score, f" {score}")]
         ids = {ids[0] for ids in spelled if len(ids) == 1}
         # tokenizers that prepend a space never encode the bare digit, but models may still write it
         looked_up = (tokenizer.convert_tokens_to_ids(mark + score) for mark in ("", "\u0120", "\u2581"))
         ids |= {i for i in looked_up if i is not None and i != tokenizer.unk_token_id}
-        found.append(sorted(i for i in ids if tokenizer.decode([i]).strip() == score))
-    if missing := [str(score) for score, ids in enumerate(found, 1) if not ids]:
+        by_score.append(sorted(i for i in ids if tokenizer.decode([i]).strip() == score))
+    if missing := [str(score) for score, ids in enumerate(by_score, 1) if not ids]:
         raise ValueError(
             f"the judge's tokenizer has no token of its own for {', '.join(missing)}, so its first token is no score; "
             "set --judge-mode decode"
         )
-    return found
+    return by_score
 
 
 def from_first_tokens(first: dict[str, float]) -> tuple[float, float]:
@@ -243,17 +243,12 @@ def from_first_tokens(first: dict[str, float]) -> tuple[float, float]:
     """
     by_score = np.zeros(6)
     for token, logprob in first.items():
-        by_score[digit_of(token) or 0] += math.exp(min(logprob, 1.0))
+        text = token.strip().lstrip("\u0120\u2581")  # vocabularies' marks for a space
+        by_score[int(text) if text in {*"12345"} else 0] += math.exp(min(logprob, 1.0))
     if not by_score.sum() < 1.05:  # so written, it refuses nan; servers round
         return math.nan, 0.0
     mass = float(by_score[1:].sum())
     return float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= MIN_MASS else math.nan, mass
-
-
-def digit_of(token: str) -> int | None:
-    """The score that a token spells: "5", " 5", or a digit after a vocabulary's mark for a space; else None."""
-    text = token.strip().lstrip("\u0120\u2581")
-    return int(text) if text in {"1", "2", "3", "4", "5"} else None
 
 
 _SCORE = re.compile(r"(?<![\w.,/-])[1-5](?![\w/]|[.,]\d)")
@@ -270,9 +265,9 @@ def read_score(reply: str) -> float:
     """
     _, closed, after = reply.rpartition("</think>")
     if not closed and "<think>" in reply:
-        return float("nan")
-    found = _SCORE.findall(_NOT_A_SCORE.sub("", after[-2000:]))  # more than that is no answer, and takes its square
-    return float(found[-1]) if found else float("nan")
+        return math.nan
+    digits = _SCORE.findall(_NOT_A_SCORE.sub("", after[-2000:]))  # more than that is no answer, and takes its square
+    return float(digits[-1]) if digits else math.nan
 
 
 def from_reply(text: str) -> Evaluation:
@@ -307,28 +302,24 @@ class ScoreCache:
 
     def __init__(self, limit: int = 2**18):
         self.limit = limit
-        self.held: dict[str, float] = {}
+        self.scores: dict[str, float] = {}
         self._fresh: list[str] = []
 
     def put(self, key: str, score: float) -> None:
-        if key not in self.held:
+        if key not in self.scores:
             self._fresh.append(key)
-        self.held[key] = score
-        while len(self.held) > self.limit:
-            del self.held[next(iter(self.held))]
+        self.scores[key] = score
+        while len(self.scores) > self.limit:
+            del self.scores[next(iter(self.scores))]
 
     def take_fresh(self) -> list[dict[str, Any]]:
         """Records of the scores added since the last call, for a file."""
         fresh, self._fresh = self._fresh, []
-        return [{"key": key, "score": self.held[key]} for key in fresh if key in self.held]
+        return [{"key": key, "score": self.scores[key]} for key in fresh if key in self.scores]
 
     def fill(self, records: list[dict[str, Any]]) -> None:
-        """
-        Replaces the content with records of `take_fresh`.
-
-        Raises ValueError for others.
-        """
-        self.held = {}
+        """Replaces the content with records of `take_fresh`. Raises ValueError for others."""
+        self.scores = {}
         for record in records[-self.limit :]:
             key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
             if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:
@@ -389,9 +380,9 @@ class Grader:
         # Judge equal completions once: different padding would change scores by rounding, but a group of equal
         # completions must get equal rewards. They are a quarter to two thirds of a demo run's rows.
         questions = self.questions(dict.fromkeys(pairs))
-        whose = self.identity()
-        keys = [digest(whose, *question) for question in questions]
-        known = world.first(lambda: [self.cache.held.get(key) for key in keys])
+        identity = self.identity()
+        keys = [digest(identity, *question) for question in questions]
+        known = world.first(lambda: [self.cache.scores.get(key) for key in keys])
         scores = dict(zip(questions, known, strict=True))
         asked = [place for place, question in enumerate(questions) if scores[question] is None]
         mine = [asked[number] for number in world.part_together(questions[place].prompt for place in asked)]
@@ -405,15 +396,15 @@ class Grader:
 
         self.num_tokens = 0
         if mine:
-            with contextlib.closing(self.evaluations([questions[place] for place in mine])) as found:
-                for number, evaluation in found:
+            with contextlib.closing(self.evaluations([questions[place] for place in mine])) as arriving:
+                for number, evaluation in arriving:
                     note(mine[number], evaluation)
                     if len(new) == FIRST:
                         self._refuse_unreadable(new)
         if asked:
             parts = world.share([(place, *new[questions[place]]) for place in mine], f"judge's {len(asked)} questions")
-            for place, *told in itertools.chain(*parts[: world.rank()], *parts[world.rank() + 1 :]):
-                note(place, Evaluation(*told))
+            for place, *evaluation in itertools.chain(*parts[: world.rank()], *parts[world.rank() + 1 :]):
+                note(place, Evaluation(*evaluation))
             self._refuse_unreadable(new)
             self._count(new)
         table = np.array([scores[question] for question in self.questions(pairs)], float)
@@ -425,7 +416,7 @@ class Grader:
 
     def _refuse_unreadable(self, new: dict[Question, Evaluation]) -> None:
         """ValueError where no score was ever readable; `new`: the first evaluations."""
-        if not self.allow_unreadable and not self.cache.held:
+        if not self.allow_unreadable and not self.cache.scores:
             raise ValueError(
                 f"the judge gave no readable score: none of its first {len(new)} evaluations has one. "
                 f"{self._example(new)}, or go on with --allow-unreadable"
@@ -433,25 +424,24 @@ class Grader:
 
     def _count(self, new: dict[Question, Evaluation]) -> None:
         """Warns once, with an example, when over a fifth of all evaluations so far is unreadable."""
-        unread = [question for question, evaluation in new.items() if math.isnan(evaluation.score)]
+        unread = sum(math.isnan(evaluation.score) for evaluation in new.values())
         self.num_seen += len(new)
-        self.num_unread += len(unread)
-        if not unread or self.num_unread <= LOUD * self.num_seen or self.has_warned:
-            return
-        self.has_warned = True
-        self.warn(
-            f"{self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
-            f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. {self._example(new)}"
-        )
+        self.num_unread += unread
+        if unread and self.num_unread > LOUD * self.num_seen and not self.has_warned:
+            self.has_warned = True
+            self.warn(
+                f"{self.num_unread} of {self.num_seen} evaluations of the judge gave no readable score "
+                f"({self.num_unread / self.num_seen:.0%}); rewards come from the rest. {self._example(new)}"
+            )
 
     def _example(self, new: dict[Question, Evaluation]) -> str:
         """The first unreadable evaluation, and what to try."""
-        question = next(question for question, evaluation in new.items() if math.isnan(evaluation.score))
+        question, evaluation = next((question, one) for question, one in new.items() if math.isnan(one.score))
         prompt, completion, column = question
         mode = "" if self.mode == "decode" else "; or, if answers fit its context, --judge-mode decode"
         return (
             f"For example criterion {self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to "
-            f"{prompt[:80]!r}: it said {new[question].said[:160]!r}, with {new[question].mass:.3f} of its probability "
+            f"{prompt[:80]!r}: it said {evaluation.reply[:160]!r}, with {evaluation.mass:.3f} of its probability "
             f"on 1 to 5. Try another --judge-model (docs/judge.md says which can judge){mode}"
         )
 

@@ -6,6 +6,7 @@ Left out: the process and its seal (problems/workers.py, problems/seal.py); docs
 
 import contextlib
 import importlib
+import io
 import math
 import os
 import resource
@@ -41,22 +42,13 @@ def python(code: str) -> str:
 python.gate = threading.BoundedSemaphore(os.cpu_count() or 1)  # type: ignore[attr-defined]  # calls at once
 
 
-class _Printed:
+class _Printed(io.StringIO):
     """What code prints, in place of `sys.stdout`."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.room = LONGEST
-
     def write(self, text: str) -> int:
-        self.room -= len(text)
-        if self.room < 0:
+        if self.tell() + len(text) > LONGEST:
             raise ValueError(f"the code printed more than {LONGEST} characters")
-        self.texts.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing: what is printed is kept."""
+        return super().write(text)
 
 
 def make_runner() -> Callable[[str], str]:
@@ -70,7 +62,7 @@ def make_runner() -> Callable[[str], str]:
         printed = sys.stdout = _Printed()
         with contextlib.suppress(SystemExit):
             exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
-        return "".join(printed.texts)
+        return printed.getvalue()
 
     run.runs_code = True  # type: ignore[attr-defined]
     return run

@@ -38,7 +38,7 @@ def demo():
 class Answers(NamedTuple):
     scores: np.ndarray
     mass: np.ndarray
-    said: np.ndarray
+    replies: np.ndarray
 
 
 def evaluate(grader, pairs):
@@ -171,13 +171,13 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
                 thoughts = greedy(ids, think, eos | {end})
                 kinds.add("said all" if thoughts[-1] in eos else "closed" if thoughts[-1] == end else "cut off")
                 if thoughts[-1] in eos:
-                    assert judged.said[row, column] == tokenizer.decode(thoughts[:-1])
+                    assert judged.replies[row, column] == tokenizer.decode(thoughts[:-1])
                     continue
                 close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
                 ids = ids + [i for i in thoughts if i != end] + close
             reply = greedy(ids, rubrics.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
-            assert judged.said[row, column] == text
+            assert judged.replies[row, column] == text
             np.testing.assert_equal(judged.scores[row, column], rubrics.read_score(text))
 
 
@@ -231,7 +231,7 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {(True,) * 3, (True, False, True), (False,) * 3}
     judged = evaluate(grader, [(prompt, text) for text in completions])
     assert (
-        (judged.said == "(nothing, as the answer does not fit into its context of 1024 tokens)") == (sizes > 1024)
+        (judged.replies == "(nothing, as the answer does not fit into its context of 1024 tokens)") == (sizes > 1024)
     ).all()
     assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
     if mode == "logits":

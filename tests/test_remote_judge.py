@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -90,19 +91,18 @@ def make(server, **settings):
 
 
 def ask(client, conversations=(HELLO,), **settings):
-    replies = dict(client.chat(list(conversations), **{"max_tokens": 16} | settings))
+    replies = dict(client.chat(list(conversations), {"max_tokens": 16} | settings))
     return [replies[place] for place in sorted(replies)]
 
 
 def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
     server = serve(lambda *_: (200, completion("4", [("4", -0.1), ("5", -2.5)]), {}))
-    replies = ask(make(server, key="secret"), max_tokens=1, top_logprobs=10)
-    assert replies == [remote_judge.Reply("4", {"4": -0.1, "5": -2.5})]
+    assert grader_of(server).score(["a"], ["b"]).scores == pytest.approx(4.083, abs=1e-3)
     ((path, headers, body),) = server.requests
-    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret"
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert [message["role"] for message in body.pop("messages")] == ["system", "user"]
     assert body == {
         "model": "tiny",
-        "messages": HELLO,
         "max_tokens": 1,
         "temperature": 0,
         "stream": False,
@@ -127,13 +127,13 @@ def test_replies_come_with_their_places_and_no_more_requests_run_at_once_than_al
 @pytest.fixture
 def pauses(monkeypatch):
     """The seconds that an endpoint would wait before it asks again; it does not wait them."""
-    held = []
+    waited = []
 
     async def note(seconds):
-        held.append(seconds)
+        waited.append(seconds)
 
     monkeypatch.setattr(remote_judge.asyncio, "sleep", note)
-    return held
+    return waited
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 529])
@@ -167,13 +167,10 @@ def test_retries_are_counted_and_then_the_failure_is_said_in_one_line(serve):
     assert "\n" not in str(error.value) and len(server.requests) == 3
 
 
-def test_a_server_that_is_not_there_is_named(serve):
-    server = serve(lambda *_: (200, completion("5"), {}))
-    server.close()
-    with pytest.raises(ValueError, match=rf"{server.url} did not answer after 2 tries \(.+\); start it, or name"):
-        ask(make(server, retries=1))
-    server.http = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # for the fixture to close
-    threading.Thread(target=server.http.serve_forever, daemon=True).start()
+def test_a_server_that_is_not_there_is_named():
+    nobody = types.SimpleNamespace(url="http://127.0.0.1:1/v1")
+    with pytest.raises(ValueError, match=rf"{nobody.url} did not answer after 2 tries \(.+\); start it, or name"):
+        ask(make(nobody, retries=1))
 
 
 def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
@@ -218,7 +215,7 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
 import config
 from judging import remote_judge
 settings = config.JudgeSettings(url={server.url!r}, model="tiny")
-list(remote_judge.Endpoint(settings).chat([[]] * 9, max_tokens=1))
+list(remote_judge.Endpoint(settings).chat([[]] * 9, {{"max_tokens": 1}}))
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
@@ -249,10 +246,10 @@ def test_a_server_that_does_not_know_the_template_s_settings_is_not_sent_them_ag
         return 200, completion("5"), {}
 
     server = serve(answer)
-    client = make(server, concurrency=3)
-    assert [reply.text for reply in ask(client, [HELLO] * 3)] == ["5"] * 3
+    client, template = make(server, concurrency=3), {"chat_template_kwargs": {}}
+    assert [reply.text for reply in ask(client, [HELLO] * 3, **template)] == ["5"] * 3
     assert len(server.requests) <= 6
-    ask(client)
+    ask(client, **template)
     assert "chat_template_kwargs" not in server.requests[-1][2]
 
 
@@ -302,15 +299,14 @@ def test_a_reply_of_another_protocol_is_unreadable_and_the_first_one_ends_the_ru
         grader_of(serve(lambda *_: (200, content, {})), allow=False).score(["a"], ["b"])
 
 
-@pytest.mark.parametrize("logprob", ["1e6", "0.5", "NaN", "Infinity", "1e999", "true", '"nan"'])
-def test_a_log_probability_that_is_none_is_unreadable(serve, logprob):
-    judged = grader_of(serve(lambda *_: (200, with_logprob(logprob), {}))).score(["a"], ["b"])
+NO_PROBABILITIES = [with_logprob(text) for text in ("1e6", "0.5", "NaN", "Infinity", "1e999", "true", '"nan"')]
+NO_PROBABILITIES.append(completion("4", [(digit, 0.0) for digit in "12345"]))  # of five certain tokens
+
+
+@pytest.mark.parametrize("content", NO_PROBABILITIES)
+def test_log_probabilities_that_are_none_are_unreadable(serve, content):
+    judged = grader_of(serve(lambda *_: (200, content, {}))).score(["a"], ["b"])
     assert np.isnan(judged.scores).all() and judged.stats.mass == 0
-
-
-def test_probabilities_that_make_more_than_one_are_unreadable(serve):
-    certain = completion("4", [(digit, 0.0) for digit in "12345"])
-    assert np.isnan(grader_of(serve(lambda *_: (200, certain, {}))).score(["a"], ["b"]).scores).all()
 
 
 def test_a_reply_without_end_is_read_no_further_and_unreadable(serve, monkeypatch):

@@ -86,7 +86,7 @@ def test_what_could_not_be_read_is_asked_again_and_nothing_else():
 
 def test_a_score_is_known_as_soon_as_it_arrives():
     made, known = Made(), []
-    made.on_score = lambda: known.append(len(made.cache.held))
+    made.on_score = lambda: known.append(len(made.cache.scores))
     made.score(["a"], ["x?"])
     made.score(["a"], ["y"])
     assert known == [1, 2, 3, 4, 5]
@@ -143,7 +143,7 @@ def test_the_cache_is_bounded_and_drops_the_oldest_first():
         made.score(["a"], [text])
     made.asked.clear()
     made.score(["a"] * 3, list("vwx"))
-    assert made.asked == [] and len(made.cache.held) == 9
+    assert made.asked == [] and len(made.cache.scores) == 9
     made.score(["a"], ["u"])
     assert made.asked == [whole(("a", "u"))]
 
@@ -155,7 +155,7 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
         made.score(["a"], [text])
         lines += [json.dumps({"step": 1} | record) for record in made.cache.take_fresh()]
     resumed.cache.fill([json.loads(line) for line in lines])
-    assert list(resumed.cache.held.items()) == list(made.cache.held.items())
+    assert list(resumed.cache.scores.items()) == list(made.cache.scores.items())
     assert resumed.cache.take_fresh() == [] and made.cache.take_fresh() == []
 
 
@@ -272,4 +272,5 @@ def test_the_last_standalone_digit_after_the_thoughts_is_the_score(reply, score)
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():
     tokens = ["5", " 5", "\u01205", "\u25815", "6", "0", "55", "", "five", "5.", "\u0665"]
-    assert [rubrics.digit_of(token) for token in tokens] == [5, 5, 5, 5] + [None] * 7
+    scores = [rubrics.from_first_tokens({token: 0.0})[0] for token in tokens]
+    np.testing.assert_array_equal(scores, [5] * 4 + [math.nan] * 7)

@@ -44,28 +44,22 @@ def schema_of(flag: str, tool: Tool) -> dict[str, Any]:
 
 
 def schemas_of(flag: str, tools: list[Tool]) -> Schemas:
-    """The schemas of functions by name."""
     schemas = [schema_of(flag, tool) for tool in tools]
     return {schema["function"]["name"]: schema for schema in schemas}
 
 
-def tools_of(environment: type) -> list[Tool]:
-    """An environment's tools: its public methods, in alphabetical order, but reset and get_reward."""
-    found = []
-    for name, _ in inspect.getmembers(environment, inspect.isroutine):
-        if not name.startswith("_") and name not in ("reset", "get_reward"):
-            held = inspect.getattr_static(environment, name)
-            # bound to anything, so that its first argument is none of the model's
-            is_method = isinstance(held, types.FunctionType)
-            found.append(types.MethodType(held, environment) if is_method else getattr(environment, name))
-    return found
-
-
-def environment_schemas(kind: type) -> dict[str, Any]:
-    """The schemas of an environment's tools. ValueError where it has no reset."""
+def environment_schemas(kind: type) -> Schemas:
+    """The schemas of an environment's tools: its public methods but reset and get_reward. ValueError without reset."""
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(f"--env: {kind.__name__} has no method reset, which begins an episode; add one")
-    return schemas_of(f"--env {kind.__name__}", tools_of(kind))
+    tools = []
+    for name, _ in inspect.getmembers(kind, inspect.isroutine):
+        if not name.startswith("_") and name not in ("reset", "get_reward"):
+            method = inspect.getattr_static(kind, name)
+            # bound to anything, so that its first argument is none of the model's
+            is_method = isinstance(method, types.FunctionType)
+            tools.append(types.MethodType(method, kind) if is_method else getattr(kind, name))
+    return schemas_of(f"--env {kind.__name__}", tools)
 
 
 def pays_turns(kind: type) -> bool:
@@ -94,28 +88,29 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", 
 
 def read_calls(text: str, kind: str, schemas: Schemas) -> list[Call]:
     """The calls of a turn after its thought, in order; each is checked against its schema."""
-    found = []
+    calls = []
     for body, end in _CALL.findall(text.rpartition("</think>")[2]):
         if not end:
-            found.append(Call(None, None, "the call has no </tool_call>"))
+            calls.append(Call(None, None, "the call has no </tool_call>"))
             continue
         call = _read_json(body) if kind == "json" else _read_coder(body, schemas)
         try:
             json.dumps(call.arguments, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
         except ValueError:
             call = Call(call.name, None, "the call is not JSON: it has a number that is none, or is too large")
-        found.append(call if call.error else _checked(call, schemas))
-    return found
+        calls.append(call if call.error else call._replace(error=_mistake(call, schemas)))
+    return calls
 
 
 def _read_json(body: str) -> Call:
     try:
-        held = read_json(body)
+        content = read_json(body)
     except ValueError as error:
         return Call(None, None, f"the call is not JSON: {one_line(error)}")
-    if not (isinstance(held, dict) and isinstance(held.get("name"), str) and isinstance(held.get("arguments"), dict)):
-        return Call(None, None, 'the call is not {"name": "...", "arguments": {...}}')
-    return Call(held["name"], held["arguments"])
+    match content:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return Call(name, arguments)
+    return Call(None, None, 'the call is not {"name": "...", "arguments": {...}}')
 
 
 def _read_coder(body: str, schemas: Schemas) -> Call:
@@ -139,56 +134,45 @@ def _read_coder(body: str, schemas: Schemas) -> Call:
     return Call(name, arguments)
 
 
-_TYPES: dict[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
+_TYPES |= {"array": list, "object": dict, "null": type(None)}
 
 
 def _properties(schema: dict[str, Any] | None) -> dict[str, Any]:
     return schema["function"]["parameters"].get("properties", {}) if schema else {}
 
 
-def _kinds(wanted: dict[str, Any]) -> list[str]:
+def _kinds(schema: dict[str, Any]) -> list[str]:
     """The JSON types that a schema allows; empty: any."""
-    if "anyOf" in wanted:
-        each = [_kinds(one) for one in wanted["anyOf"]]
+    if "anyOf" in schema:
+        each = [_kinds(one) for one in schema["anyOf"]]
         return [kind for kinds in each for kind in kinds] if all(each) else []
-    kinds = wanted.get("type", [])
+    kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    return [*kinds, "null"] if kinds and wanted.get("nullable") else kinds
+    return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
 
 
-def _checked(call: Call, schemas: Schemas) -> Call:
-    """The call, with an error where no such tool is there or its arguments are not those of its schema."""
-
-    def wrong(error: str) -> Call:
-        return call._replace(error=error)
-
+def _mistake(call: Call, schemas: Schemas) -> str:
+    """Why no such tool is there, or its arguments are not those of its schema; empty if the call can be made."""
     name = str(call.name)
     if name not in schemas:
-        return wrong(f"there is no tool {short(name)}{nearest(name[:40], schemas)}; the tools are {', '.join(schemas)}")
+        return f"there is no tool {short(name)}{nearest(name[:40], schemas)}; the tools are {', '.join(schemas)}"
     properties = _properties(schemas[name])
     required = schemas[name]["function"]["parameters"].get("required", [])
     if missing := [one for one in required if one not in call.arguments]:
-        return wrong(f"{name} needs the argument {missing[0]}")
+        return f"{name} needs the argument {missing[0]}"
     for key, value in call.arguments.items():
         if key not in properties:
-            return wrong(f"{name} has no argument {short(key)}; it has {', '.join(properties) or 'none'}")
-        kinds, wanted = _kinds(properties[key]), properties[key].get("enum")
+            return f"{name} has no argument {short(key)}; it has {', '.join(properties) or 'none'}"
+        kinds, allowed = _kinds(properties[key]), properties[key].get("enum")
         fits = any(isinstance(value, _TYPES[kind]) for kind in kinds if kind in _TYPES)
         if isinstance(value, bool):
             fits = "boolean" in kinds
         if kinds and not fits:
-            return wrong(f"{name}: {key} is {short(value)}; it must be of type {' or '.join(kinds)}")
-        if wanted is not None and value not in wanted:
-            return wrong(f"{name}: {key} is {short(value)}; it must be one of {', '.join(map(str, wanted))}")
-    return call
+            return f"{name}: {key} is {short(value)}; it must be of type {' or '.join(kinds)}"
+        if allowed is not None and value not in allowed:
+            return f"{name}: {key} is {short(value)}; it must be one of {', '.join(map(str, allowed))}"
+    return ""
 
 
 def as_error(text: str) -> str:

@@ -22,28 +22,8 @@ HERE = Path(__file__).parent
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
-    """
-    The definition of `attention`: softmax(q k / sqrt(D)) v with scores and softmax in float32.
-
-    On a CPU it is also the fast form (2.4 times `mx.fast` at L=110): `cpu.exp`, one matmul for all queries of a
-    kv head, and the division by the sum after the product with the values, where it touches D columns and not S.
-    """
-    num_rows, num_heads, length, head_dim = queries.shape
-    num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
-    dtype = queries.dtype
-    queries = (queries.astype(mx.float32) * head_dim**-0.5).reshape(num_rows, num_kv_heads, -1, head_dim)
-    scores = queries @ keys.astype(mx.float32).swapaxes(-1, -2)  # (N, K, H / K * L, S)
-    if mask is not None:
-        scores = scores.reshape(num_rows, num_kv_heads, -1, length, num_keys)
-        if isinstance(mask, str):
-            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
-        else:
-            mask = mask[:, :, None]
-        scores = scores + mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
-        scores = scores.reshape(num_rows, num_kv_heads, -1, num_keys)
-    weights = cpu.exp(scores, scores.max(-1, keepdims=True))
-    out = (weights @ values.astype(mx.float32)) / weights.sum(-1, keepdims=True)
-    return out.reshape(num_rows, num_heads, length, head_dim).astype(dtype)
+    """The definition of `attention`, and on a CPU also the fast form: 2.4 times `mx.fast` at L=110."""
+    return tree_attention_ref(queries, [(keys, values)], Layout([Group(mask=mask)]))
 
 
 FEW_QUERIES = 8  # that MLX's decode kernel takes
@@ -172,15 +152,16 @@ def _example_of_score_gradient(dtype: mx.Dtype, large: bool) -> list[tuple[Any, 
     return [(d_weights, scores, mask, 0.125) for mask in (["causal"] if large else ["causal", None, seen])]
 
 
-score_gradient = kernels.Op(score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
+score_gradient = kernels.Op("score_gradient", score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
 
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D), with float32 scores.
 
-    Equal to attention over each row's parts joined together: the weights of all parts are taken from a common maximum
-    and their sums added. All queries that read a row of a part do so in one matmul, (H / K * G * L, D) x (D, S).
+    softmax(q k / sqrt(D)) v over each row's parts joined together: the weights of all parts are taken from a common
+    maximum and their sums added. All queries that read a row of a part do so in one matmul, (H / K * G * L, D) x
+    (D, S), and the division by the sum comes last, where it touches D columns and not S.
     """
     num_rows, num_heads, length, head_dim = queries.shape
     num_kv_heads = parts[0][0].shape[1]
@@ -208,12 +189,15 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
     scores = []
     for (keys, _), group in zip(parts, layout.groups, strict=True):
         score = gather(queries, group, keys.shape[0]) @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
-        if isinstance(group.mask, str):
+        if (mask := group.mask) is not None:
             shape, num_keys = score.shape, keys.shape[2]
-            mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
-            score = (score.reshape(*shape[:2], -1, length, num_keys) + mx.where(mask, 0.0, -1e30)).reshape(shape)
-        elif group.mask is not None:
-            score = score + mx.where(group.mask, 0.0, -1e30)
+            if isinstance(mask, str):
+                mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)[None, None]
+            bias = mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
+            if mask.shape[2] == 1:
+                score = score + bias
+            else:
+                score = (score.reshape(*shape[:2], -1, length, num_keys) + bias[:, :, None]).reshape(shape)
         scores.append(score)
     peaks = [scatter(score.max(-1, keepdims=True), group) for score, group in zip(scores, layout.groups, strict=True)]
     peak = functools.reduce(mx.maximum, peaks)  # (N, K, Q, 1)
@@ -235,14 +219,6 @@ SLOT_ATTENTION = kernels.Kernel(
 )
 
 
-def lanes_of_a_column(size: int, num_queries: int) -> int:
-    """
-    How many of a simdgroup's 32 lanes share a column of SLOT_ATTENTION: the fewest, 8 or more, of which each holds at
-    most 48 numbers of its queries and as many of their results. Fewer lanes need fewer shuffles to add up a score.
-    """
-    return next((n for n in (8, 16) if num_queries * -(-size // (4 * n)) * 4 <= 48), 32)
-
-
 def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     For a decode step of slots that share prompts. In one launch it reads the queries, each slot's own columns, and each
@@ -256,6 +232,10 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
     num_kv_heads, nothing = keys.shape[1], kernels.constant(False).reshape(1, 1, 1, 1)
+    ratio = num_heads // num_kv_heads
+    # Lanes of a simdgroup that share a column: the fewest of which each holds at most 48 numbers of its queries and as
+    # many of their results. Fewer lanes need fewer shuffles to add up a score.
+    lanes = next((n for n in (8, 16) if ratio * -(-size // (4 * n)) * 4 <= 48), 32)
     choices = [nothing if choice is None else choice for choice in (members, places, mask, own_mask)]
     return SLOT_ATTENTION(
         [queries, keys, values, own_keys, own_values, *choices],
@@ -264,8 +244,8 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
         threadgroup=(256, 1, 1),
         T=queries.dtype,
         D=size,
-        Q=num_heads // num_kv_heads,
-        LANES=lanes_of_a_column(size, num_heads // num_kv_heads),
+        Q=ratio,
+        LANES=lanes,
         FULL=members is None,
         MASKED=mask is not None,
         OWN_MASKED=own_mask is not None,
@@ -297,7 +277,7 @@ def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, 
     ]
 
 
-slot_attention = kernels.Op(tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
+slot_attention = kernels.Op("slot_attention", tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
 
 
 # contiguous: what is handed in are views of buffers with room to grow
@@ -313,20 +293,6 @@ GROUP_ATTENTION_MERGE = kernels.Kernel(
 )
 
 
-def group_block(num_queries: int) -> int:
-    """How many of the queries of a row and kv head a threadgroup of GROUP_ATTENTION takes at once: 2, 4 or 8."""
-    return min(max(1 << (num_queries - 1).bit_length(), 2), 8)
-
-
-def columns_of_a_piece(num_keys: int, num_queries: int, num_others: int) -> int:
-    """
-    Of GROUP_ATTENTION, for a row's queries of a kv head, and threadgroups that take no other columns; by 256.
-
-    Few enough for 256 threadgroups, and so many that what is written is an eighth of what is read at most.
-    """
-    return 256 * max(-(-num_queries // 32), num_keys * num_others // 256**2)
-
-
 def _attend(queries: mx.array, part: tuple[mx.array, mx.array], group: Group) -> list[mx.array]:
     """
     What the queries of each row find in pieces of its columns: weighted values, (pieces, R * G, H, D) float32, the
@@ -337,8 +303,10 @@ def _attend(queries: mx.array, part: tuple[mx.array, mx.array], group: Group) ->
     assert not isinstance(group.mask, str), "a slot takes one token a step"
     num_members = num_rows // num_blocks if group.members is None else group.members.shape[1]
     num_queries = num_members * num_heads // num_kv_heads
-    num_others = num_kv_heads * num_blocks * -(-num_queries // group_block(num_queries))
-    columns = columns_of_a_piece(num_keys, num_queries, num_others)
+    block = min(max(1 << (num_queries - 1).bit_length(), 2), 8)  # queries that a threadgroup takes at once
+    num_others = num_kv_heads * num_blocks * -(-num_queries // block)  # threadgroups of a piece
+    # Pieces few enough for 256 threadgroups, so long that what is written is an eighth of what is read at most.
+    columns = 256 * max(-(-num_queries // 32), num_keys * num_others // 256**2)
     nothing = kernels.constant(False).reshape(1, 1, 1, 1)
     shape = (-(-num_keys // columns), num_blocks * num_members, num_heads)
     choices = [nothing if choice is None else choice for choice in (group.members, group.places, group.mask)]
@@ -350,7 +318,7 @@ def _attend(queries: mx.array, part: tuple[mx.array, mx.array], group: Group) ->
         T=queries.dtype,
         D=size,
         Q=num_heads // num_kv_heads,
-        BLOCK=group_block(num_queries),
+        BLOCK=block,
         FULL=group.members is None,
         MASKED=group.mask is not None,
     )
@@ -383,7 +351,9 @@ def _example_of_group_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any,
     return [_slots(dtype, (1, 5, 7, 1, 64, 300, 5)), _example_of_slot_attention(dtype, False)[1]]
 
 
-group_attention = kernels.Op(tree_attention_ref, _launch_group_attention, _example_of_group_attention)
+group_attention = kernels.Op(
+    "group_attention", tree_attention_ref, _launch_group_attention, _example_of_group_attention
+)
 
 
 def group_pays(queries: mx.array, parts: Parts) -> bool:

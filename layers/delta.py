@@ -196,7 +196,12 @@ def example(length: int, heads: int = 16, size: int = 128) -> tuple[mx.array, ..
     return repeated(0) * size**-0.5, repeated(1), values, -0.02 * mx.exp(gates[0]), mx.sigmoid(gates[1]), memory
 
 
-gated_delta_step = kernels.Op(gated_delta_step_ref, _launch_gated_delta_step, lambda *_: [example(1)])
+gated_delta_step = kernels.Op(
+    "gated_delta_step", gated_delta_step_ref, _launch_gated_delta_step, lambda *_: [example(1)]
+)
 gated_delta_pass = kernels.Op(  # beyond 8 tokens MLX runs another kernel
-    gated_delta_pass_ref, _launch_gated_delta_pass, lambda _, large: [example(n) for n in ([512] if large else [9, 40])]
+    "gated_delta_pass",
+    gated_delta_pass_ref,
+    _launch_gated_delta_pass,
+    lambda _, large: [example(n) for n in ([512] if large else [9, 40])],
 )

@@ -45,31 +45,33 @@ SWIGLU = kernels.Kernel(HERE / "swiglu.metal", "gate_up", "out")
 SWIGLU_VJP = kernels.Kernel(HERE / "swiglu_vjp.metal", "gate_up cotangent", "d_gate_up")
 
 
-def _launch_swiglu(gate_up: mx.array) -> mx.array:
-    """Reads 2F elements a row and writes F, the least there is."""
+def _launch_swiglu(gate_up: mx.array, *cotangent: mx.array) -> mx.array:
+    """Reads each element once and writes each once: 2F a row and F, for the gradient 3F and 2F."""
     width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
-    inputs, outputs = [gate_up.reshape(-1, 2 * width)], [((*gate_up.shape[:-1], width), dtype)]
-    return SWIGLU(inputs, outputs, grid=(gate_up.size // 2, 1, 1), threadgroup=(256, 1, 1), T=dtype, F=width)[0]
+    shape = gate_up.shape if cotangent else (*gate_up.shape[:-1], width)
+    return (SWIGLU_VJP if cotangent else SWIGLU)(
+        [gate_up.reshape(-1, 2 * width), *cotangent],
+        [(shape, dtype)],
+        grid=(gate_up.size // 2, 1, 1),
+        threadgroup=(256, 1, 1),
+        T=dtype,
+        F=width,
+    )[0]
 
 
-def _launch_swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
-    """Reads 3F elements a row and writes 2F, the least there is."""
-    width, dtype = gate_up.shape[-1] // 2, gate_up.dtype
-    inputs, outputs = [gate_up.reshape(-1, 2 * width), cotangent], [(gate_up.shape, dtype)]
-    return SWIGLU_VJP(inputs, outputs, grid=(cotangent.size, 1, 1), threadgroup=(256, 1, 1), T=dtype, F=width)[0]
-
-
-def _example_of_swiglu(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array]]:
-    return [(kernels.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=15),)]  # gates of 30
-
-
-def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
+def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     rows, width = (2048, 3072) if large else (3, 5)
     return [(kernels.normal(rows, 2 * width, dtype=dtype, scale=15), kernels.normal(rows, width, dtype=dtype, seed=1))]
 
 
-swiglu_vjp = kernels.Op(swiglu_vjp_ref, _launch_swiglu_vjp, _example_of_swiglu_vjp)
-swiglu = kernels.Op(swiglu_ref, _launch_swiglu, _example_of_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+swiglu_vjp = kernels.Op("swiglu_vjp", swiglu_vjp_ref, _launch_swiglu, _example_of_swiglu_vjp)
+swiglu = kernels.Op(
+    "swiglu",
+    swiglu_ref,
+    _launch_swiglu,
+    lambda dtype, large: [(kernels.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=15),)],  # gates of 30
+    lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])],
+)
 
 
 def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
@@ -101,12 +103,12 @@ def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
     return sums.sum(0) if num_parts > 1 else sums[0]
 
 
-def _example_of_tall_product(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array]]:
+def _example_of_tall_product(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     rows, rank, width = (2048, 16, 3072) if large else (ROWS_OF_A_PART + 5, 4, 33)
     return [(kernels.normal(rows, rank, dtype=dtype, scale=0.1), kernels.normal(rows, width, dtype=dtype, seed=1))]
 
 
-tall_product = kernels.Op(tall_product_ref, _launch_tall_product, _example_of_tall_product)
+tall_product = kernels.Op("tall_product", tall_product_ref, _launch_tall_product, _example_of_tall_product)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
@@ -161,7 +163,7 @@ def _example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
     return [(x, delta, _norm_weight(shape[1], dtype), 1e-6)]
 
 
-add_norm = kernels.Op(add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
+add_norm = kernels.Op("add_norm", add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
 
 
 class Rope:
@@ -310,4 +312,4 @@ def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]
     ]
 
 
-norm_rope = kernels.Op(norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)
+norm_rope = kernels.Op("norm_rope", norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)

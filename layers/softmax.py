@@ -42,15 +42,15 @@ def _on_rows(
     kernel: kernels.Kernel,
     logits: mx.array,
     more: list[mx.array],
-    temperature: float,
+    number: float,
     dtypes: list[mx.Dtype],
     **template: int | bool | mx.Dtype,
 ) -> list[mx.array]:
-    """Runs a kernel that begins with row.metal on (N, V) logits; "out" is (N, V), every other result (N,)."""
+    """Runs a kernel that has a threadgroup for each of (N, V) logits; "out" is (N, V), every other result (N,)."""
     num_rows, size = logits.shape
     shapes = [(num_rows, size) if name == "out" else (num_rows,) for name in kernel.outputs]
     return kernel(
-        [logits, *more, kernels.constant(float(temperature))],
+        [logits, *more, kernels.constant(float(number))],
         list(zip(shapes, dtypes, strict=True)),
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
@@ -90,11 +90,18 @@ def _gradient_of_log_softmax(
     return [((d_out - cpu.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
 
 
-def _example_of_log_softmax(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
-    return [(kernels.normal(*((64, 151_936) if large else (2, 1500)), dtype=dtype, scale=4), 0.7)]
+def _logits(dtype: mx.Dtype, large: bool, *small: int) -> mx.array:
+    """For examples: of Qwen's vocabulary, or of a small shape."""
+    return kernels.normal(*((64, 151_936) if large else small), dtype=dtype, scale=4)
 
 
-log_softmax = kernels.Op(log_softmax_ref, _launch_log_softmax, _example_of_log_softmax, _gradient_of_log_softmax)
+log_softmax = kernels.Op(
+    "log_softmax",
+    log_softmax_ref,
+    _launch_log_softmax,
+    lambda dtype, large: [(_logits(dtype, large, 2, 1500), 0.7)],
+    _gradient_of_log_softmax,
+)
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
@@ -167,12 +174,12 @@ def _launch_sample_token(
     return token, logprob, entropy
 
 
-def _example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
-    logits = kernels.normal(*((64, 151_936) if large else (8, 40_000)), dtype=dtype, scale=4)
-    return [(logits, mx.random.uniform(shape=(logits.shape[0], 4), key=mx.random.key(1)), 0.7)]
+def _example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    logits = _logits(dtype, large, 8, 40_000)
+    return [(logits, mx.random.uniform(shape=(len(logits), 4), key=mx.random.key(1)), 0.7)]
 
 
-sample_token = kernels.Op(sample_token_ref, _launch_sample_token, _example_of_sample_token)
+sample_token = kernels.Op("sample_token", sample_token_ref, _launch_sample_token, _example_of_sample_token)
 
 
 class RowLogprobs(NamedTuple):
@@ -215,11 +222,6 @@ ROW_LOGPROBS_VJP = kernels.Kernel(
 )
 
 
-def _launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
-    """Reads each logit once and writes 16 bytes a row, in one launch."""
-    return RowLogprobs(*_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4))
-
-
 def _launch_row_logprobs_vjp(
     logits: mx.array, ids: mx.array, outputs: RowLogprobs, cotangents: Sequence[mx.array], temperature: float = 1.0
 ) -> mx.array:
@@ -238,15 +240,9 @@ def _launch_row_logprobs_vjp(
     )[0]
 
 
-def _gradient_of_row_logprobs(
-    cotangents: list[mx.array], results: list[mx.array], logits: mx.array, ids: mx.array, temperature: float = 1.0
-) -> list[mx.array]:
-    return [row_logprobs_vjp(logits, ids, RowLogprobs(*results), cotangents[:2], temperature)]
-
-
-def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, mx.array, float]]:
-    logits = kernels.normal(*((64, 151_936) if large else (3, 1500)), dtype=dtype, scale=4)
-    return [(logits, mx.arange(logits.shape[0]) * 400 % logits.shape[1], 0.7)]
+def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
+    logits = _logits(dtype, large, 3, 1500)
+    return [(logits, mx.arange(len(logits)) * 400 % logits.shape[1], 0.7)]
 
 
 def _example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
@@ -255,8 +251,20 @@ def _example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any
     return [(logits, ids, row_logprobs_ref(logits, ids, temperature), cotangents, temperature)]
 
 
-row_logprobs_vjp = kernels.Op(row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _example_of_row_logprobs_vjp)
-row_logprobs = kernels.Op(row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs, _gradient_of_row_logprobs)
+row_logprobs_vjp = kernels.Op(
+    "row_logprobs_vjp", row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _example_of_row_logprobs_vjp
+)
+row_logprobs = kernels.Op(  # reads each logit once and writes 16 bytes a row, in one launch
+    "row_logprobs",
+    row_logprobs_ref,
+    lambda logits, ids, temperature=1.0: RowLogprobs(
+        *_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4)
+    ),
+    _example_of_row_logprobs,
+    lambda d, results, logits, ids, temperature=1.0: [
+        row_logprobs_vjp(logits, ids, RowLogprobs(*results), d[:2], temperature)
+    ],
+)
 
 
 SLOPE_SCALE = 256  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
@@ -336,7 +344,7 @@ def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]
     return [(logits, ids, Surrogate(advantages, one, rule), temperature) for one in olds]
 
 
-row_losses = kernels.Op(row_losses_ref, _launch_row_losses, _example_of_row_losses)
+row_losses = kernels.Op("row_losses", row_losses_ref, _launch_row_losses, _example_of_row_losses)
 
 
 class Support(NamedTuple):
@@ -365,24 +373,13 @@ def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
 NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 
-def _launch_nucleus(logits: mx.array, top_p: float) -> mx.array:
-    """Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times."""
-    num_rows, size = logits.shape
-    return NUCLEUS(
-        [logits, kernels.constant(float(top_p))],
-        [((num_rows,), mx.float32)],
-        grid=(num_rows * 512, 1, 1),
-        threadgroup=(512, 1, 1),
-        V=size,
-    )[0]
-
-
-def _example_of_nucleus(dtype: mx.Dtype, large: bool) -> list[tuple[mx.array, float]]:
-    logits = kernels.normal(*((64, 151_936) if large else (3, 1100)), dtype=dtype, scale=4)
-    return [(logits.astype(mx.float32), 0.9)]
-
-
-nucleus = kernels.Op(nucleus_ref, _launch_nucleus, _example_of_nucleus)
+# Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times.
+nucleus = kernels.Op(
+    "nucleus",
+    nucleus_ref,
+    lambda logits, top_p: _on_rows(NUCLEUS, logits, [], top_p, [mx.float32])[0],
+    lambda dtype, large: [(_logits(dtype, large, 3, 1100).astype(mx.float32), 0.9)],
+)
 
 
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:

@@ -54,21 +54,6 @@ class Kernel:
         assert begin and body.endswith("}\n"), self.path
         return header, body.removesuffix("}\n")
 
-    def make(self) -> Any:
-        """MLX's object for the kernel."""
-        maker = mx.fast.metal_kernel
-        if maker not in self._made:
-            header, body = self.text
-            self._made[maker] = maker(
-                name=f"gwen_{self.name}",
-                input_names=self.inputs,
-                output_names=self.outputs,
-                source=body,
-                header=header,
-                ensure_row_contiguous=self.contiguous,
-            )
-        return self._made[maker]
-
     def __call__(
         self,
         inputs: list[mx.array],
@@ -83,7 +68,18 @@ class Kernel:
 
         Constants are compiled in, one kernel each: only what a model or its type fixes may be one.
         """
-        return self.make()(
+        maker = mx.fast.metal_kernel
+        if maker not in self._made:
+            header, body = self.text
+            self._made[maker] = maker(
+                name=f"gwen_{self.name}",
+                input_names=self.inputs,
+                output_names=self.outputs,
+                source=body,
+                header=header,
+                ensure_row_contiguous=self.contiguous,
+            )
+        return self._made[maker](
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
@@ -111,7 +107,7 @@ Gradient = Callable[..., Sequence[mx.array]]  # (cotangents, results, *arguments
 
 class Op(Generic[P, R]):
     """
-    One operation in two forms that give the same: `reference` defines it, `_launch_NAME` runs a kernel.
+    One operation in two forms that give the same: `reference` defines it, `launch` runs a kernel.
 
     A call runs the kernel where that may run for the type of the first argument, else the reference.
     example: of a type, small or large, the arguments of calls: on the small ones the forms are compared, on a large one
@@ -120,16 +116,16 @@ class Op(Generic[P, R]):
 
     def __init__(
         self,
+        name: str,
         reference: Callable[P, R],
         launch: Callable[P, R],
         example: Callable[[mx.Dtype, bool], list[tuple[Any, ...]]],
         gradient: Gradient | None = None,
     ):
-        self.name = launch.__name__.removeprefix("_launch_")
-        assert self.name not in OPS, self.name
+        assert name not in OPS, name
+        self.name, self.example = name, example
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch
-        self.example = example
         self.gradient = gradient or self._gradient_of_reference
         self._runs: dict[mx.Dtype, bool] = {}
         OPS[self.name] = self
@@ -170,20 +166,20 @@ class Op(Generic[P, R]):
 
     def check(self, dtype: mx.Dtype) -> str:
         """Why the kernel must not be used on this device, or "": on its small example it agrees."""
-        return self._difference(dtype, lambda: [(call, {}) for call in self.example(dtype, False)])
+        return self._difference(dtype, [(call, {}) for call in self.example(dtype, False)])
 
     def check_on(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
         """Turns the kernel off for this type, and says so, where it fails on a call that a model makes."""
         if not self.runs(dtype):
             return
-        if reason := self._difference(dtype, lambda: [(arguments, settings)]):
+        if reason := self._difference(dtype, [(arguments, settings)]):
             print(f"gwen: the kernel {self.name} is off for {dtype}, at this model's sizes: {reason}", file=sys.stderr)
             self._runs[dtype] = False
 
-    def _difference(self, dtype: mx.Dtype, calls: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> str:
+    def _difference(self, dtype: mx.Dtype, calls: list[tuple[Any, dict[str, Any]]]) -> str:
         """How much worse than its expression the kernel is on some calls, or why it fails; "" where it may be used."""
         try:
-            share = max(self.error(dtype, *call) for call in calls())
+            share = max(self.error(dtype, *call) for call in calls)
         except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
             return " ".join(str(error).split())[:300]
         return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"

@@ -46,10 +46,10 @@ def double(monkeypatch, tmp_path):
         def double_ref(x: mx.array, factor: float = 2.0) -> mx.array:
             return factor * x
 
-        def _launch_double(x: mx.array, factor: float = 2.0) -> mx.array:
+        def launch(x: mx.array, factor: float = 2.0) -> mx.array:
             return kernel([x], [(x.shape, x.dtype)], grid=(4, 1, 1), threadgroup=(4, 1, 1))[0]
 
-        op = kernels.Op(double_ref, _launch_double, lambda dtype, large: [(mx.arange(4).astype(dtype),)])
+        op = kernels.Op("double", double_ref, launch, lambda dtype, large: [(mx.arange(4).astype(dtype),)])
         op.stand_in = stand_in  # type: ignore[attr-defined]
         return op
 
@@ -91,10 +91,10 @@ def test_every_array_of_floats_in_the_arguments_has_the_gradient_of_the_referenc
     def weigh_ref(x, pairs, ids, power=1.0):
         return [(x**power * pair.scale + (0 if pair.offset is None else pair.offset))[ids] for pair in pairs]
 
-    def _launch_weigh(x, pairs, ids, power=1.0):
+    def launch(x, pairs, ids, power=1.0):
         return [mx.stop_gradient(out) for out in weigh_ref(x, pairs, ids, power)]
 
-    op = kernels.Op(weigh_ref, _launch_weigh, lambda dtype, large: [])
+    op = kernels.Op("weigh", weigh_ref, launch, lambda dtype, large: [])
     monkeypatch.setattr(op, "runs", lambda _: True)
     x, ids = mx.array([1.0, 2.0, 3.0]), mx.array([2, 0, 2])
 

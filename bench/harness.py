@@ -9,6 +9,7 @@ engine held beyond what was held before, and the weights once: what it would nee
 import argparse
 import contextlib
 import gc
+import re
 import statistics
 import sys
 import tempfile
@@ -23,20 +24,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-import grpo
 import gwen
-import lora
-import preflight
-import sampler
-import update
-from config import Config
 from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, versions
-from settings.sources import resolve
-from step import batch, policy, sample
 
-# ---- flags and the work
+# ---- flags and work
 
 Numbers = dict[str, tuple[int, int, str]]  # a setting's default, the least that it may be, and its help
 
@@ -55,96 +48,6 @@ def parse(parser: Parser, argv: list[str] | None, least: dict[str, float]) -> ar
     return args
 
 
-STEP: Numbers = {  # the shape of a step
-    "batch": (4, 1, "B, prompts"),
-    "groups": (8, 2, "G, completions of each"),
-    "prompt_tokens": (96, 2, "tokens of a prompt, drawn at random"),
-    "max_tokens": (64, 1, "tokens of every completion"),
-    "lora_rank": (16, 1, "of the adapters"),
-    "token_budget": (0, 0, "positions of our micro-batches; 0: as train.py takes it"),
-    "seed": (0, 0, "of prompts and sampling"),
-}
-
-
-def add_step(parser: Parser) -> dict[str, float]:
-    """Adds the flags of a step; returns their least values."""
-    parser.add_argument("--model", default="random:30m", help="as train.py's")
-    parser.add_argument("--share-prefix", choices=batch.SHARING, default="auto", help="in our update")
-    return add_numbers(parser, STEP)
-
-
-def settings(args: argparse.Namespace, model: str) -> Config:
-    """Those of a run of `train.py` that takes such steps."""
-    flags = {"model": model, "task": "demo", "batch": args.batch, "groups": args.groups}
-    flags |= {"max_tokens": args.max_tokens, "lora_rank": args.lora_rank}
-    if args.token_budget:
-        flags["train_token_budget"] = args.token_budget
-    return resolve(flags, None, None, gwen.choose_model)[0]
-
-
-def rewards(args: argparse.Namespace) -> list[float]:
-    """Rewards that differ within every group, so that every completion has a gradient."""
-    return [(place * 7 % 5) / 4 for place in range(args.groups)] * args.batch
-
-
-class Learning(NamedTuple):
-    """A model with adapters that takes such steps."""
-
-    args: argparse.Namespace
-    config: Config
-    model: gwen.Model
-    tokenizer: Any
-
-    @property
-    def demand(self) -> preflight.Demand:
-        lengths = [self.args.prompt_tokens] * self.args.batch
-        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths)
-
-    def rows(self, num_rows: int) -> list[list[int]]:
-        """The prompts of so many rows, in groups as large as a step's where they suffice."""
-        size = min(num_rows, self.args.groups)
-        prompts = random_prompts(self.model.config, num_rows // size, self.args.prompt_tokens, self.args.seed)
-        return [prompt for prompt in prompts for _ in range(size)]
-
-    def rollout(self, num_rows: int, key: int = 0) -> sampler.Rollout:
-        """Completions of exactly `--max-tokens` tokens, so many rows at once."""
-        size, params = min(num_rows, self.args.groups), sampler.SamplingParams(self.args.max_tokens)
-        prompts = self.rows(num_rows)[::size]
-        return sampler.rollout(self.model, prompts, params, group_size=size, key=key, batch_size=num_rows)
-
-    def updates(self) -> Callable[[sampler.Rollout, list[float], float], update.UpdateResult]:
-        """A function that updates by a rollout of a whole step, by advantages and a rate."""
-        sizes, rows = preflight.settle(self.demand), self.rows(self.args.batch * self.args.groups)
-        learner = update.Learner(self.model, self.config, policy.Reader(self.config, sizes))
-
-        def once(rollout: sampler.Rollout, advantages: list[float], rate: float) -> update.UpdateResult:
-            drawn = sample.of_rollout(rows[:: self.args.groups], rollout)
-            taught = [one._replace(advantage=its) for one, its in zip(drawn, advantages, strict=True)]
-            return update.update(learner, batch.cut(taught, sizes.train_token_budget, self.args.share_prefix), rate)
-
-        return once
-
-
-def learning(args: argparse.Namespace, config: Config) -> Learning:
-    model, tokenizer = gwen.load(config.model.name)
-    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-    return Learning(args, config, model, tokenizer)
-
-
-def advantages(args: argparse.Namespace) -> list[float]:
-    """Those of the rewards, row by row."""
-    by_group = np.array(rewards(args)).reshape(args.batch, args.groups)
-    return grpo.group_advantages(by_group).reshape(-1).tolist()
-
-
-def describe(args: argparse.Namespace) -> str:
-    """The shape of a step."""
-    return (
-        f"B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
-        f"rank={args.lora_rank} model={args.model}"
-    )
-
-
 @contextlib.contextmanager
 def model_directory(name: str) -> Iterator[Path]:
     """The directory of a model; of random weights or a GGUF file it is written for as long as it is needed."""
@@ -155,6 +58,13 @@ def model_directory(name: str) -> Iterator[Path]:
         model, tokenizer = gwen.load(name)
         gwen.save(model, directory, tokenizer)
         yield Path(directory)
+
+
+def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
+    """Texts of so many random words of the vocabulary, each with the space before it a token."""
+    words = sorted(token[1:] for token in tokenizer.get_vocab() if re.fullmatch("[\u0120\u2581][a-z]+", token))
+    rng = np.random.default_rng(seed)
+    return ["".join(f" {word}" for word in rng.choice(words, length)) for length in lengths]
 
 
 def random_prompts(config: hub.ModelConfig, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
@@ -201,11 +111,11 @@ def in_turn(engines: dict[str, Callable[[Any], Any]], work: Any, warmup: int, ru
         gc.collect()  # what the last engine left behind in cycles
         mx.clear_cache()
         mx.reset_peak_memory()
-        held = mx.get_active_memory()
+        before = mx.get_active_memory()
         begin = time.process_time()
         run = engines[name](work)
         if turn >= warmup:
-            samples[name].append(Sample(run, mx.get_peak_memory() - held, time.process_time() - begin))
+            samples[name].append(Sample(run, mx.get_peak_memory() - before, time.process_time() - begin))
     return samples
 
 
@@ -248,9 +158,10 @@ def verdict(ratio: float) -> str:
 
 
 def memory_bandwidth() -> float:
-    """Bytes a second of a copy far larger than any cache, read and written: the best of five."""
-    source, seconds = mx.zeros((2**26,), mx.float32), list[float]()  # 268 MB
+    """Bytes a second of a copy far larger than any cache, read and written, the best of five."""
+    source = mx.zeros((2**26,), mx.float32)  # 268 MB
     mx.eval(source)
+    seconds = []
     for _ in range(5):
         begin = time.perf_counter()
         mx.eval(source + 1)  # wait: this is what is timed
@@ -260,8 +171,8 @@ def memory_bandwidth() -> float:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Device and versions, with those of `packages` beside those that a run records."""
-    held = versions.environment(cpu_blas.description)
+    recorded = versions.environment(cpu_blas.description)
     return {
-        "device": f"{held['device']}, {held['machine']}, BLAS: {held['blas']}",
-        "versions": {"python": held["python"]} | held["versions"] | {name: version(name) for name in packages},
+        "device": f"{recorded['device']}, {recorded['machine']}, BLAS: {recorded['blas']}",
+        "versions": {"python": recorded["python"]} | recorded["versions"] | {name: version(name) for name in packages},
     }

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from bench import harness, step
+from disk import hub
 
 TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3"]
 
@@ -17,7 +18,7 @@ def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
     assert lines[0].startswith("Config: B=2 G=2 prompt=6 max_tokens=3 rank=16 model=random:2m")
     entry = json.loads(lines[-1])["engines"]["ours"]
     assert entry["min_s"] <= entry["step_s"] <= entry["max_s"]
-    assert entry["rollout_s"] + entry["reward_s"] + entry["update_s"] == pytest.approx(entry["step_s"], rel=0.5)
+    assert entry["rollout_s"] + entry["update_s"] == pytest.approx(entry["step_s"], rel=0.5)
     assert entry["tok_s"] == pytest.approx(12 / entry["step_s"], rel=0.02)
     assert entry["peak_mb"] > 8
 
@@ -39,9 +40,12 @@ NEEDS = {"mlx_lm_lora": "mlx_lm_lora", "mlx_lm_lora_wide": "mlx_lm_lora", "trl":
 )
 def test_every_engine_does_the_work_and_times_every_phase(engine):
     with harness.model_directory("random:2m") as directory:
-        steps = step.ENGINES[engine](step.parse([*TINY, "--engine", engine]), directory, 2)
-    assert [set(held) for held in steps] == [{*step.PHASES, "cpu"}] * 2
-    assert all(seconds > 0 for held in steps for seconds in held.values())
+        args = step.parse([*TINY, "--engine", engine, "--model", str(directory), "--runs", "1"])
+        steps = step.Steps(args, directory)
+        step.ENGINES[engine].run(args, directory, steps)
+    assert [len(prompt) for prompt in steps.prompts] == [6, 6]
+    assert [set(one) for one in steps] == [{"rollout", "update", "cpu"}] * 2
+    assert all(seconds > 0 for one in steps for seconds in one.values())
 
 
 def test_a_rival_is_installed_once_with_pinned_packages(tmp_path, monkeypatch):
@@ -56,12 +60,15 @@ def test_a_rival_is_installed_once_with_pinned_packages(tmp_path, monkeypatch):
 
 def test_the_reward_differs_within_every_group():
     for size in range(2, 20):
-        args = step.parse(["--batch", "3", "--groups", str(size)])
-        assert len(harness.rewards(args)) == 3 * size and len(set(harness.rewards(args)[:size])) > 1
+        steps = step.Steps(step.parse(["--batch", "3", "--groups", str(size)]), hub.DEMO)
+        rewards = steps.reward()
+        assert len(rewards) == 3 * size and len(set(rewards[:size])) > 1
+    with pytest.raises(AssertionError, match="another length"):
+        steps.reward(completion_ids=[[1, 2]])
 
 
 def test_medians_are_taken_over_all_processes():
-    steps = [{"cpu": 9.0, "rollout": 1.0, "reward": 0.0, "update": seconds} for seconds in (1.0, 3.0, 8.0)]
+    steps = [{"cpu": 9.0, "rollout": 1.0, "update": seconds} for seconds in (1.0, 3.0, 8.0)]
     records = [{"steps": steps[:2], "peak_bytes": 5e6}, {"steps": steps[2:], "peak_bytes": 9e6}]
     entry = step.medians(records, 10)
     assert (entry["step_s"], entry["update_s"], entry["min_s"], entry["max_s"]) == (4.0, 3.0, 2.0, 9.0)

@@ -78,13 +78,9 @@ class SamplingSettings:
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
     groups: int = flag(8, "G, completions per prompt; 1 where a teacher trains", low=1, high=2**16, first=True)
     rollout_batch_size: int | None = flag(
-        None,
-        "rows decoded at once; auto: what a GPU's memory holds, else up to 64",
-        low=1,
-        parse=size,
-        later=True,
+        None, "rows decoded at once; auto: what a GPU's memory holds, else up to 64", low=1, parse=size, later=True,
         first=True,
-    )
+    )  # fmt: skip
     share_prefix: Switch = flag(
         "auto", "hold a prompt's cache once for its group; auto: on a GPU where a kernel reads it, else by length"
     )

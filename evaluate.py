@@ -280,7 +280,7 @@ def evaluate(
         | {name: problem.get(name) for name in ("prompt", "answer", "category")}
         | {"completions": texts[place : place + samples], "values": listed(earned.values, place, samples)}
         | {"rewards": {name: listed(values, place, samples) for name, values in earned.rewards.items()}}
-        | {name: None if held is None else listed(held, place, samples) for name, held in scores.items()}
+        | {name: None if its is None else listed(its, place, samples) for name, its in scores.items()}
         | {"greedy": text, "greedy_value": None if math.isnan(value) else float(value)}
         for place, number, problem, (text, value) in zip(
             range(0, len(texts), samples), numbers, problems, greedily, strict=True
@@ -423,19 +423,18 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
 
     A run of --loss-type sft is taken for one of its task, which has the problems to answer, or for one on this `data`.
     """
-    held = load_recipe(run_files.config_file(run))
-    if held.get("loss_type") == "sft":
-        held = {name: value for name, value in held.items() if name in ("model", "task", "thinking")}
-        held |= {"task": "own"} if data else {}
-    return checked(held | flags)
+    settings = load_recipe(run_files.config_file(run))
+    if settings.get("loss_type") == "sft":
+        settings = {name: settings[name] for name in ("model", "task", "thinking") if name in settings}
+        settings |= {"task": "own"} if data else {}
+    return checked(settings | flags)
 
 
 def trained_on(config: Config) -> set[str]:
     """Keys of the prompts that a run was trained on; none where a task makes them, or where their file is gone."""
     data = config.data
     is_made = data.task.partition(":")[0] in ("rg", "ifeval")
-    is_tuned = data.task == "own" and not data.path
-    if is_made or is_tuned or any(moved({"data": data.path})):
+    if is_made or (data.task == "own" and not data.path) or any(moved({"data": data.path})):
         return set()
     task = tasks.load(data.task, data=data.path or None, columns=data.columns or None)
     return {prompt_key(example) for example in task.train}
@@ -476,8 +475,8 @@ def main(argv: list[str] | None = None) -> None:
             config = config.but(data="", columns=args.columns or "")
         task = tasks.make(config, args.data)
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
-            said = f"{seen} of the {len(task.held_out)} prompts of --data {args.data} are among those it was trained on"
-            print(visible(f"WARNING: {said}."), file=sys.stderr)
+            theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
+            print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
         model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
         scored = task.rubric is not None and task.verifier is None
         base = model
@@ -506,12 +505,8 @@ def main(argv: list[str] | None = None) -> None:
             toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
         )
         reference = base if is_base and (adapter or args.run) else None
-        record, answers = evaluate(
-            *(model, tokenizer, task, params),
-            grader=grader,
-            witness=witness,
-            reference=reference,
-        )
+        graders = {"grader": grader, "witness": witness}
+        record, answers = evaluate(model, tokenizer, task, params, **graders, reference=reference)
         print(visible(run_files.evaluation_line(record)), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:

@@ -67,11 +67,11 @@ def read_json(text: str | bytes) -> Any:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    held = dict(pairs)
-    if len(held) < len(pairs):
+    once = dict(pairs)
+    if len(once) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {reprlib.repr(twice)} stands twice in one object")
-    return held
+    return once
 
 
 # ---- a command
@@ -179,14 +179,14 @@ def size(text: str) -> int | str:
 
 def weights(text: str) -> dict[str, float]:
     """ "correct=1,rubric=0.5" as a dictionary."""
-    found = {}
+    by_name = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
-            found[name.strip()] = float(value)
+            by_name[name.strip()] = float(value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
-    return found
+    return by_name
 
 
 def seeds(text: str) -> int | list[int]:

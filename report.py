@@ -30,9 +30,8 @@ def compare(names: list[str]) -> str:
     """What differs between runs: settings, figures, costs."""
     settings = seeds.load(names)
     runs = [run for _, runs in settings for run in runs]
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [["", *(visible(run.name) for run in runs)]]
-    for key in keys:
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [visible(str(run.settings.get(key, "-"))) for run in runs]
         if len(set(values)) > 1:
             rows.append([f"--{visible(str(key)).replace('_', '-')}", *(value[:60] for value in values)])
@@ -45,11 +44,10 @@ def compare(names: list[str]) -> str:
 def listing(folder: str | Path) -> str:
     """The runs under a directory, the newest last, and a line for each that is damaged."""
     paths = [path for pattern in ("*", "*/seed-*") for path in Path(folder).glob(f"{pattern}/config.yaml")]
-    found = sorted(paths, key=lambda path: path.stat().st_mtime)
-    if not found:
+    if not paths:
         raise ValueError(f"{folder}: no runs there; `uv run train.py` makes one")
     rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings"]], []
-    for path in found:
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
             with reading(path.parent):
                 run = load(path.parent)
@@ -75,15 +73,10 @@ def reading(run: str | Path) -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="a run, or a directory of seeds; a page of several lies beside the first"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="where the page goes (default: report.html in RUN, or NAME-against-OTHER.html beside it)",
-    )
+    runs = "a run, or a directory of seeds; a page of several lies beside the first"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
+    out = "where the page goes (default: report.html in RUN, or NAME-against-OTHER.html beside it)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     parser.add_argument("--compare", action="store_true", help="print what differs between the runs")
     parser.add_argument("--list", action="store_true", help="print the runs under RUN (default: runs)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")

@@ -89,8 +89,8 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
     if (home / "config.yaml").is_file():
         raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
     common = {name: value for name, value in config.flat().items() if name != "seed"}
-    for held in world.first(lambda: sorted(map(str, home.glob("seed-*")))):
-        is_a_run_of(held, common)  # or it says what differs
+    for path in world.first(lambda: sorted(map(str, home.glob("seed-*")))):
+        is_a_run_of(path, common)  # or it says what differs
     for number, seed in enumerate(numbers, 1):
         path = str(home / f"seed-{seed}")
         if world.is_first():
@@ -102,9 +102,8 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
         try:
             complete(begun, trainer)
         except SystemExit:
-            print(
-                f"the seeds that are left: the same command, with --run-dir {shlex.quote(str(home))}", file=sys.stderr
-            )
+            again = f"the same command, with --run-dir {shlex.quote(str(home))}"
+            print(f"the seeds that are left: {again}", file=sys.stderr)
             raise
     if world.is_first():
         print(*seeds.lines(seeds.load([home])), f"page: {page.write(home)}", sep="\n")
@@ -115,8 +114,8 @@ def is_a_run_of(path: str, settings: dict[str, Any]) -> bool:
     """Whether a directory holds a run with these settings, sizes aside. ValueError where it holds one with others."""
     if not (Path(path) / "config.yaml").is_file():
         return False
-    held = run_files.settings_of(path)
+    its = run_files.settings_of(path)
     for name, value in settings.items():
-        if value not in (None, "auto") and held.get(name) != value and not SETTINGS[name].later:
-            raise ValueError(f"{path} has {flag_of(name)} {held.get(name)}, not {value}; give another --run-dir")
+        if value not in (None, "auto") and its.get(name) != value and not SETTINGS[name].later:
+            raise ValueError(f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir")
     return True

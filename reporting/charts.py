@@ -59,13 +59,13 @@ REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/n
 
 def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
-    charts = []
+    charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
         if title == "Clipped" and not clips(settings):
             continue
         curves = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
-        said = f"{note}; mean over seeds, from the lowest to the highest" if any_seeds(settings) else note
-        charts.append((settings, title, said, curves, False))
+        note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
+        charts.append((settings, title, note, curves, False))
     for name, runs in settings:
         title = "Seconds by phase" + (f", {visible(name)}" if len(settings) > 1 else "")
         title += f", seed {runs[0].settings['seed']}" if len(runs) > 1 else ""
@@ -78,10 +78,6 @@ def clips(settings: list[Setting]) -> bool:
     """Whether anything can be clipped: with one optimizer step a rollout, the policy is the one that sampled."""
     names = ("num_iterations", "mini_batches")
     return any(run.settings.get(name, 1) > 1 for _, runs in settings for run in runs for name in names)
-
-
-def any_seeds(settings: list[Setting]) -> bool:
-    return any(len(runs) > 1 for _, runs in settings)
 
 
 def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
@@ -204,7 +200,6 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve],
             }
         )
     clock = seconds_at(runs[0])
-    marks = [warning for warning in runs[0].warnings if warning["step"] <= most["steps"]]
     return {
         "title": title,
         "note": note,
@@ -217,7 +212,8 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve],
                 "steps": x_of(mark["step"], "steps"),
                 "seconds": x_of(clock.get(mark["step"], 0.0), "seconds"),
             }
-            for mark in marks
+            for mark in runs[0].warnings
+            if mark["step"] <= most["steps"]
         ],
         "x_ticks": {
             axis: [(x_of(x, axis), f"{x:g}") for x in nice_ticks(0.0, most[axis]) if x <= most[axis]] for axis in AXES

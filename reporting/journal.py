@@ -27,7 +27,7 @@ from judging import rubrics
 from machine import memory, world
 from problems import form
 from problems.examples import prompt_text, spread
-from problems.rewards import Logged, merged
+from problems.rewards import merged
 from reporting import health
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
 from step.sample import Sample, by_group
@@ -139,12 +139,13 @@ def reward_metrics(config: Config, step: Step) -> dict[str, Any]:
     has_std = config.sampling.groups > 1 and np.isfinite(rewards).any()
     parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
     compares = config.compares_rewards
+    logged = merged((((), one._replace(extra={})) for one in step.costs["reward"]), 0).metrics
     return {
         "reward/mean": mean(rewards),
         "reward/std": float(values.reshape(len(groups), -1).std(axis=1, ddof=1).mean()) if has_std else None,
         "reward/zero_std_frac": 1 - sum(one[0].unlike for one in groups) / len(groups) if compares else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
-        **logged_metrics(step.costs["reward"]),
+        **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},
         "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
         "reward/s": step.seconds["reward"],
         "sampling/signal_groups": sum(one[0].signal for one in groups) if compares else None,
@@ -166,12 +167,6 @@ def judge_metrics(step: Step) -> dict[str, Any]:
     }
 
 
-def logged_metrics(logs: list[Logged]) -> dict[str, float]:
-    """The means of what rewards gave to `log_metric`."""
-    metrics = merged((((), one._replace(extra={})) for one in logs), 0).metrics
-    return {f"metric/{name}": float(np.mean(values)) for name, values in metrics.items()}
-
-
 def forms(step: Step) -> dict[str, float | None]:
     """Means over all completions of what tells of answers that are none; null with tools, whose calls repeat."""
     if step.samples[0].conversation:
@@ -188,17 +183,15 @@ def tool_metrics(step: Step) -> dict[str, float]:
     """The figures of conversations with tools; none without."""
     talks = [sample.conversation for sample in step.samples if sample.conversation]
     calls = [call for talk in talks for call in talk["tool_calls"]]
-    return (
-        {}
-        if not talks
-        else {
-            "tools/calls": float(len(calls)),
-            "tools/failures": float(sum(call["error"] is not None for call in calls)),
-            "tools/s": sum(call["seconds"] for call in calls),
-            "tools/wait_s": sum(one.wait_s for one in step.costs["rollout"]),
-            "tools/turns": sum(talk["turns"] for talk in talks) / len(talks),
-        }
-    )
+    if not talks:
+        return {}
+    return {
+        "tools/calls": float(len(calls)),
+        "tools/failures": float(sum(call["error"] is not None for call in calls)),
+        "tools/s": sum(call["seconds"] for call in calls),
+        "tools/wait_s": sum(one.wait_s for one in step.costs["rollout"]),
+        "tools/turns": sum(talk["turns"] for talk in talks) / len(talks),
+    }
 
 
 def completion_records(step: Step) -> Iterator[dict[str, Any]]:

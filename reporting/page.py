@@ -167,11 +167,11 @@ def make_completions(run: History) -> dict[str, Any]:
     # a completion takes about as much room in the page as its line; the exact size is known once it is made
     most = max(1, min(len(sizes), len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())))
     while True:
-        held: dict[Place, list[dict[str, Any]]] = {place: [] for place in choose_groups(list(sizes), most)}
+        chosen: dict[Place, list[dict[str, Any]]] = {place: [] for place in choose_groups(list(sizes), most)}
         for place, line in lines_of(path):
-            if place in held:
-                held[place].append(json.loads(line))
-        groups = [make_group(*place, lines, decode) for place, lines in sorted(held.items())]
+            if place in chosen:
+                chosen[place].append(json.loads(line))
+        groups = [make_group(*place, lines, decode) for place, lines in sorted(chosen.items())]
         size = sum(len(json.dumps(group)) for group in groups)
         if size <= MOST_COMPLETIONS or len(groups) <= 1:
             break
@@ -227,9 +227,9 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
     }
 
 
-def summed(held: str, ends: np.ndarray) -> list[float]:
+def summed(packed: str, ends: np.ndarray) -> list[float]:
     """What a run recorded of each token, summed over the tokens of each piece, which end at `ends`."""
-    values = np.nan_to_num(np.frombuffer(base64.b64decode(held), "<f2").astype(np.float64))
+    values = np.nan_to_num(np.frombuffer(base64.b64decode(packed), "<f2").astype(np.float64))
     totals = np.concatenate([[0.0], np.cumsum(values)])[np.concatenate([[0], ends])]
     return [round(value, 2) for value in np.diff(totals).tolist()]
 
@@ -275,8 +275,8 @@ def tokenizer_file(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     repo, _, revision = model.partition("@")
-    held = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
-    return Path(held) if isinstance(held, str) else None
+    path = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
+    return Path(path) if isinstance(path, str) else None
 
 
 def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:

@@ -61,11 +61,6 @@ def last(run: History) -> tuple[int, float] | None:
     return (evals[-1]["step"], evals[-1][f"eval/{figure}"]) if evals else None
 
 
-def num_of(run: History) -> int:
-    """How many held-out problems the newest evaluation had."""
-    return history.figure_of(run)[1][-1]["eval/num"]
-
-
 def lines(settings: list[Setting]) -> list[str]:
     """A line on each setting with several seeds, and one on each difference from the first setting, by shared seeds."""
     first, said = settings[0], []
@@ -98,5 +93,6 @@ def difference(first: Setting, other: Setting) -> str:
     half = T[min(len(pairs) - 1, len(T)) - 1] * statistics.stdev(pairs) / len(pairs) ** 0.5
     each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + (" …" if len(pairs) > 10 else "")
     said = f"{what}: {statistics.fmean(pairs):+.3f} ± {half:.3f} (95%, Student's t) over {len(pairs)} pairs: {each}"
-    asked = [" or ".join(sorted({str(num_of(run)) for run in one.runs if last(run)})) for one in (other, first)]
+    nums = [{str(history.figure_of(run)[1][-1]["eval/num"]) for run in one.runs if last(run)} for one in (other, first)]
+    asked = [" or ".join(sorted(its)) for its in nums]
     return said if asked[0] == asked[1] else f"{said}; of {asked[0]} and {asked[1]} held-out problems"

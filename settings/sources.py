@@ -27,21 +27,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
     parser.add_argument("--eval-data", metavar="FILE", help="held-out prompts for --data, in place of a tenth of it")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
-    parser.add_argument(
-        "--seeds",
-        type=seeds,
-        metavar="N",
-        help="run N seeds from --seed on, or a list of them as 1,2,5, into one directory",
-    )
+    several = "run N seeds from --seed on, or a list of them as 1,2,5, into one directory"
+    parser.add_argument("--seeds", type=seeds, metavar="N", help=several)
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
-    parser.add_argument(
-        "--resume", nargs="?", const=True, metavar="DIR", help="go on with the run in DIR, or the newest unfinished one"
-    )
+    resumed = "go on with the run in DIR, or the newest unfinished one"
+    parser.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resumed)
     parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
     parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
-    parser.add_argument(
-        "--allow-changes", action="store_true", help="--resume though its data, rewards or files changed"
-    )
+    changes = "--resume though its data, rewards or files changed"
+    parser.add_argument("--allow-changes", action="store_true", help=changes)
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, SETTINGS.values(), everything)
     return parser.parse_args(argv)
@@ -183,19 +177,19 @@ def of_task(task: str, model: str) -> dict[str, Any]:
     kind = task.partition(":")[0]
     name = RECIPES.get((model, kind), kind)
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
-    held = load_recipe(paths[name]) if name in paths else {}
-    if model and held.get("model") in OWN_TASK and held["model"] != model:
+    recipe = load_recipe(paths[name]) if name in paths else {}
+    if model and recipe.get("model") in OWN_TASK and recipe["model"] != model:
         return {}
-    return {key: held[key] for key in held if kind != "own" or key not in ("model", "task", "task_config")}
+    return {key: recipe[key] for key in recipe if kind != "own" or key not in ("model", "task", "task_config")}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
     """The settings in a YAML file. Raises ValueError naming an unknown key and the nearest known one."""
-    held = load_yaml(path, f"--config {path}")
-    if not isinstance(held, dict):
+    settings = load_yaml(path, f"--config {path}")
+    if not isinstance(settings, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    refuse_unknown(held, f"--config {path}: ")
-    return located(held, path.parent)
+    refuse_unknown(settings, f"--config {path}: ")
+    return located(settings, path.parent)
 
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
@@ -208,8 +202,6 @@ def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
 
 def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
     """Every setting as YAML, with the sizes once they are decided."""
-    automatic = {key for key, one in SETTINGS.items() if one.is_automatic}
-    return yaml.safe_dump(
-        {key: "auto" if key in automatic and value is None else value for key, value in config.flat(sizes).items()},
-        sort_keys=False,
-    )
+    flat = config.flat(sizes).items()
+    written = {key: "auto" if SETTINGS[key].is_automatic and value is None else value for key, value in flat}
+    return yaml.safe_dump(written, sort_keys=False)

@@ -84,14 +84,11 @@ def make(config: Config, held_out: str | None = None) -> Task:
     data = config.data
     kind = data.task.partition(":")[0]
     if kind in ("rg", "ifeval"):
+        its = f"--task {data.task}"
         if given := data.path or held_out:
-            raise ValueError(
-                f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out"
-            )
+            raise ValueError(f"--data {given} and {its}, which makes its own problems; leave one of them out")
         if config.sampling.curriculum:
-            raise ValueError(
-                f"--curriculum remembers prompts, and none of --task {data.task} comes twice; leave it out"
-            )
+            raise ValueError(f"--curriculum remembers prompts, and none of {its} comes twice; leave it out")
     if kind == "rg" and ":" in data.task:
         task = _procedural(config)
     elif data.task_config:
@@ -105,11 +102,11 @@ def make(config: Config, held_out: str | None = None) -> Task:
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
         raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
-    if config.data.rubric:
-        task = task._replace(rubric=Path(config.data.rubric), witness=None)
-    elif config.data.reward and "rubric" not in config.data.reward_weights:
+    if data.rubric:
+        task = task._replace(rubric=Path(data.rubric), witness=None)
+    elif data.reward and "rubric" not in data.reward_weights:
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
-    if config.data.reward:
+    if data.reward:
         task = _with_own_rewards(task, config)
     task = _with_tools(task, config)
     if config.objective.truncated == "punish":
@@ -160,9 +157,8 @@ def _with_tools(task: Task, config: Config) -> Task:
         if both := sorted(schemas.keys() & calls.environment_schemas(kind)):
             raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")
     earning = {kind.__name__: earned_in(kind) for kind in task.environments.values() if hasattr(kind, "get_reward")}
-    task = task._replace(
-        rewards=task.rewards | earning, reward_weights=task.reward_weights | dict.fromkeys(earning, 1.0)
-    )
+    weights = task.reward_weights | dict.fromkeys(earning, 1.0)
+    task = task._replace(rewards=task.rewards | earning, reward_weights=weights)
     if task.name == "env" and not task.environments:
         raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
     if not task.environments and not all(example["prompt"] for example in task.train + task.held_out):
@@ -173,9 +169,9 @@ def _with_tools(task: Task, config: Config) -> Task:
         if not callable(getattr(kind, "get_reward", None)):
             raise ValueError(f"--env: {kind.__name__} has reward_per_turn and no method get_reward; add it")
         for name, fitting in OF_TURNS.items():
-            if (held := config.flat()[name]) not in fitting:
-                said = f"{flag_of(name)} {held} is of whole conversations, and {kind.__name__} has reward_per_turn"
-                raise ValueError(f"{said}; take {flag_of(name)} {fitting[0]}, or leave that out")
+            if (value := config.flat()[name]) not in fitting:
+                which = f"{flag_of(name)} {value} is of whole conversations, and {kind.__name__} has reward_per_turn"
+                raise ValueError(f"{which}; take {flag_of(name)} {fitting[0]}, or leave that out")
     if task.environments and config.sampling.curriculum:
         raise ValueError("--curriculum remembers prompts, and environments draw their own; leave it out")
     if task.environments and config.data.reward_workers:
@@ -183,8 +179,9 @@ def _with_tools(task: Task, config: Config) -> Task:
     first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys
     if task.tools or task.environments:
         if any("chat_template_kwargs" in example for example in first):
-            said = "column chat_template_kwargs is for prompts without tools"
-            raise ValueError(f"{said}; leave it out, or --tools and --env")
+            raise ValueError(
+                "column chat_template_kwargs is for prompts without tools; leave it out, or --tools and --env"
+            )
         if config.objective.teacher_prompt:
             raise ValueError("--teacher-prompt stands before prompts without tools; leave it out, or --tools and --env")
         if stop := config.sampling.stop:
@@ -195,11 +192,11 @@ def _with_tools(task: Task, config: Config) -> Task:
 def callables(config: Config) -> tuple[tuple[calls.Tool, ...], dict[str, type]]:
     """What a model may call: the functions of --tools and the environments of --env, or the task's own."""
     task, specs = plain(config.data.task) if config.data.task in NAMES else Task("", {}, {}), config.tools.tools
-    found = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
-    if len(dict(found)) < len(found):
+    named = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
+    if len(dict(named)) < len(named):
         raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
     environments = _environments(config.tools.env) if config.tools.env else task.environments
-    return tuple(dict(found).values()) or task.tools, environments
+    return tuple(dict(named).values()) or task.tools, environments
 
 
 def _environments(env: str) -> dict[str, type]:
@@ -295,8 +292,7 @@ def _check_arguments(task: Task, is_own: bool) -> None:
     """ValueError for a reward that needs a column which the data lacks; `is_own`: the user named the rewards."""
     for name, reward in task.rewards.items():
         try:
-            known = reward_arguments(task.train or task.held_out, bool(task.environments))
-            reward_columns(name, reward, known)
+            reward_columns(name, reward, reward_arguments(task.train or task.held_out, bool(task.environments)))
         except ValueError as error:
             if is_own:
                 raise
@@ -309,14 +305,9 @@ def _instructed(name: str) -> Task:
     from tasks import ifeval
 
     problems = ifeval.Problems(ifeval.parse_kinds(name))
-    return Task(
-        name=name,
-        held_out=problems.held_out,
-        rewards={"followed": problems.followed, "on_topic": problems.on_topic},
-        reward_weights={"followed": 1.0, "on_topic": 0.5},
-        verifier=problems.followed_all,
-        problems=problems,
-    )
+    rewards: dict[str, Reward] = {"followed": problems.followed, "on_topic": problems.on_topic}
+    weights = {"followed": 1.0, "on_topic": 0.5}
+    return Task(name, rewards, weights, problems.followed_all, held_out=problems.held_out, problems=problems)
 
 
 def _procedural(config: Config) -> Task:
@@ -327,14 +318,9 @@ def _procedural(config: Config) -> Task:
         sizes = config.data.task_config
         raise ValueError(f"--reward replaces the scores that raise_level_at in {sizes} needs; drop one")
     problems = rg.Problems(mix)
-    return Task(
-        name=name,
-        held_out=problems.held_out,
-        rewards={"correct": nothing_beside(problems.score), "format": rg.answered_once},
-        reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
-        verifier=problems.solved,
-        problems=problems,
-    )
+    rewards: dict[str, Reward] = {"correct": nothing_beside(problems.score), "format": rg.answered_once}
+    weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
+    return Task(name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems)
 
 
 def nothing_beside(score: Reward) -> Reward:

@@ -1,5 +1,6 @@
 """Arithmetic with a calculator, which the model may call: a few minutes with the third bundled model."""
 
+import operator
 import random
 import re
 from collections.abc import Sequence
@@ -65,9 +66,7 @@ def _apply(sign: str, values: list[Fraction]) -> None:
     left = values.pop()
     if sign == "/" and right == 0:
         raise ValueError("division by zero")
-    values.append(
-        left + right if sign == "+" else left - right if sign == "-" else left * right if sign == "*" else left / right
-    )
+    values.append({"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[sign](left, right))
 
 
 def problem(rng: random.Random) -> Example:
@@ -88,10 +87,4 @@ def bundled() -> Sides:
     return problems[256:2256], problems[:256]
 
 
-TASK = Task(
-    name="calculator",
-    rewards={"correct": correct},
-    reward_weights={"correct": 1.0},
-    verifier=correct,
-    tools=(calculator,),
-)
+TASK = Task("calculator", {"correct": correct}, {"correct": 1.0}, verifier=correct, tools=(calculator,))

@@ -7,17 +7,17 @@ the checkpoint holds. `note` ends a step; until then nothing that a draw did is 
 Axes: B prompts a draw, G completions a prompt.
 """
 
-import itertools
 import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from config import Config
 from problems.examples import Example, epoch_indices, prompt_key
+from step.sample import Sample, by_group
 from tasks import rg
 from tasks.task import Problems, Task
 
@@ -28,23 +28,6 @@ VISITS = 2  # in a row that a prompt must be solved whole before it rests
 REST = 2.0  # epochs that it rests; also after how many half of the evidence is forgotten
 WINDOW = 32  # problems of a data set whose pass rate raises its level
 MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
-
-
-class Earned(Protocol):
-    """What a prompt's completion earned; see `step.sample.Sample`."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def example(self) -> Example: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def parts(self) -> dict[str, float]: ...
-
-
-def by_group(samples: Sequence[Earned]) -> list[list[Earned]]:
-    return [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.group)]
 
 
 class Epochs:
@@ -61,7 +44,7 @@ class Epochs:
     def choose(self, number: int) -> list[int]:
         return epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
 
-    def note(self, samples: Sequence[Earned]) -> None:
+    def note(self, samples: Sequence[Sample]) -> None:
         """Takes in what the samples of a whole step earned."""
 
     def state(self) -> dict[str, Any]:
@@ -127,7 +110,7 @@ class BySignal(Epochs):
         self.open.append((number, indices))
         return indices
 
-    def note(self, samples: Sequence[Earned]) -> None:
+    def note(self, samples: Sequence[Sample]) -> None:
         readable = [sample.reward for sample in samples if not math.isnan(sample.reward)]
         self.low, self.high = min([self.low, *readable]), max([self.high, *readable])
         expected = [self.signal(number)[indices].mean() for number, indices in self.open]
@@ -189,24 +172,24 @@ class Endless(Epochs):
     def draw(self, number: int) -> Drawn:
         num = self.config.sampling.batch
         known = self.held_out | set(self.seen) | set(self.open)
-        found, self.ahead = rg.fresh(self._make, self.ahead, num, known)
-        if len(found) < num:
+        drawn, self.ahead = rg.fresh(self._make, self.ahead, num, known)
+        if len(drawn) < num:
             self.repeats = True
-            taken = self.held_out | set(self.open) | {prompt_key(example)[:16] for example in found}
-            again, self.ahead = rg.fresh(self._make, self.ahead, num - len(found), taken)
-            found += again
-        if len(found) < num:
+            taken = self.held_out | set(self.open) | {prompt_key(example)[:16] for example in drawn}
+            again, self.ahead = rg.fresh(self._make, self.ahead, num - len(drawn), taken)
+            drawn += again
+        if len(drawn) < num:
             raise ValueError(
                 f"--task {self.config.data.task} has no {num} different problems besides those held out; "
                 "ask for larger ones, or for fewer to be held out, with --task-config"
             )
-        self.open += [prompt_key(example)[:16] for example in found]
-        return found, self.render(found)
+        self.open += [prompt_key(example)[:16] for example in drawn]
+        return drawn, self.render(drawn)
 
     def _make(self, places: Sequence[int]) -> list[Example]:
         return self.problems.make(places, self.config.sampling.seed, self.levels)
 
-    def note(self, samples: Sequence[Earned]) -> None:
+    def note(self, samples: Sequence[Sample]) -> None:
         if self.repeats:
             print(f"all different problems of {self.config.data.task} were seen; they come again", file=sys.stderr)
             self.seen, self.repeats = [], False

@@ -37,9 +37,4 @@ def bundled() -> Sides:
     return [nothing] * 1024, [nothing] * NUM_HELD_OUT
 
 
-TASK = Task(
-    name="guess",
-    rewards={},
-    reward_weights={},
-    environments={"": Guess},
-)
+TASK = Task(name="guess", rewards={}, reward_weights={}, environments={"": Guess})

@@ -39,8 +39,7 @@ PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}  # of topics
 def words() -> dict[str, Any]:
     """What `data/ifeval.yaml` holds."""
     path = DATA / "ifeval.yaml"
-    held: dict[str, Any] = load_yaml(path, str(path))
-    return held
+    return dict(load_yaml(path, str(path)))
 
 
 def draw(argument: Any, rng: random.Random, side: str) -> Any:
@@ -100,15 +99,15 @@ class Problems:
         apart = [set(pair) for pair in words()["apart"]]
         others = [kind for kind in kinds if kind != first and {kind, first} not in apart]
         chosen = [first, rng.choice(others)] if others and rng.random() < PAIRS else [first]
-        said, asked = [], []
+        wordings, asked = [], []
         for name in chosen:
             kind = words()["kinds"][name]
             arguments = {key: draw(value, rng, side) for key, value in kind.get("arguments", {}).items()}
-            said.append(rng.choice(kind[side]).format(**arguments))
+            wordings.append(rng.choice(kind[side]).format(**arguments))
             asked.append([kind["verifier"], arguments])
         ask, topic = rng.choice(words()["asks"][side]), rng.choice(words()["topics"][side])
         category = first if len(chosen) == 1 else "two"
-        prompt = " ".join([ask.format(topic), *said])
+        prompt = " ".join([ask.format(topic), *wordings])
         return {"prompt": prompt, "category": category, "instructions": asked, "topic": topic}
 
     def followed(

@@ -101,39 +101,33 @@ def parse_mix(task: str, config: str | None) -> Mix:
         except ValueError:
             weight = 0.0
         if not name or name in weights or not 0 < weight < 1e6:
-            raise ValueError(
-                f"--task {task}: {part!r} is not NAME or NAME=WEIGHT, each name once; as rg:countdown=2,lcm"
-            )
+            way = "NAME or NAME=WEIGHT, each name once; as rg:countdown=2,lcm"
+            raise ValueError(f"--task {task}: {part!r} is not {way}")
         weights[name] = weight
-    held = load_yaml(config, f"--task-config {config}") if config else {}
-    if not isinstance(held, dict):
-        raise ValueError(f"--task-config {config} holds {short(held)}, no settings; write lines like `countdown:`")
+    where = f"--task-config {config}"
+    asked = load_yaml(config, where) if config else {}
+    if not isinstance(asked, dict):
+        raise ValueError(f"{where} holds {short(asked)}, no settings; write lines like `countdown:`")
     general = {"raise_level_at": None, "held_out": 256, "system": SYSTEM}
-    unused = tuple(str(key) for key in held if key not in general and key not in weights)
-    general |= {key: held[key] for key in general if key in held}
+    unused = tuple(str(key) for key in asked if key not in general and key not in weights)
+    general |= {key: asked[key] for key in general if key in asked}
     bound, num, system = general["raise_level_at"], general["held_out"], general["system"]
     if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound <= 1):
-        raise ValueError(
-            f"--task-config {config}: raise_level_at is {short(bound)}; it must be a share above 0, as 0.8"
-        )
+        raise ValueError(f"{where}: raise_level_at is {short(bound)}; it must be a share above 0, as 0.8")
     if type(num) is not int or not 0 < num <= SIZE * 100:
-        raise ValueError(f"--task-config {config}: held_out is {short(num)}; it must be a number of problems, as 256")
+        raise ValueError(f"{where}: held_out is {short(num)}; it must be a number of problems, as 256")
     if not isinstance(system, str):
-        raise ValueError(f"--task-config {config}: system is {short(system)}; it must be a text")
+        raise ValueError(f"{where}: system is {short(system)}; it must be a text")
     settings, levels = {}, {}
     for name in weights:
-        own = held.get(name) or {}
+        own = asked.get(name) or {}
         if not isinstance(own, dict) or {"seed", "size"} & own.keys():
-            raise ValueError(
-                f"--task-config {config}: {name} is {short(own)}; it needs settings other than seed and size"
-            )
+            raise ValueError(f"{where}: {name} is {short(own)}; it needs settings other than seed and size")
         settings[name] = {key: value for key, value in own.items() if key != "level"}
         if "level" in own:
             levels[name] = own["level"]
     if bound is not None and not levels:
-        raise ValueError(
-            f"--task-config {config}: raise_level_at needs a data set with a level; write `level: 0` for one"
-        )
+        raise ValueError(f"{where}: raise_level_at needs a data set with a level; write `level: 0` for one")
     return Mix(weights, settings, levels, bound, num, system, unused)
 
 
@@ -152,7 +146,9 @@ class Problems:
         num = min(SCORERS, os.cpu_count() or 1)
         self.scorers = Pool(f"{__name__}:make_scorer", given[:2], num=num, limit=LIMIT, sealed=True)
         self.num_levels: dict[str, int] = self._ask([()])[0]
-        self.held_out = self._make_held_out()
+        # the same in every run of the mix; fewer where a data set has few: no number is tried twice
+        held_out = self._make(range(mix.num_held_out), 0, mix.levels)
+        self.held_out = list({prompt_key(example): example for example in held_out}.values())
 
     def _ask(self, questions: Sequence[Any]) -> list[Any]:
         answers = self.makers.ask(questions)
@@ -182,15 +178,6 @@ class Problems:
                 return name
         return name
 
-    def _make_held_out(self) -> list[Example]:
-        """
-        Different problems at the levels that a run begins with, the same in every run of the mix.
-
-        Fewer where a data set has few: no number is tried twice.
-        """
-        examples = self._make(range(self.mix.num_held_out), 0, self.mix.levels)
-        return list({prompt_key(example): example for example in examples}.values())
-
     def score(self, completions: Sequence[str], category: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
         """
         What each completion's answer earns by the rules of its data set, from 0 to 1.
@@ -198,9 +185,9 @@ class Problems:
         The answer stands in the last <answer>...</answer>. A completion without one earns 0, as does one whose scoring
         fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number.
         """
-        found = [extract(text) for text in completions]
-        asked = [row for row, answer in enumerate(found) if answer is not None and len(answer) <= LONGEST]
-        answers = self.scorers.ask([(category[row], entry[row], found[row]) for row in asked])
+        stated = [extract(text) for text in completions]
+        asked = [row for row, answer in enumerate(stated) if answer is not None and len(answer) <= LONGEST]
+        answers = self.scorers.ask([(category[row], entry[row], stated[row]) for row in asked])
         given = dict(zip(asked, map(earned, answers), strict=True))
         return [given.get(row, 0.0) for row in range(len(completions))]
 
@@ -237,18 +224,18 @@ def fresh(
 
     Fewer where `PATIENCE` places in a row bring nothing new.
     """
-    found: list[Example] = []
+    new: list[Example] = []
     barren = 0
-    while len(found) < num and barren < PATIENCE:
-        places = range(place, place + num - len(found))
+    while len(new) < num and barren < PATIENCE:
+        places = range(place, place + num - len(new))
         for example in made(places):
             key = prompt_key(example)[:16]
             barren = barren + 1 if key in seen else 0
             if key not in seen:
-                found.append(example)
+                new.append(example)
                 seen.add(key)
         place = places.stop
-    return found, place
+    return new, place
 
 
 # ---- in a worker
@@ -272,12 +259,12 @@ def make_maker(
         if name not in known:
             meant = nearest(name, [*known, "raise_level_at", "held_out", "system"])
             raise ValueError(f"--task-config: {short(name)} is no data set and no setting{meant}")
-    num_levels = {name: _num_levels(CURRICULA[name]()) if name in CURRICULA else 0 for name in settings}
+    curricula = {name: CURRICULA[name]().attributes.values() if name in CURRICULA else [] for name in settings}
+    num_levels = {name: max((len(one.levels) for one in its), default=0) for name, its in curricula.items()}
     for name, level in levels.items():
         if type(level) is not int or not 0 <= level < num_levels[name]:
-            raise ValueError(
-                f"--task-config: {name} has {num_levels[name]} levels, from 0; its level is {short(level)}"
-            )
+            there = f"{num_levels[name]} levels, from 0"
+            raise ValueError(f"--task-config: {name} has {there}; its level is {short(level)}")
 
     @functools.lru_cache(maxsize=16)
     def data_set(name: str, level: int | None, seed: int) -> Any:
@@ -295,12 +282,12 @@ def make_maker(
 
 
 def make_scorer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> Callable[[tuple[str, str, str]], float]:
-    """What a sealed worker does: a data set's name, an entry and an answer to what the answer earns."""
+    """What a sealed worker does: of a data set's name, an entry and an answer what the answer earns."""
     if any(READERS.get(name) is read_formula for name in settings):
         prepare_sympy()
     from reasoning_gym.factory import DATASETS
 
-    held = {name: make_data_set(name, levels.get(name), 0, settings[name]) for name in settings}
+    data_sets = {name: make_data_set(name, levels.get(name), 0, settings[name]) for name in settings}
     for name in READERS.keys() & settings.keys():
         vars(sys.modules[DATASETS[name][0].__module__]).update(eval=READERS[name], parse_expr=READERS[name])
 
@@ -309,7 +296,7 @@ def make_scorer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> 
         entry = unpacked(question[1])
         if name in RULES and not RULES[name](answer, entry):
             return 0.0
-        return float(held[name].score_answer(answer, entry))
+        return float(data_sets[name].score_answer(answer, entry))
 
     return score
 
@@ -339,10 +326,6 @@ def _seed_globals(number: int) -> None:
 
     random.seed(number)
     np.random.seed(number)
-
-
-def _num_levels(curriculum: Any) -> int:
-    return max(len(attribute.levels) for attribute in curriculum.attributes.values())
 
 
 def make_data_set(name: str, level: int | None, seed: int, settings: dict[str, Any]) -> Any:

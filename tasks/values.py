@@ -8,10 +8,5 @@ def bundled() -> Sides:
     return split_examples(load_data(str(DATA / "values.jsonl")))
 
 
-TASK = Task(
-    name="values",
-    rewards={},
-    reward_weights={"rubric": 1.0},
-    rubric=DATA / "values_rubric.yaml",
-    witness=DATA / "values_witness.yaml",
-)
+RUBRIC, WITNESS = DATA / "values_rubric.yaml", DATA / "values_witness.yaml"
+TASK = Task(name="values", rewards={}, reward_weights={"rubric": 1.0}, rubric=RUBRIC, witness=WITNESS)

@@ -353,7 +353,19 @@ def decode_step(model: Model) -> Step:
         cache.advance(1)
         return made
 
-    return step
+    built: set[int] = set()  # numbers of rows
+
+    def first_alone(tokens: mx.array, cache: SlotCache) -> mx.array:
+        """A CPU's step: its loops are built by one process at a time."""
+        if len(tokens) in built:
+            return step(tokens, cache)
+        with cpu.building():
+            made = step(tokens, cache)
+            mx.eval(made)
+        built.add(len(tokens))
+        return made
+
+    return step if gpu.on_gpu() else first_alone
 
 
 # ---- load and save

@@ -6,6 +6,7 @@ ns, within 1e-6 for |x| < 8; it serves where there is no g++, for few numbers, a
 what is compiled operation by operation: 8 ns with the gradient, the power 6.4. On a GPU MLX's own is the right one.
 """
 
+import contextlib
 import fcntl
 import functools
 import math
@@ -13,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -49,23 +50,29 @@ def compiled(size: int) -> Callable[[mx.array], mx.array]:
     return mx.compile(expression)
 
 
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """
+    One process at a time, where `mx.compile` may have loops built; several would load each other's halves.
+
+    MLX keeps them in a directory of temporary files and loads what it finds there. OSError if it is another user's.
+    """
+    loops = Path(tempfile.gettempdir(), "mlx")
+    loops.mkdir(mode=0o700, exist_ok=True)
+    if loops.lstat().st_uid != os.getuid():
+        raise OSError(f"{loops} is another user's; set TMPDIR")
+    with (loops / "gwen.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @functools.cache
 def has_compiler() -> bool:
-    """
-    Whether `mx.compile` makes loops here. The first question has them built, if this machine has none yet: 5 s.
-
-    MLX keeps them in a directory of temporary files and loads what it finds there: it must be this user's, and one
-    process at a time builds.
-    """
+    """Whether `mx.compile` makes loops here. The first question has them built, if this machine has none yet: 5 s."""
     if sys.platform != "linux" or shutil.which("g++") is None:
         return False
-    loops = Path(tempfile.gettempdir(), "mlx")
     try:
-        loops.mkdir(mode=0o700, exist_ok=True)
-        if loops.lstat().st_uid != os.getuid():
-            raise OSError(f"{loops} is another user's; set TMPDIR")
-        with (loops / "gwen.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with building():
             mx.eval(compiled(2)(mx.zeros(2)))
     except (OSError, RuntimeError) as error:
         print(f"gwen: e**x takes twice as long here: {' '.join(str(error).split())[:200]}", file=sys.stderr)

@@ -58,8 +58,8 @@ class LoRALinear(nn.Module):
 
     def rounded(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """A and scale * B in a type of 16 bits, made once for the A and B at hand."""
-        held = self._rounded
-        if not held or held[0] is not self.lora_a or held[1] is not self.lora_b or held[2].dtype != dtype:
+        last = self._rounded
+        if not last or last[0] is not self.lora_a or last[1] is not self.lora_b or last[2].dtype != dtype:
             copies = self.lora_a.astype(dtype), (self.scale * self.lora_b).astype(dtype)
             self._rounded = self.lora_a, self.lora_b, *copies
         return self._rounded[2], self._rounded[3]
@@ -101,14 +101,12 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     if unknown := [target for target in targets if target not in TARGETS]:
         raise ValueError(f"--lora-targets {unknown[0]}: not one of {', '.join(TARGETS)}")
     model.freeze()
-    found = [
-        (name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in targets
-    ]
-    if not found:
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] in targets}
+    if not linears:
         raise ValueError(f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection")
-    keys = mx.random.split(mx.random.key(seed), len(found))
+    keys = mx.random.split(mx.random.key(seed), len(linears))
     adapted = [
-        (name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in zip(sorted(found), keys, strict=True)
+        (name, LoRALinear(linears[name], rank, scale, key)) for name, key in zip(sorted(linears), keys, strict=True)
     ]
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
@@ -117,9 +115,8 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
         widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
         with kernels.recording() as calls:
             for size in sorted(widths):
-                ops.tall_product(
-                    *(kernels.normal(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size))
-                )
+                both = (kernels.normal(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size))
+                ops.tall_product(*both)
         kernels.check_calls(calls)
 
 
@@ -183,7 +180,7 @@ def read(model: gwen.Model, path: str | Path) -> Fused:
         lows: list[mx.array] = []  # the different A, (C, r) each
         place = {}
         for part, (low, _) in given.items():
-            place[part] = next((i for i, held in enumerate(lows) if mx.array_equal(low, held).item()), len(lows))
+            place[part] = next((i for i, other in enumerate(lows) if mx.array_equal(low, other).item()), len(lows))
             lows[place[part] :] = lows[place[part] :] or [low.astype(mx.float32)]
         columns = []
         for part, rows in rows_of.items():
@@ -269,14 +266,12 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     """
     directory.mkdir(parents=True, exist_ok=True)
     adapted = list(layers(model))
-    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
     if adapted:
-        first = adapted[0][1]
-        weights = adapter_weights(model)
-        keys = sorted({hub.plain(name).split(".", 3)[3].rpartition(".")[0] for name in weights})
-        parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
-        config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
+        first, weights = adapted[0][1], adapter_weights(model)
+        names = {hub.plain(name).rpartition(".")[0] for name in weights}
+        config = adapters.mlx_lm_config(base, len(model.layers), names, first.lora_a.shape[1], first.scale)
     else:
+        config = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
         weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
         weights = hub.to_mlx_lm(weights, model.config.family)
     metadata = {"format": "mlx", "sha256": adapters.checksum(weights, config)}
@@ -328,15 +323,12 @@ def _fuse(name: str | None, adapter: str, out: Path) -> str:
 def _export(name: str | None, adapter: str, out: Path, layout: str) -> str:
     if adapters.kind_of(adapters.find(adapter)) == "full":
         raise ValueError(f"--export {layout}: {adapter} holds a whole model, not an adapter; write it with --fuse")
-    held = adapters.read(adapter)
-    held = held._replace(base=name or held.base)
-    prefix = ""
+    read = adapters.read(adapter)
+    base, prefix = name or read.base, ""
     if layout == "mlx_lm":  # whose names depend on the model's family
-        if not held.base:
-            raise ValueError(f"--adapter {adapter} does not name the model it was trained on; give it with --model")
-        prefix = hub.mlx_lm_prefix(gwen.load_config(held.base).family)
-    adapters.write(held, out, layout, prefix)
-    return f"{adapter} for {held.base}, in the layout of {layout}"
+        prefix = hub.mlx_lm_prefix(gwen.load_config(base or adapters.base_of(adapter)).family)
+    adapters.write(read._replace(base=base), out, layout, prefix)
+    return f"{adapter} for {base}, in the layout of {layout}"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Axes: C input width, O output width, R rank.
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,12 +85,12 @@ def _base(config: dict[str, Any]) -> Any:
 
 def checksum(tensors: dict[str, mx.array], config: dict[str, Any]) -> str:
     """SHA-256 of an adapter's tensors and configuration, without the base's name: that model may be moved."""
-    said = {key: value for key, value in config.items() if key not in BASE}
-    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    kept = {key: value for key, value in config.items() if key not in BASE}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for name, array in sorted(tensors.items()):
-        found.update(f"{name} {array.shape} {array.dtype}".encode())
-        found.update(np.array(mx.view(array.reshape(-1), mx.uint8)).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(np.array(mx.view(array.reshape(-1), mx.uint8)).data)
+    return digest.hexdigest()
 
 
 def load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
@@ -111,12 +112,18 @@ def read(path: str | Path) -> Adapter:
     """A "lora" adapter of either layout. Raises ValueError naming the problem. path: see `find`."""
     directory = find(path)
     config = hub.load_object(directory / "adapter_config.json")
-    read_one = _read_peft if _is_peft(config) else _read_mlx_lm
-    rank, scale, halves = read_one(directory, config)
+    where, is_peft = f"--adapter {directory}: adapter_config.json", _is_peft(config)
+    rank, scale = _peft_numbers(config, where) if is_peft else _mlx_lm_numbers(config, where)
     if type(rank) is not int or type(scale) not in (int, float) or not SCALES[0] <= scale <= SCALES[1]:
-        said = f"rank {rank!r:.60} and scale {scale!r:.60}; they must be a whole number, and one from 1e-6 to 1e4"
-        raise ValueError(f"--adapter {directory}: adapter_config.json has {said}")
-    pairs = {}
+        numbers = f"rank {rank!r:.60} and scale {scale!r:.60}"
+        raise ValueError(f"{where} has {numbers}; they must be a whole number, and one from 1e-6 to 1e4")
+    endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
+    halves, pairs = {}, {}  # by name and "a" or "b"; A and B by name
+    for key, array in load_tensors(directory, config).items():
+        name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+        if half not in endings:
+            raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
+        halves[hub.plain(name), endings[half]] = mx.contiguous(array.T) if is_peft else array
     for name in sorted({name for name, _ in halves}):
         low, high = halves.get((name, "a")), halves.get((name, "b"))
         if low is None or high is None or low.ndim != 2 or high.ndim != 2 or low.shape[1] != high.shape[0]:
@@ -130,24 +137,14 @@ def read(path: str | Path) -> Adapter:
     return Adapter(base if isinstance(base, str) else None, float(scale), pairs)
 
 
-Halves = dict[tuple[str, str], mx.array]  # by name and "a" or "b"
-
-
-def _read_mlx_lm(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Halves]:
+def _mlx_lm_numbers(config: dict[str, Any], where: str) -> tuple[Any, Any]:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
-        raise ValueError(f"--adapter {directory}: adapter_config.json has no lora_parameters with rank and scale")
-    halves = {}
-    for key, array in load_tensors(directory, config).items():
-        name, _, half = key.rpartition(".lora_")
-        if half not in ("a", "b"):
-            raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
-        halves[hub.plain(name), half] = array
-    return parameters.get("rank"), parameters.get("scale"), halves
+        raise ValueError(f"{where} has no lora_parameters with rank and scale")
+    return parameters.get("rank"), parameters.get("scale")
 
 
-def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Halves]:
-    where = f"--adapter {directory}: adapter_config.json"
+def _peft_numbers(config: dict[str, Any], where: str) -> tuple[Any, Any]:
     if config["peft_type"] != "LORA":
         raise ValueError(f"{where} has peft_type {config['peft_type']!r:.60}; only LORA is supported")
     for key, usual in PEFT_ONLY.items():
@@ -157,13 +154,7 @@ def _read_peft(directory: Path, config: dict[str, Any]) -> tuple[Any, Any, Halve
     alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank < 2**31 or type(alpha) not in (int, float) or not abs(alpha) < 1e300:
         raise ValueError(f"{where} has r {rank!r:.60} and lora_alpha {alpha!r:.60}; both must be numbers")
-    halves = {}
-    for key, array in load_tensors(directory, config).items():
-        name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-        if half not in ("A.weight", "B.weight"):
-            raise ValueError(f"--adapter {directory}: {key} is neither lora_A nor lora_B of a projection")
-        halves[hub.plain(name), half[0].lower()] = mx.contiguous(array.T)
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), halves
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
@@ -259,19 +250,15 @@ def _as_mlx_lm(adapter: Adapter, rank: int, prefix: str) -> tuple[dict[str, mx.a
     tensors = {}
     for name, (low, high) in adapter.pairs.items():
         tensors[f"{prefix}{name}.lora_a"], tensors[f"{prefix}{name}.lora_b"] = low, high
-    paths = [name.removeprefix("model.layers.").split(".", 1) for name in adapter.pairs]
-    config = {
-        "model": adapter.base,
-        "fine_tune_type": "lora",
-        "num_layers": 1 + max(int(layer) for layer, _ in paths),
-        "lora_parameters": {
-            "rank": rank,
-            "scale": adapter.scale,
-            "dropout": 0.0,
-            "keys": sorted({rest for _, rest in paths}),
-        },
-    }
-    return tensors, config
+    num_layers = 1 + max(int(name.split(".")[2]) for name in adapter.pairs)
+    return tensors, mlx_lm_config(adapter.base, num_layers, adapter.pairs, rank, adapter.scale)
+
+
+def mlx_lm_config(base: str | None, num_layers: int, names: Iterable[str], rank: int, scale: float) -> dict[str, Any]:
+    """The configuration of a "lora" adapter in mlx_lm's layout, on projections of these names."""
+    keys = sorted({name.split(".", 3)[3] for name in names})
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
+    return {"model": base, "fine_tune_type": "lora", "num_layers": num_layers, "lora_parameters": parameters}
 
 
 def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -94,9 +94,8 @@ def load(run_dir: str | Path) -> State:
         try:
             return _read(path)
         except OtherVersion as error:
-            raise ValueError(
-                f"--resume {run_dir}: {path.name} was saved by an earlier version of Gwen; {over}"
-            ) from error
+            version = f"{path.name} was saved by an earlier version of Gwen"
+            raise ValueError(f"--resume {run_dir}: {version}; {over}") from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = hub.first_line(error)
             print(f"checkpoint {path.name} is damaged ({reason}); trying the one before", file=sys.stderr)
@@ -254,7 +253,7 @@ def refuse_changes(run_dir: Path, state: State, changed: Iterable[str], allowed:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint, or what somebody has put in its place."""
+    """Removes a checkpoint, or what somebody has put there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -270,9 +269,8 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        memory.on_cpu(
-            mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata=metadata or {"format": "mlx"}
-        )
+        metadata = metadata or {"format": "mlx"}
+        memory.on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata=metadata)
     except RuntimeError as error:
         if memory.is_too_much(error):
             raise

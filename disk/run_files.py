@@ -59,10 +59,10 @@ def settle(args: Namespace, **defaults: Any) -> str | None:
         raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
     if args.run is not None and args.adapter is not None:
         raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
-    held = settings_of(args.run) if args.run else {}
+    settings = settings_of(args.run) if args.run else {}
     for name, default in defaults.items():
         if getattr(args, name) is None:
-            setattr(args, name, held.get(name, default))
+            setattr(args, name, settings.get(name, default))
     return adapter_of(args.run, args.step) if args.run else args.adapter
 
 
@@ -76,10 +76,10 @@ def config_file(run: str) -> Path:
 
 def settings_of(run: str) -> dict[str, Any]:
     """A run's settings by name, as in its file, for commands that need a few. Raises ValueError without a model."""
-    held = load_yaml(config_file(run), f"--run {run}: config.yaml")
-    if not isinstance(held, dict) or not held.get("model"):
+    settings = load_yaml(config_file(run), f"--run {run}: config.yaml")
+    if not isinstance(settings, dict) or not settings.get("model"):
         raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
-    return held
+    return settings
 
 
 def adapter_of(run: str, step: int | None) -> str | None:
@@ -96,19 +96,17 @@ def adapter_of(run: str, step: int | None) -> str | None:
     path = Path(run) / "adapter" if step is None else folder / f"step-{step:06d}" / "adapter"
     if (path / "adapter_config.json").is_file():
         return str(path)
-    numbers = [name.parent.name.removeprefix("step-") for name in sorted(folder.glob("step-*/adapter"))]
-    saved = [int(number) for number in numbers if number.isdecimal()]
     if step is None:
         raise ValueError(f"--run {run} has saved no adapter yet; --step 0 is the model before training")
-    raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved})))}")
+    numbers = [name.parent.name.removeprefix("step-") for name in folder.glob("step-*/adapter")]
+    saved = sorted({0, *(int(number) for number in numbers if number.isdecimal())})
+    raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, saved))}")
 
 
 def with_interval(record: dict[str, Any], name: str) -> str:
     """An evaluation's figure with its 95% confidence interval, "0.475 \u00b1 0.043", if available."""
     value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
-    if value is None:
-        return "unreadable"
-    return f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
+    return "unreadable" if value is None else f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
 def what_of(record: dict[str, Any]) -> str:
@@ -119,7 +117,6 @@ def what_of(record: dict[str, Any]) -> str:
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
-    """An evaluation's line."""
     names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
         names.insert(1, "witness")
@@ -143,20 +140,21 @@ def is_hub_id(name: str) -> bool:
 
 def model_card(run: str, step: int | None) -> str:
     """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
-    settings, environment = settings_of(run), load_object(Path(run) / "env.json")
+    settings = settings_of(run)
     base = [f"base_model: {name.partition('@')[0]}"] if is_hub_id(name := str(settings["model"])) else []
     settings = {name: public(name, value) for name, value in settings.items()}
-    match environment:
+    match load_object(Path(run) / "env.json"):
         case {"versions": {"mlx": version}, "machine": machine, "commit": commit}:
             made = f"Made with MLX {version} on {machine}, at commit {commit or 'unknown'}."
         case _:
             raise ValueError(f"{run}: env.json is damaged; --export and --fuse with --adapter {run} do without it")
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
-    rows = []
-    for one in evaluations[:1] + evaluations[1:][-1:]:
-        for name in ("accuracy", "score", "witness", "greedy", "loss", "perplexity"):
-            if one.get(f"eval/{name}") is not None:
-                rows.append(f"| {name} | {one['step']} | {with_interval(one, name)} | {one['eval/num']} |")
+    rows = [
+        f"| {name} | {one['step']} | {with_interval(one, name)} | {one['eval/num']} |"
+        for one in evaluations[:1] + evaluations[1:][-1:]
+        for name in ("accuracy", "score", "witness", "greedy", "loss", "perplexity")
+        if one.get(f"eval/{name}") is not None
+    ]
     method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
     teacher = f", by the teacher {settings['teacher']}" if settings.get("teacher") else ""
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
@@ -217,8 +215,7 @@ def refuse_replaced(run_dir: Path) -> None:
 
 def let_go(run_dir: Path) -> None:
     """Lets others own a directory, if this process does."""
-    file = _locks.pop(run_dir.resolve(), None)
-    if file is not None:
+    if (file := _locks.pop(run_dir.resolve(), None)) is not None:
         os.ftruncate(file, 0)
         os.close(file)
 

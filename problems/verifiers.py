@@ -185,9 +185,8 @@ _REWRITES = [  # LaTeX and Markdown that dress a number without changing it
         (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
         (r"\\([$%#&])", r"\1"),
         (r"\{,\}", ","),  # 1{,}234
-        (r"\\!", ""),
         (r"\^? ?\{?\\(?:circ|degree)(?![A-Za-z])\}?", "\u00b0"),
-        (r"\\[,;: ()\[\]]|\*\*|[_`~]", " "),
+        (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
         (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
         (r"[{}]", " "),
         (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
@@ -241,20 +240,14 @@ def read_number(text: str) -> Quantity | None:
         return None
     plain = plain_text(text)
     plain = plain.rstrip("! ") if _WORD.search(plain) else plain  # else a factorial
-    found, rest = list(_NUMBER.finditer(plain)), _NUMBER.sub(" ", plain)
-    if not _AROUND.fullmatch(rest) or (len(found) > 1 and re.search("[-+*/=]", rest)):
+    matches = list(_NUMBER.finditer(plain))
+    if len(matches) != 1 or not _AROUND.fullmatch(_NUMBER.sub(" ", plain)):
         return None
-    quantities = [_quantity(match, plain) for match in found]
-    values = {one and one.value for one in quantities}
-    return quantities[0] if len(values) == 1 else None
-
-
-def _quantity(match: re.Match[str], plain: str) -> Quantity | None:
-    """None where a number is too long to be an answer, or divides by zero."""
-    top, bottom = (re.sub("[ ,]", "", part or "1") for part in (match["top"], match["bottom"]))
-    if len(match[0]) > 100 or not Fraction(bottom):
+    match = matches[0]
+    top, bottom = (Fraction(re.sub("[ ,]", "", part or "1")) for part in (match["top"], match["bottom"]))
+    if not bottom:
         return None
-    value = Fraction(top) / Fraction(bottom) * _SCALES[match["scale"]] * Fraction(10) ** int(match["power"] or 0)
+    value = top / bottom * _SCALES[match["scale"]] * Fraction(10) ** int(match["power"] or 0)
     after = _UNIT.findall(re.split(r"[.,;:!?()=\n]", plain[match.end() :], maxsplit=1)[0])
     spelled = [_SPELLED.get(unit, unit.casefold()) for unit in [match["money"], *after] if unit]
     units = [unit[:-1] if len(unit) > 3 and unit.endswith("s") else unit for unit in spelled]
@@ -270,10 +263,8 @@ def _same_quantity(right: Quantity, said: Quantity) -> bool:
 
 # ---- which answers are numbers, which are formulas
 
-_NO_NUMBER = re.compile(  # of an answer that has the shape of one: 007, 3rd, 5B, 3 pm, 4 July
-    r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th|[A-Z])|(?i:[0-9] ?(?:[ap]\.?m|(?:jan|febr)(?:uary)?|feb|mar(?:ch)?|"
-    r"apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:t|tember)?|oct(?:ober)?|(?:nov|dec)(?:ember)?)\b)"
-)
+# of an answer that has the shape of a number: 007, 3rd, 5B, 3 pm, 4 July
+_NO_NUMBER = re.compile(r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th|[A-Z])|[0-9] ?(?:[AaPp]\.?[Mm]\b|[A-Z][a-z])")
 _FORMULA = re.compile(
     r"\\[A-Za-z]{2}|\\\{|\^|\b(?:sqrt|log|ln|sin|cos|tan|exp)\(|[0-9]pi\b|[\[(][^\[\]()]+,[^\[\]()]+[\])]|"
     r"-?[0-9]+(?:, -?[0-9]+)+$|[0-9][a-z](?![A-Za-z0-9])|\b[a-z] ?[-+*/=<>] ?[a-z0-9(]|[0-9)] ?[-+*/<>] ?[a-z]\b"
@@ -307,7 +298,6 @@ _CLOSED = re.compile(  # a formula that comes to one number; sums and products a
     r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]|sqrt))"
     r"(?:[0-9.+*/(){}\[\]^!_ -]|\\?(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||\|$)+"
 )
-_SPAN = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 
 
 @functools.cache
@@ -334,29 +324,22 @@ def make_math_checker() -> Callable[[tuple[str, str]], bool]:
 
 
 def _latex(formula: str) -> str:
-    """A formula as math-verify reads it, sqrt(3) as \\sqrt{3}, without spaces but between digits."""
-    formula = re.sub(r"(?<!\\)sqrt *\(([^()]*)\)", r"\\sqrt{\1}", formula.strip(" .$"))
-    return re.sub(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])", "", formula)
-
-
-def _same_number(gold: str, said: str) -> bool:
-    right, stated = read_number(gold), read_number(said)
-    return bool(right and stated and _same_quantity(right, stated))
+    """A formula as math-verify reads it, sqrt(3) as \\sqrt{3}."""
+    return re.sub(r"(?<!\\)sqrt *\(([^()]*)\)", r"\\sqrt{\1}", formula.strip(" .$*:"))
 
 
 def _same_formula(gold: str, said: str) -> Verdict:
     """As texts where the right answer is one, exactly where both are plain numbers, else by the library."""
-    if _latex(said) == _latex(gold):
-        return True
     if not is_mathematics(gold):
         return _same_text(gold, said)
     right, stated = read_number(gold), read_number(said)
     if right and stated:
         return _same_quantity(right, stated)
-    no_number = right and (right.units or not _CLOSED.fullmatch(said.strip(" .$")))
-    if no_number or not said or len(said) > LONGEST or has_words(said) or _ENDLESS.search(said):
+    if right and (right.units or not _CLOSED.fullmatch(said.strip(" .$"))):
         return False
-    return _latex(gold), _latex(said)
+    if not said or len(said) > LONGEST or has_words(said) or _ENDLESS.search(said):
+        return False
+    return said == gold or (_latex(gold), _latex(said))
 
 
 def _same_mark(gold: str, said: str) -> Verdict:
@@ -364,34 +347,29 @@ def _same_mark(gold: str, said: str) -> Verdict:
     return not (read and re.search(r"[^\W\d_]{2}", read.lead)) and _same_formula(gold, said)  # not "at least 42"
 
 
-def _sentence(_: str, said: str) -> str:
-    """The last sentence with a number or formula, else the last; "" for a question or a denial."""
-    sentences = [part.strip() for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", said) if part.strip()]
-    with_one = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
-    last = (with_one or sentences or [""])[-1]
-    return "" if len(last) > LONGEST or last.rstrip("*)\"' ").endswith("?") or _NOT.search(last) else last
-
-
 def _formula(gold: str, said: str) -> str:
-    """The only number or formula of the last sentence that has one, "" where it has several; all for a gold text."""
-    sentence = _sentence(gold, said)
+    """
+    The only number or formula of the last sentence that has one, where the right answer is mathematics.
+
+    "" where it has several, denies or asks.
+    """
     if not is_mathematics(gold):
         return said
-    if not has_words(sentence) or read_number(sentence):
-        return sentence
-    spans = _SPAN.findall(sentence)
-    if spans:
-        rest, found = _SPAN.sub("", sentence), "".join(spans[0]) if len(set(spans)) == 1 else ""
-    else:
-        rest, found = (re.findall(r"(.*(?:\b(?:is|are|equals)\b|:)) +(.*)", sentence) or [("", "")])[0]
-    return "" if re.search(r"[0-9]|\\[A-Za-z]", rest) or has_words(found) else found
+    sentences = [part for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", said) if part.strip()]
+    with_one = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
+    last = (with_one or sentences or [""])[-1].strip()
+    if len(last) > LONGEST or last.rstrip("*)\"' ").endswith("?") or _NOT.search(last):
+        return ""
+    formulas = [part for part in _WORD.split(last) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)]
+    if read_number(last):
+        return last
+    return formulas[0].strip(" .,:*") if len(formulas) == 1 and not re.search(r"\bor\b", last) else ""
 
 
 # ---- by name
 
 exact = _verifier(_same_text)
-number = _verifier(_same_number, _sentence)
-math_correct = _verifier(_same_formula, _formula)
+number = math_correct = _verifier(_same_formula, _formula)
 marked = _verifier(_same_mark, None)
 
 

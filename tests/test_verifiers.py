@@ -88,7 +88,7 @@ def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
         assert verifiers.number(completions=said, answer=[text] * 3) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("text", ["1e101", "1e-101", "1e999999999", "9" * 101, "1/0", "x1.5", "2^10", "3 4", "", "e5"])
+@pytest.mark.parametrize("text", ["1e101", "1e-101", "1e999999999", "9" * 401, "1/0", "x1.5", "2^10", "3 4", "", "e5"])
 def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
     assert verifiers.read_number(text) is None
 

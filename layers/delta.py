@@ -155,15 +155,7 @@ def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     return (gated_delta_step if arrays[2].shape[1] == 1 else gated_delta_pass)(*arrays)
 
 
-def gated_delta_step_ref(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-    return recurrence(Tokens(*arrays[:5]), arrays[5])
-
-
-def gated_delta_pass_ref(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-    return chunked(Tokens(*arrays[:5]), arrays[5])
-
-
-def _launch_gated_delta_step(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+def _launch_gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     """
     MLX's own, in one launch where it has a kernel: for heads of 128, in some numbers (16 and 16, 16 and 32, ...).
     Elsewhere it takes one step a token. All is float32: a decay near 1 would be 1 in 16 bits.
@@ -176,7 +168,7 @@ def _launch_gated_delta_step(*arrays: mx.array) -> tuple[mx.array, mx.array]:
 def _launch_gated_delta_pass(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     """As one token, for heads of 128; others have no kernel, and matmuls are faster than a step a token."""
     has_kernel = arrays[1].shape[-1] == arrays[2].shape[-1] == 128
-    return (_launch_gated_delta_step if has_kernel else gated_delta_pass_ref)(*arrays)
+    return _launch_gated_delta(*arrays) if has_kernel else chunked(Tokens(*arrays[:5]), arrays[5])
 
 
 def example(length: int, heads: int = 16, size: int = 128) -> tuple[mx.array, ...]:
@@ -197,11 +189,14 @@ def example(length: int, heads: int = 16, size: int = 128) -> tuple[mx.array, ..
 
 
 gated_delta_step = kernels.Op(
-    "gated_delta_step", gated_delta_step_ref, _launch_gated_delta_step, lambda *_: [example(1)]
+    "gated_delta_step",
+    lambda *arrays: recurrence(Tokens(*arrays[:5]), arrays[5]),
+    _launch_gated_delta,
+    lambda *_: [example(1)],
 )
-gated_delta_pass = kernels.Op(  # beyond 8 tokens MLX runs another kernel
+gated_delta_pass = kernels.Op(
     "gated_delta_pass",
-    gated_delta_pass_ref,
+    lambda *arrays: chunked(Tokens(*arrays[:5]), arrays[5]),
     _launch_gated_delta_pass,
-    lambda _, large: [example(n) for n in ([512] if large else [9, 40])],
+    lambda _, large: [example(n) for n in ([512] if large else [9, 40])],  # beyond 8 tokens MLX runs another kernel
 )

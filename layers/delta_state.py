@@ -26,15 +26,13 @@ class DeltaState:
 
     @property
     def held(self) -> Held | None:
-        """Both."""
         return None if self.inputs is None or self.memory is None else (self.inputs, self.memory)
 
     def update(self, inputs: mx.array, memory: mx.array) -> None:
-        """Replaces both."""
         self.inputs, self.memory = inputs, memory
 
     def arrays(self) -> list[mx.array]:
-        return list(self.held or ())
+        return [array for array in (self.inputs, self.memory) if array is not None]
 
     def newest(self) -> list[Held]:
         """What a forward pass has left, for `checkpointed`."""
@@ -46,7 +44,7 @@ class DeltaState:
     def taken(self, rows: Sequence[int]) -> "DeltaState":
         """The state of each of these rows."""
         index = mx.array(list(rows))
-        return DeltaState(*(array[index] for array in self.held or ()))
+        return DeltaState(*(array[index] for array in self.arrays()))
 
     def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
         """What the rows of a tree's next level begin with: the states of their parents."""
@@ -70,12 +68,16 @@ class DeltaSlots(DeltaState):
     def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
         """Gives the slots in `begun` their prompt's state, also where the prompt was the slot's before."""
         if begun:
-            of_prompts = self.prompts.taken([prompt_of[slot] for slot in begun])
-            for buffer, held in zip(self.arrays(), of_prompts.arrays(), strict=True):
-                buffer[mx.array(begun)] = held
+            inputs, memory = self.prompts.taken([prompt_of[slot] for slot in begun]).arrays()
+            self.put(mx.array(begun), (inputs, memory))
+
+    def put(self, slots: mx.array, state: Held) -> None:
+        """Makes this the state of some slots."""
+        for buffer, held in zip(self.arrays(), state, strict=True):
+            buffer[slots] = held
 
     def keep(self, slots: mx.array) -> None:
-        self.update(*(array[slots] for array in self.arrays()))
+        self.inputs, self.memory = (array[slots] for array in self.arrays())
 
 
 class DeltaTurns(DeltaSlots):
@@ -98,9 +100,6 @@ class DeltaTurns(DeltaSlots):
         self.before = self.arrays()
         self.inputs, self.memory = inputs, memory
 
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.inputs, self.memory) if array is not None]
-
     def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
         """Nothing: see `begin` and `put`."""
 
@@ -113,14 +112,6 @@ class DeltaTurns(DeltaSlots):
         """The state of a slot without its newest `num_extra` tokens, 0 or 1."""
         inputs, memory = self.before if num_extra else self.arrays()
         return inputs[slot : slot + 1], memory[slot : slot + 1]
-
-    def put(self, slots: mx.array, state: Held) -> None:
-        """Makes this the state of some slots."""
-        for buffer, held in zip(self.arrays(), state, strict=True):
-            buffer[slots] = held
-
-    def keep(self, slots: mx.array) -> None:
-        self.inputs, self.memory = (array[slots] for array in self.arrays())
 
     def widen(self, num_slots: int) -> None:
         """Adds slots, whose state is yet to be put."""

@@ -57,27 +57,6 @@ def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, m
     return beta * p * (apart - above) + slopes, slopes
 
 
-def divergences_ref(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, lesson: Lesson, *, beta: float, temperature: float = 1.0
-) -> Divergences:
-    """The definition of `token_divergences`, as one writes it: all (N, T, V) logits at once, and autodiff."""
-
-    def logprobs_of(hidden: mx.array, head_weight: mx.array) -> mx.array:
-        logits = hidden.astype(mx.float32) / temperature @ head_weight.astype(mx.float32).T
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-    log_p, log_q = mx.stop_gradient(logprobs_of(*lesson)), logprobs_of(hidden, head_weight)
-    p, q = mx.exp(log_p), mx.exp(log_q)
-    if beta in (0, 1):
-        first, log_m = (p, log_q) if beta == 0 else (q, log_p)
-        found = (first * ((log_p if beta == 0 else log_q) - log_m)).sum(-1)
-    else:
-        log_m = mx.logaddexp(log_p + mx.log(mx.array(beta)), log_q + mx.log(mx.array(1 - beta)))
-        found = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
-    chosen = mx.take_along_axis(log_q, ids[..., None], axis=-1).squeeze(-1)
-    return Divergences(found, mx.stop_gradient(chosen), mx.stop_gradient(-(q * log_q).sum(-1)))
-
-
 def token_divergences(
     hidden: mx.array,
     head_weight: mx.array,
@@ -118,7 +97,8 @@ def token_divergences(
         parts = []
         done: list[mx.array] = []
         for rows in chunks:
-            sums = [_Sum.start(rows.stop - rows.start) for _ in range(2)]
+            nothing = mx.zeros((rows.stop - rows.start, 1))
+            sums = [_Sum(nothing - 1e30, nothing)] * 2
             for tile in tiles:
                 sums[0] = sums[0].after(logits_of(taught[rows], lesson.head_weight, tile, done))
                 sums[1] = sums[1].after(logits_of(hidden[rows], head_weight, tile, done))
@@ -165,10 +145,6 @@ class _Sum(NamedTuple):
 
     peak: mx.array  # the largest logit
     total: mx.array  # sum of exp(logit - peak)
-
-    @staticmethod
-    def start(num_rows: int) -> "_Sum":
-        return _Sum(mx.full((num_rows, 1), -1e30), mx.zeros((num_rows, 1)))
 
     def after(self, logits: mx.array) -> "_Sum":
         """The sum with one more tile taken in, (M, tile)."""

@@ -28,23 +28,6 @@ def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Sup
     return logits
 
 
-def token_logprobs_ref(
-    hidden: mx.array,
-    head_weight: mx.array,
-    ids: mx.array,
-    *,
-    temperature: float = 1.0,
-    support: softmax.Support | None = None,
-) -> tuple[mx.array, mx.array]:
-    """The definition of `token_logprobs`, as one writes it: all (N, T, V) log-probabilities at once, and autodiff."""
-    x = hidden.reshape(-1, hidden.shape[-1]).astype(mx.float32) / temperature
-    logits = logits_of(x, head_weight, ids.reshape(-1), support)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, ids.reshape(-1, 1), axis=-1)
-    entropy = -(mx.exp(logprobs) * logprobs).sum(-1)
-    return chosen.reshape(ids.shape), entropy.reshape(ids.shape)
-
-
 LOGPROB_CHUNK = 256  # positions whose logits exist at once
 LOGPROB_TILE = 2**20  # logits that exist at once, 4 MB: they stay in a core's cache from the matmul to the last sum
 HEADS = ("frozen", "trained")

@@ -164,25 +164,22 @@ class Op(Generic[P, R]):
             self._runs[dtype] = not reason
         return self._runs[dtype]
 
-    def check(self, dtype: mx.Dtype) -> str:
-        """Why the kernel must not be used on this device, or "": on its small example it agrees."""
-        return self._difference(dtype, [(call, {}) for call in self.example(dtype, False)])
+    def check(self, dtype: mx.Dtype, *calls: tuple[Any, dict[str, Any]]) -> str:
+        """Why the kernel must not be used on this device, or "": on these calls, or its small example, it agrees."""
+        try:
+            given = list(calls) or [(call, {}) for call in self.example(dtype, False)]
+            share = max(self.error(dtype, *call) for call in given)
+        except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
+            return " ".join(str(error).split())[:300]
+        return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
 
     def check_on(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
         """Turns the kernel off for this type, and says so, where it fails on a call that a model makes."""
         if not self.runs(dtype):
             return
-        if reason := self._difference(dtype, [(arguments, settings)]):
+        if reason := self.check(dtype, (arguments, settings)):
             print(f"gwen: the kernel {self.name} is off for {dtype}, at this model's sizes: {reason}", file=sys.stderr)
             self._runs[dtype] = False
-
-    def _difference(self, dtype: mx.Dtype, calls: list[tuple[Any, dict[str, Any]]]) -> str:
-        """How much worse than its expression the kernel is on some calls, or why it fails; "" where it may be used."""
-        try:
-            share = max(self.error(dtype, *call) for call in calls)
-        except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
-            return " ".join(str(error).split())[:300]
-        return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
 
     def error(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> float:
         """The kernel's error on a call as a share of what is allowed; see `disagreement`."""

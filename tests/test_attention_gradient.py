@@ -2,7 +2,6 @@
 
 import math
 
-import cpu_blas
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -67,26 +66,6 @@ def gradient_in_float64(queries, keys, values, d_out, rounded):
     return d_scores @ keys, d_scores.swapaxes(-1, -2) @ queries, weights.swapaxes(-1, -2) @ d_out
 
 
-def gradient_of_mlx(queries, keys, values, d_out, rounded):
-    """
-    The arithmetic of MLX 0.32.4's kernels for Metal: q k in 16 bits before the scale, then what is made of it.
-
-    Source: the LLVM IR of sdpa_vjp_ds_float16_t in its metallib.
-    """
-    queries, d_out = by_kv_head(queries, keys), rounded(by_kv_head(d_out, keys))
-    exact, scale = causal_scores(queries, keys), 1 / math.sqrt(keys.shape[-1])
-    peak = exact.max(-1, keepdims=True)
-    weights = np.exp(exact - peak)
-    log_total = np.log(weights.sum(-1, keepdims=True)) + peak
-    out = rounded(weights / weights.sum(-1, keepdims=True) @ values)
-    scores = np.where(np.isfinite(exact), rounded(queries @ keys.swapaxes(-1, -2)) * scale, -np.inf)
-    weights = np.exp(scores - log_total)
-    d_weights = rounded(d_out @ values.swapaxes(-1, -2))
-    d_scores = rounded(weights * (d_weights - (d_out * out).sum(-1, keepdims=True)))
-    d_queries, d_keys = d_scores @ keys * scale, d_scores.swapaxes(-1, -2) @ queries * scale
-    return rounded(d_queries), rounded(d_keys), rounded(rounded(weights).swapaxes(-1, -2) @ d_out)
-
-
 def gradient_of_ours(queries, keys, values, d_out, rounded):
     given = [mx.array(x.astype(np.float32)).astype(rounded.dtype) for x in (queries, keys, values, d_out)]
     return [np.array(x.astype(mx.float32)) for x in attention.attention_vjp(*given, "causal")]
@@ -123,7 +102,7 @@ def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
 
     def loss(parameters):
         model.update(parameters)
-        logprobs, _ = lm_head.token_logprobs_ref(model.hidden(TOKENS[:, :-1]), model.head_weight, TOKENS[:, 1:])
+        logprobs, _ = lm_head.token_logprobs(model.hidden(TOKENS[:, :-1]), model.head_weight, TOKENS[:, 1:])
         return (logprobs * mx.array([[1.0], [-1.0]])).mean() * LOSS_SCALE
 
     found = mx.grad(loss)(model.trainable_parameters())
@@ -135,57 +114,11 @@ def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
 def test_an_update_has_the_gradient_of_float64_whatever_bias_keys_have(key_bias, dtype, monkeypatch):
     """Norms of 120, 560 and 1,200: Qwen2.5-3B has 172, Qwen2.5-1.5B 779."""
     model = biased_model(key_bias)
-    exact, ours, theirs = (
+    exact, ours = (
         gradient_of_adapters(model, dtype, gradient, monkeypatch)
-        for gradient in (gradient_in_float64, gradient_of_ours, gradient_of_mlx)
+        for gradient in (gradient_in_float64, gradient_of_ours)
     )
-    error, of_mlx = (np.linalg.norm(found - exact) / np.linalg.norm(exact) for found in (ours, theirs))
-    print(f"key bias {key_bias}, {dtype}: ours {error:.2%}, MLX's {of_mlx:.2%}")
-    assert error < 0.01
-    if key_bias:  # what this would be without a gradient of our own
-        assert of_mlx > 0.01
-
-
-def attention_of_metal(queries, keys, values, *, scale, mask):
-    """
-    MLX 0.32.4's forward pass on Metal while a gradient is traced, in numpy: its kernel, or what it falls back to.
-
-    The kernel keeps float32 scores and weights (steel_attention.h of MLX). For an array mask its expression in 16 bits
-    is taken, unless MLX_SDPA_VJP_FALLBACK is 1.
-    """
-    rounded = Rounded(queries.dtype)
-    q, k, v = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (queries, keys, values))
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1).swapaxes(-1, -2) for x in (k, v))
-    kept = np.float32 if cpu_blas.ENVIRONMENT.get("MLX_SDPA_VJP_FALLBACK") == "1" else rounded
-    scores = kept(q @ k) * scale if kept is np.float32 else kept(rounded(q * scale) @ k)
-    scores = np.where(np.array(mask), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    out = kept(weights / weights.sum(-1, keepdims=True)) @ v.swapaxes(-1, -2)
-    return mx.array(rounded(out).astype(np.float32)).astype(queries.dtype)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", [34, 172, 274, 779])
-def test_a_layers_attention_under_a_gradient_is_off_by_less_than_a_fifth_of_a_percent(norm, dtype, monkeypatch):
-    """Norms of Qwen3's keys, and of Qwen2.5's with 3B, 7B and 1.5B. Without the variable 0.2 to 2, and 1 to 15%."""
-    rng = np.random.default_rng(0)
-    queries, noise, values = (rng.normal(size=(2, heads, 64, 128)) for heads in (8, 2, 2))
-    bias = rng.normal(size=(1, 2, 1, 128))
-    keys = noise + bias * norm / np.linalg.norm(bias, axis=-1, keepdims=True)
-    given = [mx.array(x.astype(np.float32)).astype(dtype) for x in (queries, keys, values)]
-    seen = np.tri(64, dtype=bool) & (np.arange(64) >= np.array([0, 9])[:, None, None, None])
-    seen[1, 0, :9, 0] = True  # a padded query sees something, as the trainer's masks have it
-    monkeypatch.setattr(attention, "is_fused", lambda _: True)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention_of_metal)
-    (found,), _ = mx.vjp(lambda *arrays: attention.attention(*arrays, mx.array(seen)), given, [given[0]])
-    wide = [np.array(x.astype(mx.float32)).astype(np.float64) for x in given]
-    keys, values = (np.repeat(x, 4, 1) for x in wide[1:])
-    scores = np.where(seen, wide[0] @ keys.swapaxes(-1, -2) / math.sqrt(128), -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    exact = weights / weights.sum(-1, keepdims=True) @ values
-    error = np.linalg.norm(np.array(found.astype(mx.float32)) - exact) / np.linalg.norm(exact)
-    print(f"keys of norm {norm}, {dtype}: {error:.3%}")
-    assert error < 0.002
+    assert np.linalg.norm(ours - exact) < 0.01 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("mask", ["causal", None, "array"])

@@ -100,8 +100,8 @@ def test_the_inverse_is_exact_in_float32_where_all_tokens_are_alike(size):
 @pytest.mark.parametrize("length", [1, 50])
 def test_mlx_s_own_form_gives_the_same(length):
     given = [one.astype(mx.float32) for one in drawn(length, True)]
-    form = delta.gated_delta_pass_ref if length > 1 else delta.gated_delta_step_ref
-    for ours, theirs in zip(form(*given), delta._launch_gated_delta_step(*given), strict=True):
+    op = delta.gated_delta_pass if length > 1 else delta.gated_delta_step
+    for ours, theirs in zip(op.reference(*given), delta.gated_delta_step.launch(*given), strict=True):
         assert mx.abs(ours - theirs).max().item() < 1e-5 * mx.abs(theirs).max().item()
 
 

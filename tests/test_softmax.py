@@ -84,12 +84,9 @@ def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, hea
         return (a * logprobs).sum()
 
     def definition(hidden, weight):
-        logprobs, _ = lm_head.token_logprobs_ref(hidden, weight, ids, temperature=temperature, support=support)
-        return (a * logprobs).sum()
-
-    def by_hand(hidden, weight):
-        logprobs, _ = logprobs_by_hand(hidden, weight, flat_ids, temperature, support)
-        return (np.array(a).reshape(-1) * logprobs).sum()
+        logits = lm_head.logits_of(hidden.reshape(10, 6) / temperature, weight, ids.reshape(-1), support)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return (a * mx.take_along_axis(logprobs, ids.reshape(10, 1), axis=-1).reshape(2, 5)).sum()
 
     d_hidden, d_weight = mx.grad(ours, argnums=(0, 1))(hidden, weight)
     r_hidden, r_weight = mx.grad(definition, argnums=(0, 1))(hidden, weight)
@@ -98,12 +95,6 @@ def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, hea
         assert mx.abs(d_weight).max().item() == 0
     else:
         assert mx.abs(d_weight - r_weight).max() < 2e-5 * mx.abs(r_weight).max()
-    for gradient, values, which in ((d_hidden, flat, 0), (r_weight, exact_weight, 1)):
-        direction, small = RNG.normal(size=values.shape), 1e-6
-        ends = [values + sign * small * direction for sign in (1, -1)]
-        pairs = [(end, exact_weight) if which == 0 else (flat, end) for end in ends]
-        slope = (by_hand(*pairs[0]) - by_hand(*pairs[1])) / (2 * small)
-        assert float((np.array(gradient).reshape(values.shape) * direction).sum()) == pytest.approx(slope, abs=2e-4)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -139,12 +130,6 @@ def test_without_a_gradient_the_values_are_the_same(head, support):
         lm_head.token_logprobs(hidden, weight, ids, **choice, gradient=False), expected, strict=True
     ):
         np.testing.assert_allclose(np.array(value), np.array(other), atol=1e-6)
-
-
-def test_a_temperature_of_zero_and_an_unknown_head_are_refused():
-    for choice in ({"temperature": 0.0}, {"head": "thawed"}):
-        with pytest.raises(AssertionError):
-            lm_head.token_logprobs(normal(1, 1, 4), normal(8, 4), mx.array([[0]]), **choice)
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from test_grpo import LOSSES
 import gwen
 import update
 from config import Sizes
-from layers import lm_head
 from run import GrpoRun
 from step import policy, trust_region
 from step.batch import cut
@@ -171,11 +170,6 @@ def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
     assert peak < 1.9 * sum(array.nbytes for array in learner.trainable.values())
 
 
-def plainly(hidden, head_weight, ids, *, temperature, support, **_):
-    """Log-probabilities from all logits at once."""
-    return lm_head.token_logprobs_ref(hidden, head_weight, ids, temperature=temperature, support=support)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "flags",
@@ -202,9 +196,6 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
         found.append(gradient(batches))
     run.learner.reader = policy.Reader(run.config, run.sizes._replace(checkpoint_layers=len(run.model.layers)))
     found.append(gradient(batches))
-    with monkeypatch.context() as patch:
-        patch.setattr(lm_head, "token_logprobs", plainly)
-        found.append(gradient(batches))
     for result, grads in found[1:]:
         assert result.loss == pytest.approx(found[0][0].loss, abs=1e-5)
         assert_close(grads, found[0][1])

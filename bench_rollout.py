@@ -72,8 +72,8 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
     begin = time.perf_counter()
     rows, caches = work.rows, None
     if shared and len(rows[0]) > 1:
-        held = [prefilled(peer, None, prompt[:-1]) for prompt in work.prompts]
-        caches = [one for one in held for _ in range(work.group_size)]
+        of_prompts = [prefilled(peer, None, prompt[:-1]) for prompt in work.prompts]
+        caches = [cache for cache in of_prompts for _ in range(work.group_size)]
         rows = [prompt[-1:] for prompt in rows]
     shared_s = time.perf_counter() - begin
     completions, logprobs, prefill_s = generate(peer, rows, work.limits, read, caches, **how)
@@ -96,8 +96,8 @@ def replies(prompts: list[Segments], limit: int, *, peer: Any, eos_ids: tuple[in
             caches.append(known[path])
         rows = [prompt[-1] for prompt in prompts]
     how: Any = {"completion_batch_size": 24, "prefill_batch_size": 24, "stop_tokens": [[i] for i in eos_ids]}
-    found, _, _ = generate(peer, rows, [limit] * len(rows), False, caches, **how)
-    return [reply[:-1] if reply[-1] in eos_ids else reply for reply in found]
+    completions, _, _ = generate(peer, rows, [limit] * len(rows), False, caches, **how)
+    return [reply[:-1] if reply[-1] in eos_ids else reply for reply in completions]
 
 
 def rival(peer: Any, directory: Path) -> Rival:

@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
         name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
         try:
             with alive.doing(f"writing {args.out}"):
-                said = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
+                what = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
             if args.run:
                 (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
             os.replace(scratch, args.out)
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
     except (ValueError, OSError) as error:
         fail(error)
-    print(f"{args.out}: {said}")
+    print(f"{args.out}: {what}")
     print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
 
 

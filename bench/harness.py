@@ -67,12 +67,6 @@ def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]
     return ["".join(f" {word}" for word in rng.choice(words, length)) for length in lengths]
 
 
-def random_prompts(config: hub.ModelConfig, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Prompts of ordinary tokens."""
-    ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.eos_ids)
-    return np.random.default_rng(seed).choice(ordinary, (num_prompts, num_tokens)).tolist()
-
-
 # ---- mlx_lm's models
 
 

@@ -52,12 +52,11 @@ class Timing(NamedTuple):
     """What an engine made of it."""
 
     scores: np.ndarray  # (N, J), nan where none was readable
-    said: np.ndarray  # (N, J) of str: the likeliest first token, or the reply
+    replies: np.ndarray  # (N, J) of str: the likeliest first token, or the reply
     seconds: float
 
 
 def make_work(args: argparse.Namespace, tokenizer: Any) -> Work:
-    """The work that the settings describe."""
     rng = np.random.default_rng(args.seed)
     vocabulary = "one two three four five six seven eight nine plus is the answer number right sum and".split()
 
@@ -108,23 +107,21 @@ def run_ours(work: Work, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_
     """A fresh judge, which knows no score yet."""
     grader = judge.Judge(model, tokenizer, work.rubric, chunk_size, mode)
     begin = time.perf_counter()
-    found = dict(grader.evaluations(grader.questions(zip(work.prompts, work.completions, strict=True))))
+    evaluations = dict(grader.evaluations(grader.questions(zip(work.prompts, work.completions, strict=True))))
     seconds = time.perf_counter() - begin
-    said = [found[place] for place in range(len(found))]
-    values, texts = np.array([one.score for one in said]), np.array([one.reply for one in said], object)
-    return Timing(values.reshape(-1, NUM_CRITERIA), texts.reshape(-1, NUM_CRITERIA), seconds)
+    ordered = [evaluations[place] for place in range(len(evaluations))]
+    scores, replies = np.array([one.score for one in ordered]), np.array([one.reply for one in ordered], object)
+    return Timing(scores.reshape(-1, NUM_CRITERIA), replies.reshape(-1, NUM_CRITERIA), seconds)
 
 
 def run_rival(work: Work, *, way: Replies, tokenizer: Any) -> Timing:
-    """An engine that generates a reply to every prompt."""
     begin = time.perf_counter()
     replies = way.generate(work.segments, way.num_tokens)
-    said = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, NUM_CRITERIA)
-    return Timing(np.vectorize(rubrics.read_score, otypes=[float])(said), said, time.perf_counter() - begin)
+    texts = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, NUM_CRITERIA)
+    return Timing(np.vectorize(rubrics.read_score, otypes=[float])(texts), texts, time.perf_counter() - begin)
 
 
 def summary(samples: list[Sample], work: Work, model: gwen.Model) -> dict[str, float]:
-    """Rates, milliseconds and megabytes of one engine over all its timed runs."""
     times = harness.times(samples)
     rates = {"crit_eval_s": len(work.segments), "pairs_s": len(work.prompts)}
     numbers = {name: number / times["mean_ms"] * 1e3 for name, number in rates.items()} | times
@@ -135,7 +132,7 @@ def summary(samples: list[Sample], work: Work, model: gwen.Model) -> dict[str, f
 def agreement(one: Timing, other: Timing) -> dict[str, float]:
     """Shares of the evaluations in which two engines gave the same score, or both none, and the same reply."""
     same = (one.scores == other.scores) | (np.isnan(one.scores) & np.isnan(other.scores))
-    return {"scores": float(same.mean()), "replies": float((one.said == other.said).mean())}
+    return {"scores": float(same.mean()), "replies": float((one.replies == other.replies).mean())}
 
 
 def benchmark(

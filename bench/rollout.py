@@ -53,7 +53,6 @@ class Work(NamedTuple):
 
     @property
     def rows(self) -> list[list[int]]:
-        """The prompt of each row."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
 
@@ -88,7 +87,6 @@ class Disagreement(Exception):
 
 
 def run_ours(work: Work, *, model: gwen.Model) -> Timing:
-    """The work done by `sampler.rollout`."""
     params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
     how: Any = {"group_size": work.group_size, "key": work.seed, "batch_size": work.batch_size}
     begin = time.perf_counter()
@@ -143,7 +141,6 @@ def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> d
 
 
 def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
-    """Milliseconds, tokens and megabytes of one engine over all its timed runs."""
     tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
     numbers = harness.times(samples) | {
         "prefill_ms": 1e3 * statistics.fmean(sample.run.prefill_s for sample in samples),
@@ -225,9 +222,9 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
 
 
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
-    """The work that the settings describe, for a model of this configuration."""
     limits = [args.max_tokens] * (args.batch * args.groups)
-    prompts = harness.random_prompts(config, args.batch, args.prompt_tokens, args.seed)
+    ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.eos_ids)
+    prompts = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
     eos_ids = () if args.ignore_eos else config.eos_ids
     return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
 

@@ -108,7 +108,6 @@ def run_ours(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
 
 
 def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
-    """Steps of mlx_lm_lora's own loop."""
     from mlx_lm.tokenizer_utils import load as load_tokenizer
     from mlx_lm.tuner.utils import linear_to_lora_layers
 

@@ -199,7 +199,6 @@ def digest_of_model(model: Any) -> str:
 
 
 def _checksum(record: dict[str, Any], path: Path) -> str:
-    """The checksum of all that a checkpoint holds."""
     parts = [json.dumps(record, sort_keys=True, allow_nan=False), *(_sha256(path / name) for name in FILES)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -279,7 +278,6 @@ def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, st
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes a file and forces it to disk."""
     path.write_text(json.dumps(record, indent=2) + "\n")
     _sync(path)
 

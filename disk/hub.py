@@ -215,9 +215,7 @@ def layer_kinds(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[
 
     Raises ValueError where a list of layers has another length or kinds that are not supported.
     """
-    known = ["full_attention"]
-    if FAMILIES[model_type].is_hybrid:
-        known.append("linear_attention")
+    known = ["full_attention", *["linear_attention"] * FAMILIES[model_type].is_hybrid]
     every = checked(raw, "full_attention_interval", 1, 2**31, default=4)
     kinds = raw.get("layer_types") or [known[-1 if (layer + 1) % every else 0] for layer in range(num_layers)]
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):

@@ -40,10 +40,7 @@ def add_flags(parser: Parser) -> None:
     """Adds the flags that `settle` reads."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
     parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="its checkpoint after step N, 0 is before training (default: newest)",
+        "--step", type=int, metavar="N", help="its checkpoint after step N, 0 is before training (default: newest)"
     )
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
 
@@ -214,7 +211,6 @@ def refuse_replaced(run_dir: Path) -> None:
 
 
 def let_go(run_dir: Path) -> None:
-    """Lets others own a directory, if this process does."""
     if (file := _locks.pop(run_dir.resolve(), None)) is not None:
         os.ftruncate(file, 0)
         os.close(file)

@@ -167,8 +167,8 @@ def _limits() -> Iterator[None]:
 
     handler, memory = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
     if IS_LINUX:
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, memory[1]))
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, memory[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield

@@ -132,8 +132,8 @@ def _text(spec: str, content: bytes) -> str:
         return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        byte = f"0x{content[error.start]:02x}"
-        raise ValueError(f"{spec}, line {line}: byte {byte} is not UTF-8; save the file as UTF-8") from error
+        where = f"{spec}, line {line}: byte 0x{content[error.start]:02x}"
+        raise ValueError(f"{where} is not UTF-8; save the file as UTF-8") from error
 
 
 def _json(spec: str, where: str, text: str) -> Any:
@@ -153,12 +153,10 @@ def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    if not content.strip():
-        return
-    records = _json(spec, "line 1", _text(spec, content))
+    records = _json(spec, "line 1", _text(spec, content)) if content.strip() else []
     if not isinstance(records, list):
         raise ValueError(f"{spec} holds {short(records)}, not a list of records; write [{{...}}, ...] or use .jsonl")
-    yield from ((f"record {number}", record) for number, record in enumerate(records, 1))
+    return numbered(records)
 
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -220,13 +218,11 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
     import datasets  # here: importing it takes seconds
 
     try:
-        held = datasets.load_from_disk(folder)
+        saved = datasets.load_from_disk(folder)
     except Exception as error:  # of many types
-        fix = f"name one file in it ({', '.join(_READERS)})"
-        raise ValueError(
-            f"--data {folder} is a directory that datasets did not save ({one_line(error)}); {fix}"
-        ) from error
-    splits = held if isinstance(held, datasets.DatasetDict) else {"": held}
+        why = f"is a directory that datasets did not save ({one_line(error)})"
+        raise ValueError(f"--data {folder} {why}; name one file in it ({', '.join(_READERS)})") from error
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"": saved}
     if split in splits or (len(splits) == 1 and not split):
         return list(numbered((splits[split] if split else next(iter(splits.values()))).to_list()))
     if split or not splits.keys() <= set(SPLITS):
@@ -284,35 +280,13 @@ def make_examples(
 
 
 def read_prompt(example: Example) -> Example:
-    """A checked example with a prompt; see `load_data`."""
-    return _checked(example if "prompt" in example else _of_messages(example))
-
-
-def _of_messages(example: Example) -> Example:
-    """The example, with a prompt from its column `messages` if present; see `load_data`."""
-    messages = example.get("messages")
-    if not isinstance(messages, list):
-        return example
-    kept = {name: value for name, value in example.items() if name != "messages"}
-    last = messages[-1] if messages else None
-    if isinstance(last, dict) and last.get("role") == "assistant":
-        return {"answer": last.get("content")} | kept | {"prompt": messages[:-1]}
-    return kept | {"prompt": messages}
-
-
-def _parse_columns(columns: str | None) -> dict[str, str]:
-    """Parses "prompt=question,answer=solution", ours -> theirs. Raises ValueError naming a malformed part."""
-    renames: dict[str, str] = {}
-    for part in [] if columns is None else columns.split(","):
-        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
-        if not (ours and equals and theirs) or ours in renames:
-            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
-        renames[ours] = theirs
-    return renames
-
-
-def _checked(example: Example) -> Example:
-    """The example with its messages reduced to role and content. Raises ValueError naming the mistake."""
+    """A checked example with a prompt, its messages reduced to role and content; see `load_data`."""
+    if "prompt" not in example and isinstance(messages := example.get("messages"), list):
+        example = {name: value for name, value in example.items() if name != "messages"}
+        last = messages[-1] if messages else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            messages, example = messages[:-1], {"answer": last.get("content")} | example
+        example = example | {"prompt": messages}
     if taken := [name for name in RESERVED if name in example]:
         raise ValueError(
             f"column {taken[0]!r} is an argument of rewards; rename it: --columns my_{taken[0]}={taken[0]}"
@@ -345,6 +319,17 @@ def _checked(example: Example) -> Example:
     if answer is not None and not isinstance(answer, str):
         example = example | {"answer": None if answer != answer else str(answer)}  # nan: missing, to pandas
     return example | {"prompt": prompt}
+
+
+def _parse_columns(columns: str | None) -> dict[str, str]:
+    """Parses "prompt=question,answer=solution", ours -> theirs. Raises ValueError naming a malformed part."""
+    renames: dict[str, str] = {}
+    for part in [] if columns is None else columns.split(","):
+        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
+        if not (ours and equals and theirs) or ours in renames:
+            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
+        renames[ours] = theirs
+    return renames
 
 
 def check_variables(variables: Any) -> dict[str, Any]:
@@ -397,9 +382,7 @@ def _check_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
     checked = list[dict[str, Any]]()
     for call in tool_calls if isinstance(tool_calls, list) else [tool_calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
-        name, arguments = (
-            (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else ("", 0)
-        )
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else ("", 0)
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):
                 arguments = read_json(arguments)
@@ -452,17 +435,16 @@ def load_sides(
             test = split_examples(test)[1]
     seen, num_train = {prompt_key(example) for example in test}, len(train)
     train = [example for example in train if prompt_key(example) not in seen]
-    once = test
+    notes, num_test = [], len(test)
     if not any("environment" in example for example in test):  # an environment draws a task for each row
-        once = list({repr([value for name, value in one.items() if name != "split"]): one for one in test}.values())
-    notes = []
+        test = list({repr([value for name, value in one.items() if name != "split"]): one for one in test}.values())
     if doubled := num_train - len(train):
         notes.append(f"{doubled} training rows are left out, as their prompts are held out")
-    if repeats := len(test) - len(once):
+    if repeats := num_test - len(test):
         notes.append(f"{repeats} held-out rows repeat another and count once")
     if spec is not None and not train:
         raise ValueError(f"--data {spec} leaves no prompt to train on, all are held out; add prompts")
-    return train, once, [f"data: {'; '.join(notes)}"] if notes else []
+    return train, test, [f"data: {'; '.join(notes)}"] if notes else []
 
 
 def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example]]:

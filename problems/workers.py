@@ -92,8 +92,11 @@ class Pool:
         again: list[int] = []
         try:
             while waiting or any(worker.place is not None for worker in self.workers):
-                self._hand_out(questions, waiting, limit)
-                for worker in self._next_ready():
+                while waiting and (worker := self._free()):
+                    worker.ask(waiting[-1], questions[waiting.pop()], limit)
+                busy = [worker for worker in self.workers if worker.place is not None]
+                _wait(busy)
+                for worker in (worker for worker in busy if worker.is_done()):
                     place, answer = worker.take()
                     answers[place] = answer
                     if answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1:
@@ -107,25 +110,15 @@ class Pool:
             raise
         return answers
 
-    def _hand_out(self, questions: Sequence[Any], waiting: list[int], limit: float) -> None:
-        while waiting:
-            worker = next((worker for worker in self.workers if worker.place is None), None)
-            if worker is None and len(self.workers) < self.num:
-                worker = _Worker(self.target, self.arguments, self.sealed, self.quiet)
-                self.workers.append(worker)
-            if worker is None:
-                return
-            worker.ask(waiting[-1], questions[waiting.pop()], limit)
-
-    def _next_ready(self) -> list["_Worker"]:
-        """The workers that are done with their question; ends those that are over a limit."""
-        busy = [worker for worker in self.workers if worker.place is not None]
-        if busy:
-            _wait(busy)
-        return [worker for worker in busy if worker.is_done()]
+    def _free(self) -> "_Worker | None":
+        """A worker that has no question, started where there are fewer than `num`."""
+        worker = next((worker for worker in self.workers if worker.place is None), None)
+        if worker is None and len(self.workers) < self.num:
+            worker = _Worker(self.target, self.arguments, self.sealed, self.quiet)
+            self.workers.append(worker)
+        return worker
 
     def close(self) -> None:
-        """Ends all workers; later questions start new ones."""
         for worker in self.workers:
             worker.end()
         self.workers = []
@@ -204,9 +197,15 @@ class _Worker:
     def _listen(self) -> None:
         """Takes in what has come: nothing yet, a part of the frame, all of it, or what ends the worker."""
         longest, closed = LONGEST[self.sealed], False
-        with contextlib.suppress(BlockingIOError):
+        try:
             while not closed and len(self.heard) <= HEAD.size + longest:
-                closed = not self._receive()
+                chunk = self.socket.recv(2**16)
+                self.heard += chunk
+                closed = not chunk
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            closed = True
         size = HEAD.size + HEAD.unpack_from(self.heard)[0] if len(self.heard) >= HEAD.size else None
         if size is not None and (size > HEAD.size + longest or size < len(self.heard)):
             self._give_up(FORGED)
@@ -218,14 +217,6 @@ class _Worker:
             status = self.process.poll()
             ended = "closed its channel" if status is None else f"ended its process with status {status}"
             self._give_up(LATE if status == -signal.SIGXCPU else ended)  # the limit of an answerer that sets one
-
-    def _receive(self) -> bool:
-        try:
-            chunk = self.socket.recv(2**16)
-        except ConnectionError:
-            return False
-        self.heard += chunk
-        return bool(chunk)
 
     def _read(self, body: bytes) -> None:
         try:
@@ -239,7 +230,6 @@ class _Worker:
         self.answer = Answer(value, error)
 
     def take(self) -> tuple[int, Answer]:
-        """The place of the question and its answer."""
         assert self.place is not None and self.answer is not None, "nothing was asked and answered"
         place, self.place = self.place, None
         self.num_answered += 1
@@ -325,16 +315,16 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
         number, question, limit = asked
         try:
             signal.setitimer(timer, limit)
-            said = _frame(number, answer(question), "", False)
+            frame = _frame(number, answer(question), "", False)
             signal.setitimer(timer, 0)
         except _TooLate:
-            said = _frame(number, None, LATE, False)
+            frame = _frame(number, None, LATE, False)
         except BaseException as error:
             signal.setitimer(timer, 0)
-            said = _frame(number, None, _said(error), sealed and isinstance(error, MemoryError))
+            frame = _frame(number, None, _said(error), sealed and isinstance(error, MemoryError))
         if refused:
-            said = _frame(number, None, f"tried what is refused here: {refused[0]}", True)
-        say(said)
+            frame = _frame(number, None, f"tried what is refused here: {refused[0]}", True)
+        say(frame)
 
 
 if __name__ == "__main__":

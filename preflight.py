@@ -109,7 +109,7 @@ def estimate(demand: Demand, sizes: Sizes) -> Need:
         config = config.but(groups=1, max_tokens=1)
         demand = demand._replace(config=config)
     shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
-    all_weights = sum(array.size for _, array in tree_flatten(shapes.parameters()))
+    weights = _num_weights(shapes) * dtype.size
     if config.model.lora_rank:
         lora.apply(shapes, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     trained = sum(array.size for _, array in tree_flatten(shapes.trainable_parameters()))
@@ -123,7 +123,7 @@ def estimate(demand: Demand, sizes: Sizes) -> Need:
         )
     num_batches, update = _update(demand, sizes)
     return Need(
-        weights=all_weights * dtype.size,
+        weights=weights,
         adapters=(4 + (dtype.size if config.model.lora_rank and dtype != mx.float32 else 0)) * masters,
         optimizer=8 * trained,
         cache=cache,
@@ -135,6 +135,10 @@ def estimate(demand: Demand, sizes: Sizes) -> Need:
     )
 
 
+def _num_weights(model: gwen.Model) -> int:
+    return sum(array.size for _, array in tree_flatten(model.parameters()))
+
+
 def _judge(demand: Demand) -> dict[str, int]:
     """A judge's fields of `Need`. Its prompts are a tree (judge.py): questions, answers, criteria."""
     (model, dtype, config, _, rubric), prompts = demand, demand.longest
@@ -143,17 +147,14 @@ def _judge(demand: Demand) -> dict[str, int]:
     with gwen.named_by("--judge-model"):
         shape = gwen.load_config(config.judge.model) if other else model
     is_copied = not config.model.lora_rank and config.objective.teacher != "self"  # the model before training
-    held = 0
-    if other or (is_copied and (judged or config.objective.beta)):
-        held = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters())) * dtype.size
+    has_own = other or (is_copied and (judged or config.objective.beta))
+    weights = _num_weights(gwen.Model(shape)) * dtype.size if has_own else 0
     if not judged or rubric is None:
-        return {"judge": held}
-    asked = rubrics.load_rubric(rubric)
-    head, criterion = (
-        TEMPLATE + len(text) // 4 for text in (asked.preamble, max((c.text for c in asked.criteria), key=len))
-    )
+        return {"judge": weights}
+    preamble, criteria = rubrics.load_rubric(rubric)
+    head, criterion = (TEMPLATE + len(text) // 4 for text in (preamble, max((c.text for c in criteria), key=len)))
     rows = config.judge.chunk_size
-    answers = max(rows // len(asked.criteria), 1)
+    answers = max(rows // len(criteria), 1)
     questions = prompts[-answers:]
     longest, length = max(questions), config.sampling.max_tokens
     keys = head + longest + length + criterion
@@ -164,7 +165,7 @@ def _judge(demand: Demand) -> dict[str, int]:
     working = 1.1 * positions * forward_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
     nodes = 1 + len(questions) + answers + rows  # each keeps a state
     kept = column_bytes(shape, dtype) * columns + state_bytes(shape, dtype) * nodes
-    return {"judge": held, "judging": int(kept + working)}
+    return {"judge": weights, "judging": int(kept + working)}
 
 
 def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> dict[str, int]:
@@ -177,9 +178,7 @@ def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> dict[st
     with gwen.named_by("--teacher"):
         shape = gwen.load_config(config.objective.teacher) if other else model
     hidden = config.sampling.batch * config.sampling.groups * config.sampling.max_tokens * shape.hidden_size
-    weights = 0
-    if other or not config.model.lora_rank:
-        weights = sum(array.size for _, array in tree_flatten(gwen.Model(shape).parameters()))  # lazy
+    weights = _num_weights(gwen.Model(shape)) if other or not config.model.lora_rank else 0
     return {"teacher": (weights + hidden) * dtype.size}
 
 
@@ -231,8 +230,8 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:
     Decides each `auto`. most_rows: that a rollout, or an evaluation, has.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
-    update. To fit is to need nine tenths of what a GPU offers, and without a GPU
-    of what a laptop's would, so that a run on a CPU does not depend on the machine.
+    update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
+    run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
     room = ROOM * (memory.memory_size() if gpu.on_gpu() else LAPTOP)
@@ -279,12 +278,11 @@ def advice(config: Config, need: Need, room: int) -> str:
 
 
 def step_of(demand: Demand, sizes: Sizes) -> "chips.Step":
-    """The numbers of a step of a run; prompts are computed once for a group."""
+    """What a step of a run computes; prompts are computed once for a group."""
     from machine import chips
 
     model, dtype, config, _, rubric = demand
-    sampling, head = config.sampling, model.vocab_size * model.hidden_size
-    weights = matmuls_of(model)
+    sampling, weights = config.sampling, matmuls_of(model)
     num_rows, prompts = sampling.batch * sampling.groups, demand.longest
     judged = 0.0
     if rubric is not None and not config.judge.url:
@@ -292,12 +290,11 @@ def step_of(demand: Demand, sizes: Sizes) -> "chips.Step":
         texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
         judged = (sum(prompts) + num_rows * (sampling.max_tokens + texts)) * matmuls_of(judge) / weights
     forward = 1 + bool(config.objective.beta) + bool(config.objective.teacher)
-    again = sizes.checkpoint_layers / model.num_hidden_layers
-    backward = (1 if config.model.lora_rank else 2) + again
+    backward = (1 if config.model.lora_rank else 2) + sizes.checkpoint_layers / model.num_hidden_layers
     return chips.Step(
         layers=model.num_hidden_layers,
         weights=weights,
-        head=head,
+        head=model.vocab_size * model.hidden_size,
         pair=4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds),
         column=column_bytes(model, dtype),
         state=state_bytes(model, dtype),
@@ -338,21 +335,15 @@ def line(demand: Demand, sizes: Sizes) -> str:
         "judge": need.judge,
         "Python": need.python,
     }
-    phases = {
-        f"rollout ({_gb(need.cache)} cache)": need.rollout,
-        "judging": need.judging,
-        "update": need.update,
-    }
-    held, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in (stays, phases))
-    said = (
-        f"memory: {_gb(need.total)} of {_gb(room)} GB = {' + '.join(held)} + "
+    phases = {f"rollout ({_gb(need.cache)} cache)": need.rollout, "judging": need.judging, "update": need.update}
+    staying, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in (stays, phases))
+    return (
+        f"memory: {_gb(need.total)} of {_gb(room)} GB = {' + '.join(staying)} + "
         f"{'the largest of ' * (len(passing) > 1)}{', '.join(passing)} "
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
+        + (f"; it does not fit: {advice(config, need, room)}" if need.total > room else "")
     )
-    if need.total <= room:
-        return said
-    return f"{said}; it does not fit: {advice(config, need, room)}"
 
 
 def _gb(size: float) -> str:
@@ -382,8 +373,8 @@ def show_audit(config: Config) -> None:
     if not audits:
         judged = "only a judge or an environment, which are not asked"
         raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")
-    for found in audits:
-        print(*audit.table(found), sep="\n", flush=True)
+    for one in audits:
+        print(*audit.table(one), sep="\n", flush=True)
 
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
@@ -418,8 +409,7 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
     from problems import audit
 
-    audits = list(audits_of(config))
-    yield from (f"reward {found.name}: {audit.surprise(found)}" for found in audits)
+    yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
     yield from verdict(config, steps, answers)
 
 
@@ -450,9 +440,8 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     yield f"{pace:.1f} s a step, {num} in {whole:.0f} s or {whole / 60:.0f} minutes without evaluations, {peak:.2f} GB"
     changes = []
     if (unread := mean("judge/unparsed_frac")) > rubrics.LOUD:
-        changes.append(
-            f"{unread:.0%} of the judge's scores cannot be read: take another --judge-model, see docs/judge.md"
-        )
+        fix = "take another --judge-model, see docs/judge.md"
+        changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if cut > MANY_CUT:
         changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
     if config.compares_rewards and signals < FEW_SIGNALS:
@@ -489,8 +478,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         if own.trial:
             print(choice)
-            for said in try_out(rest, config):
-                print(visible(said), flush=True)
+            for text in try_out(rest, config):
+                print(visible(text), flush=True)
             return
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
         model = gwen.load_config(config.model.name)

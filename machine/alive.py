@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 IN_TERMINAL, IN_FILE = 10.0, 40.0  # most seconds without a sign; a phase that is shorter says nothing
-_works: list["Bar | Work"] = []  # what is going on, the innermost last
+_works: dict[int, "Bar | Work"] = {}  # what is going on, by id, the innermost last; bars compare by where they stand
 _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
 
 
@@ -26,24 +26,20 @@ class Work:
 
     def __init__(self, what: str):
         self.what, self.begun = what, time.monotonic()
-        _works.append(self)
-        watch()
 
-    def said(self) -> str:
+    def state(self) -> str:
         return f"{self.what}, {duration(time.monotonic() - self.begun)} so far"
-
-    def close(self) -> None:
-        _works[:] = [work for work in _works if work is not self]  # bars compare by where they stand
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """Says `what` as long as the body goes on, if that is long."""
     work = Work(what)
+    _watch(work)
     try:
         yield
     finally:
-        work.close()
+        _works.pop(id(work), None)
 
 
 class Bar(tqdm):
@@ -55,8 +51,7 @@ class Bar(tqdm):
         super().__init__(*args, **{"leave": False, "disable": None} | how)
         self.what, self.kind = how.get("desc") or "", how.get("unit", "")
         self.from_n, self.begun = self.n, time.monotonic()
-        _works.append(self)
-        watch()
+        _watch(self)
 
     @property
     def drawn(self) -> bool:
@@ -85,7 +80,7 @@ class Bar(tqdm):
             self.set_postfix_str(f"{amount / self.format_dict['elapsed']:,.0f} {unit}/s", refresh=False)
         self.update(done - self.n)
 
-    def said(self) -> str:
+    def state(self) -> str:
         """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun
         far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
@@ -93,7 +88,7 @@ class Bar(tqdm):
         return f"{self.what}: {far}, {left or f'{duration(seconds)} so far'}"
 
     def close(self) -> None:
-        _works[:] = [work for work in _works if work is not self]  # bars compare by where they stand
+        _works.pop(id(self), None)
         super().close()
 
 
@@ -106,27 +101,28 @@ def duration(seconds: float) -> str:
 
 
 def note() -> None:
-    """Something else was said just now."""
+    """Something else was printed just now."""
     _state["last"] = time.monotonic()
 
 
 def sign() -> None:
     """Draws the bars again, with their time, or says in a line what goes on."""
     note()
-    works = list(_works)
+    works = list(_works.values())
     for bar in [work for work in works if isinstance(work, Bar) and work.drawn]:
         bar.refresh()
     if works and not works[-1].drawn:
-        tqdm.write("... " + "; ".join(work.said() for work in works if not work.drawn), file=sys.stderr)
+        tqdm.write("... " + "; ".join(work.state() for work in works if not work.drawn), file=sys.stderr)
         sys.stderr.flush()
 
 
-def watch() -> None:
-    """Starts the thread that looks after all works, once a process; a fork begins without it."""
+def _watch(work: "Bar | Work") -> None:
+    """Notes a work, and starts the thread that looks after all, once a process; a fork begins without it."""
+    _works[id(work)] = work
     thread = _state["thread"]
     if thread is None or not thread.is_alive():
-        _state["thread"] = threading.Thread(target=_look, name="signs of life", daemon=True)
         note()
+        _state["thread"] = threading.Thread(target=_look, name="signs of life", daemon=True)
         _state["thread"].start()
 
 

@@ -74,23 +74,23 @@ def phases(step: Step) -> dict[str, Cost]:
     weights = step.weights * step.itemsize
     rows = min(step.rows, num_rows)
     num_steps = step.answer * num_rows / rows
-    held = rows * (step.prompt / step.groups + step.answer / 2) * step.column + 2 * rows * step.state
+    cached = rows * (step.prompt / step.groups + step.answer / 2) * step.column + 2 * rows * step.state
     once = 2 * (step.weights + step.head) * rows + step.pair * rows * width  # FLOPs of a token of all rows
     trained = step.passes * 2 * step.weights * (prompts + answers)
     trained += 4 * step.head * answers  # logits and what goes back, once
     trained += 3.5 * step.pair * answers * width  # attention, and two and a half times that for its gradient
-    found = {
+    costs = {
         "prefill": Cost(weights, 2 * step.weights * prompts + step.pair * prompts * step.prompt / 2),
         "decode": Cost(
-            num_steps * (weights + step.head * step.itemsize + held),
+            num_steps * (weights + step.head * step.itemsize + cached),
             num_steps * once,
             num_steps * LAUNCHES * step.layers,
         ),
         "update": Cost(step.batches * weights, trained, step.batches * UPDATE_LAUNCHES * step.layers, UPDATE),
     }
     if step.judged:
-        found["judge"] = Cost(weights, 2 * step.weights * step.judged + step.pair * step.judged * width)
-    return found
+        costs["judge"] = Cost(weights, 2 * step.weights * step.judged + step.pair * step.judged * width)
+    return costs
 
 
 def seconds(step: Step, chip: Chip) -> float:

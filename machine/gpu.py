@@ -1,6 +1,4 @@
-"""
-Which device MLX computes on, and gradients of our own. Left out: kernels (kernels.py) and memory (memory.py).
-"""
+"""Which device MLX computes on, and gradients of our own. Left out: kernels (kernels.py) and memory (memory.py)."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,9 +20,6 @@ def prefill_tokens() -> int:
 def has_metal() -> bool:
     """Whether Metal kernels can run here. Tests with an emulator say so on a CPU too."""
     return on_gpu()
-
-
-# ---- gradients of our own
 
 
 _forward_only = [False]

@@ -26,7 +26,7 @@ def pressure() -> str:
         return ""
     sysctl = "/usr/sbin/sysctl kern.memorystatus_vm_pressure_level vm.swapusage"
     heat = "/usr/bin/notifyutil -g com.apple.system.thermalpressurelevel"
-    asked = [command.split() for command in (sysctl, "/usr/bin/pmset -g", heat)]
-    said = "".join(subprocess.run(one, capture_output=True, text=True, check=False).stdout for one in asked)
-    found = {name: re.search(pattern, said) for name, pattern in PRESSURE.items()}
-    return ", ".join(f"{name} {match[1]}" for name, match in found.items() if match)
+    commands = [command.split() for command in (sysctl, "/usr/bin/pmset -g", heat)]
+    output = "".join(subprocess.run(one, capture_output=True, text=True, check=False).stdout for one in commands)
+    matches = {name: re.search(pattern, output) for name, pattern in PRESSURE.items()}
+    return ", ".join(f"{name} {match[1]}" for name, match in matches.items() if match)

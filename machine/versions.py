@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 def environment(blas: str) -> dict[str, Any]:
-    """Versions, device and commit: what a reader of a run needs to repeat it."""
+    """Versions, device and commit."""
 
     def installed(package: str) -> str | None:
         try:

@@ -49,7 +49,7 @@ FAILED = 0  # the kind of a message that says why its machine ends
 
 
 class Lost(ValueError):
-    """Another machine failed, is gone or does something else; what it said, in one line."""
+    """Another machine failed, is gone or does something else; why, in one line."""
 
 
 # ---- who this is
@@ -84,10 +84,10 @@ def part(costs: Sequence[float]) -> list[int]:
 
 def part_together(keys: Iterable[Hashable]) -> list[int]:
     """The places that this machine does, ascending; those of equal keys go to one machine, and each costs 1."""
-    held = list(keys)
-    counts = Counter(held)
+    keys = list(keys)
+    counts = Counter(keys)
     mine = {list(counts)[number] for number in part(list(counts.values()))}
-    return [place for place, key in enumerate(held) if key in mine]
+    return [place for place, key in enumerate(keys) if key in mine]
 
 
 # ---- meetings
@@ -104,9 +104,11 @@ def share(value: Any, about: str = "share") -> list[Any]:
     return [_decode(data) for data in _link.meet(about, _encode(value), _link.gather)]
 
 
-def collect(found: dict[int, T], about: str = "collect") -> list[T]:
+def collect(values: dict[int, T], about: str = "collect") -> list[T]:
     """The values of all machines, by ascending number; each number is of one machine."""
-    return [value for _, value in sorted(itertools.chain(*share(list(found.items()), about)), key=lambda pair: pair[0])]
+    return [
+        value for _, value in sorted(itertools.chain(*share(list(values.items()), about)), key=lambda pair: pair[0])
+    ]
 
 
 def first(make: Callable[[], T]) -> T:
@@ -151,8 +153,8 @@ def compare(facts: dict[str, Any]) -> None:
     for number, theirs in enumerate(others, 1):
         for name in ours:
             if ours[name] != theirs[name]:
-                said = f"{_link.names[number]} has another {name} than {_link.names[0]}"
-                _link.end(f"{said}: {theirs[name]}, not {ours[name]}; make them the same")
+                pair = f"{_link.names[number]} has another {name} than {_link.names[0]}"
+                _link.end(f"{pair}: {theirs[name]}, not {ours[name]}; make them the same")
 
 
 def code_checksum() -> int:
@@ -240,7 +242,6 @@ def signed(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """An error in words."""
     if isinstance(error, SystemExit) and error.__context__ is not None:
         error = error.__context__  # what made the process end itself
     if isinstance(error, KeyboardInterrupt):
@@ -252,12 +253,12 @@ def _init() -> Any:
     """MLX's group. Raises ValueError if it cannot be had; ends the process, at rank 0, if the others do not come."""
     if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
         raise ValueError("MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs under it, so unset it")
+    limit = JOIN + 5  # elsewhere MLX is given the time for an error of its own
     if os.environ.get("MLX_RANK", "0") == "0":
+        limit = JOIN
         print(f"waiting up to {JOIN:.0f} s for the other machines; see docs/runs.md", file=sys.stderr, flush=True)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
     with open(os.devnull, "w") as nowhere:
-        # elsewhere MLX is given the time for an error of its own
-        limit = JOIN if os.environ.get("MLX_RANK", "0") == "0" else JOIN + 5
         faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
         try:
             return mx.distributed.init(strict=True)
@@ -300,7 +301,7 @@ class _Link:
         answers = Answers()
         self.jobs.put((lambda: self._meet(kind, message, then, answers), answers))
         messages = self._take(answers, max(LEAST_PATIENCE, PATIENCE * self.longest))
-        num_bytes += sum(META.unpack(one[: META.size])[2] for one in messages)
+        num_bytes += sum(META.unpack_from(one)[2] for one in messages)
         result = self._take(answers, SLACK + num_bytes / RATE)
         self.left_at = time.monotonic()
         self.waited += self.left_at - begin
@@ -319,9 +320,9 @@ class _Link:
             self.end(f"another machine is gone, or the network to it ({answer})")
         return answer
 
-    def end(self, said: str) -> NoReturn:
+    def end(self, reason: str) -> NoReturn:
         self.is_over = True
-        raise Lost(said)
+        raise Lost(reason)
 
     def tell(self, error: BaseException) -> None:
         """Says to the others, at their next meeting, why this machine ends; waits for a short time only."""
@@ -352,27 +353,23 @@ class _Link:
                 answers.put(error)
 
     def _meet(self, kind: str, message: bytes, then: Callable[[list[bytes]], Any], answers: Answers) -> None:
+        """Exchanges messages, then does `then`. Raises Lost if a machine ends, or if they are about to do another."""
         messages = self._all_gather(message, HEAD)
-        self._check(kind, messages)
-        answers.put(messages)
-        answers.put(then(messages))
-
-    def _check(self, kind: str, messages: list[bytes]) -> None:
-        """Raises Lost if a machine ends, or if they are not about to do the same."""
-        metas = [META.unpack(message[: META.size]) for message in messages]
-        for number, (meta, message) in enumerate(zip(metas, messages, strict=True)):
-            if meta[1] == FAILED:
-                said = message[META.size : META.size + meta[2]].decode(errors="replace")
-                raise Lost(f"{self.names[number]}: {said}")
+        metas = [META.unpack_from(message) for message in messages]
+        for name, (_, what, size), message in zip(self.names, metas, messages, strict=True):
+            if what == FAILED:
+                raise Lost(f"{name}: {message[META.size : META.size + size].decode(errors='replace')}")
         if len({meta[:2] for meta in metas}) > 1:
             raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
+        answers.put(messages)
+        answers.put(then(messages))
 
     def _all_gather(self, data: bytes, width: int) -> list[bytes]:
         padded = np.zeros(width, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
-        found = mx.distributed.all_gather(mx.array(padded), group=self.group, stream=mx.cpu)
-        mx.eval(found)  # wait, for the slowest machine
-        return [one.tobytes() for one in np.split(np.array(found), self.size)]
+        gathered = mx.distributed.all_gather(mx.array(padded), group=self.group, stream=mx.cpu)
+        mx.eval(gathered)  # wait, for the slowest machine
+        return [one.tobytes() for one in np.split(np.array(gathered), self.size)]
 
     def add(self, flat: np.ndarray, _: object = None) -> np.ndarray:
         """The sum of all machines' flat arrays, in place."""
@@ -384,16 +381,15 @@ class _Link:
 
     def gather(self, messages: list[bytes]) -> list[bytes]:
         """The data of all machines, in a second collective if any of it exceeds its message."""
-        sizes = [META.unpack(message[: META.size])[2] for message in messages]
-        if max(sizes) <= HEAD - META.size:
-            whole = [message[META.size :] for message in messages]
-        else:
+        sizes = [META.unpack_from(message)[2] for message in messages]
+        whole = [message[META.size :] for message in messages]
+        if max(sizes) > HEAD - META.size:
             whole = self._all_gather(self.data, max(sizes))
         return [data[:length] for data, length in zip(whole, sizes, strict=True)]
 
     def spread(self, messages: list[bytes]) -> bytes:
         """The data of rank 0; long ones are added to the zeros of the others, byte by byte."""
-        length = META.unpack(messages[0][: META.size])[2]
+        length = META.unpack_from(messages[0])[2]
         if length <= HEAD - META.size:
             return messages[0][META.size : META.size + length]
         data = np.frombuffer(self.data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
@@ -422,11 +418,11 @@ def _decode(data: bytes) -> Any:
     (length,) = struct.unpack_from("<Q", data)
     place = 8 + length
 
-    def array_of(held: dict[str, Any]) -> Any:
+    def array_of(entry: dict[str, Any]) -> Any:
         nonlocal place
-        if held.keys() != {"array"}:
-            return held
-        dtype, shape, is_mlx = held["array"]
+        if entry.keys() != {"array"}:
+            return entry
+        dtype, shape, is_mlx = entry["array"]
         array = np.frombuffer(data, dtype, int(np.prod(shape)), place).reshape(shape).copy()
         place += array.nbytes
         return mx.array(array) if is_mlx else array

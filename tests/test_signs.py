@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ def now(monkeypatch):
     """A clock that the test moves, and no thread."""
     clock = [100.0]
     monkeypatch.setattr(alive.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(alive, "watch", lambda: None)
-    monkeypatch.setattr(alive, "_works", [])
+    monkeypatch.setitem(alive._state, "thread", threading.current_thread())
+    monkeypatch.setattr(alive, "_works", {})
     return clock
 
 

@@ -31,7 +31,7 @@ LOCK = "lock"
 OF_HUB = ("model", "judge_model", "teacher", "data")  # settings that name something of the hub, or a path
 FILES = (
     *("rubric", "eval_rubric", "verifier", "reward", "task_config"),
-    *("init_adapter", "teacher_prompt", "loss_type", "advantage"),
+    *("init_adapter", "teacher_prompt", "loss_type", "advantage", "tools"),
 )
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
@@ -126,6 +126,8 @@ def public(name: str, value: Any) -> Any:
     """A setting as others may see it: what names a file or directory is its last part, as in `mine.py:score`."""
     if isinstance(value, list):
         return [public(name, one) for one in value]
+    if name == "env":  # NAME=FILE.py:Class,...
+        return re.sub("(^|[=,])[^=,]*/", r"\1", value)
     is_of_hub = name in OF_HUB and is_hub_id(str(value))
     return Path(value).name if name in OF_HUB + FILES and not is_of_hub else value
 

@@ -39,6 +39,7 @@ def test_a_model_card_says_how_it_was_trained_and_from_where_to_where(tmp_path, 
 
 def test_a_model_card_names_a_hub_s_model_as_its_base_and_no_local_path(tmp_path):
     files = {"data": "/home/ann/sums.jsonl", "reward": ["/home/ann/mine.py:score"], "rubric": "sub/mine.yaml"}
+    files |= {"tools": ["/home/ann/tools.py:add"], "env": "a=/home/ann/games.py:A,b=/home/ann/games.py:B"}
     files |= {"init_adapter": "../runs/first", "judge_url": "http://host/v1", "judge_model": "served"}
     (tmp_path / "config.yaml").write_text(as_yaml(Config.of(model="Qwen/Qwen3-0.6B@main", task="values", **files)))
     (tmp_path / "env.json").write_text(json.dumps({"versions": {"mlx": "1"}, "machine": "m", "commit": None}))

@@ -229,18 +229,12 @@ def evaluate(
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
-    prompts = (
-        [params.toolbox.prompt(problem) for problem in problems]
-        if params.toolbox
-        else chat_template.encode_prompts(
-            tokenizer,
-            problems,
-            max_tokens=params.max_tokens,
-            context=model.config.max_position_embeddings,
-            thinking=params.thinking,
-            kind="held-out prompt",
-        )
-    )
+    if params.toolbox:
+        prompts = [params.toolbox.prompt(problem) for problem in problems]
+    else:
+        how: dict[str, Any] = {"max_tokens": params.max_tokens, "context": model.config.max_position_embeddings}
+        how |= {"thinking": params.thinking, "kind": "held-out prompt"}
+        prompts = chat_template.encode_prompts(tokenizer, problems, **how)
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
     sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
@@ -296,19 +290,13 @@ def answer_both(
     lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
 
     def fits(rows: int) -> bool:
-        work = model.config, dtype, lengths, samples, params.max_tokens
-        need = rollout_bytes(*work, rows, params.share_prefix)
-        return sum(need) <= ROOM * memory.memory_at_hand()
+        work = model.config, dtype, lengths, samples, params.max_tokens, rows, params.share_prefix
+        return sum(rollout_bytes(*work)) <= ROOM * memory.memory_at_hand()
 
     # both calls share one object, and so what it learns about memory
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
-    how: dict[str, Any] = {
-        "key": KEY + params.seed,
-        "batch_size": size,
-        "share_prefix": params.share_prefix,
-        "toolbox": params.toolbox,
-        "seed": "held out",
-    }
+    how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size, "share_prefix": params.share_prefix}
+    how |= {"toolbox": params.toolbox, "seed": "held out"}
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)

@@ -255,7 +255,6 @@ class Setting(NamedTuple):
 
     @property
     def default(self) -> Any:
-        """Its default value."""
         make = self.field.default_factory
         return self.field.default if make is dataclasses.MISSING else make()
 

@@ -48,7 +48,6 @@ class Begun(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to be done."""
         if self.state is None or self.state.step < self.config.optimizer.steps:
             return False
         evaluations = run_files.JsonLines(Path(self.path) / "eval.jsonl").read()

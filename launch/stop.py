@@ -99,6 +99,6 @@ def _go_on(run: Any, error: BaseException) -> str:
 
 def _newest(run: Any, error: BaseException, first: str = "") -> str:
     """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
-    if saved := checkpoint.saved(run.dir):
-        return f"{saved[-1].name} is intact, {first}{_go_on(run, error)}"
-    return f"nothing was saved in {run.dir}, {first}{_go_on(run, error)}"
+    saved = checkpoint.saved(run.dir)
+    state = f"{saved[-1].name} is intact" if saved else f"nothing was saved in {run.dir}"
+    return f"{state}, {first}{_go_on(run, error)}"

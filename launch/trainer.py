@@ -32,6 +32,9 @@ class Trainer:
     A break or an interrupt ends the loop after a whole step, which is saved; `steps` or `fit` goes on from there.
     """
 
+    config: Config
+    dir: Path  # where it is recorded
+    model: gwen.Model  # as it is now, with its adapters
     make: Callable[[Config, Path], Any]  # run.py's
     loop: Callable[[Any], Steps]  # train.py's
 
@@ -46,6 +49,7 @@ class Trainer:
             state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
         # only after everything has loaded, so that a user's mistake leaves no directory behind
         run.dir = Path(world.first(lambda: make_dir(run, begun._replace(state=state))))
+        self.config, self.dir, self.model = run.config, run.dir, run.model
         self._is_owner = True  # until the loop ends
         run.open()
         print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
@@ -66,21 +70,6 @@ class Trainer:
     def resume(cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any) -> "Trainer":
         """Goes on with a run; allow_changes: though its data, rewards or files changed."""
         return cls(begin(as_settings(settings), resume=str(run_dir), allow_changes=allow_changes))
-
-    @property
-    def config(self) -> Config:
-        """Its settings."""
-        return self.run.config
-
-    @property
-    def dir(self) -> Path:
-        """Where it is recorded."""
-        return self.run.dir
-
-    @property
-    def model(self) -> gwen.Model:
-        """The model as it is now, with its adapters."""
-        return self.run.model
 
     def steps(self) -> Steps:
         """Trains, and yields each step's figures, as in `metrics.jsonl`."""

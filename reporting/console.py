@@ -89,14 +89,13 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
     nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
     if sum(name.startswith("reward/") for name in nested) == 1:  # duplicates the figure or its comparison
         nested = [name for name in nested if not name.startswith("reward/")]
-    lines = []
     others = ["perplexity"] if figure == "loss" else ["witness", "greedy", *nested, "tokens", "refusals", "repeated"]
-    for name in (figure, *others):
-        if last.get(f"eval/{name}") is not None:
-            before, after = with_interval(first, name), with_interval(last, name)
-            lines.append(f"{name}: before {before}, after {after}")
-    lines[0] = f"held-out {lines[0]} ({what_of(last)})"
-    return "\n".join(lines)
+    lines = [
+        f"{name}: before {with_interval(first, name)}, after {with_interval(last, name)}"
+        for name in (figure, *others)
+        if last.get(f"eval/{name}") is not None
+    ]
+    return "\n".join([f"held-out {lines[0]} ({what_of(last)})", *lines[1:]])
 
 
 # ---- the live line
@@ -126,7 +125,6 @@ class LiveLine:
             self.bar.set_description_str("".join(f"{part} | " for part in (self.phase, self.speed) if part))
 
     def begin(self, phase: str) -> None:
-        """Starts a phase."""
         self.phase = PHASES.get(phase, phase)
         self.draw()
 

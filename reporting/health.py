@@ -159,12 +159,9 @@ def longer(steps: Records, _: Records) -> str:
 )
 def degenerate(steps: Records, _: Records) -> str:
     reward = ends(steps, "reward/mean")
-    kinds = {
-        "completion/repeated": "sequences that repeat",
-        "completion/degenerate_frac": "answers that repeat or copy",
-    }
+    kinds = {"repeated": "sequences that repeat", "degenerate_frac": "answers that repeat or copy"}
     for key, kind in kinds.items():
-        means = ends(steps, key)
+        means = ends(steps, f"completion/{key}")
         if reward and means and reward[1] > reward[0] and means[1] - means[0] > MOST_DEGENERATE:
             grown = f"{kind} rose from {means[0]:.1%} to {means[1]:.1%}"
             return f"While the reward rose from {reward[0]:.3f} to {reward[1]:.3f}, the share of {grown}"
@@ -181,11 +178,8 @@ def truncated(steps: Records, _: Records) -> str:
 
 @illness("slow", "The machine may lack memory, be hot or save power; docs/memory.md says what to lower")
 def slow(steps: Records, _: Records) -> str:
-    paces = [
-        step["step/s"] / ((step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1))
-        for step in steps
-        if step.get("step/s")
-    ]
+    tokens = [(step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1) for step in steps]
+    paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
     if len(paces) < FEW + IN_A_ROW:
         return ""
     times = min(paces[-IN_A_ROW:]) / statistics.median(paces[:-IN_A_ROW])

@@ -296,10 +296,8 @@ def page(settings: list[Setting], ended: bool = False) -> str:
     run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
     completions = make_completions(run)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
-    pointed = [
-        {"most": chart["most"], "series": [{key: s[key] for key in ("label", "x", "s", "y")} for s in chart["series"]]}
-        for chart in curves
-    ]
+    series = [[{key: one[key] for key in ("label", "x", "s", "y")} for one in chart["series"]] for chart in curves]
+    pointed = [{"most": chart["most"], "series": its} for chart, its in zip(curves, series, strict=True)]
     recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
     return template().render(
         name=visible(" against ".join(setting.name for setting in settings)),

@@ -24,8 +24,6 @@ def check(names: Iterable[str]) -> None:
 
 
 class Tracker:
-    """One tracker of a run."""
-
     callback: Any = None
 
     def __init__(self, name: str, run_dir: Path, tell: Callable[[str], None]):

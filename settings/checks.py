@@ -47,7 +47,7 @@ def fused_targets(asked: list[Any]) -> list[Any]:
     """
     if asked == ["all-linear"]:
         return list(TARGETS)
-    found = list(asked)
+    fused = list(asked)
     for whole, parts in PARTS.items():
         named = [part for part in parts if part in asked]
         if lacking := [part for part in parts if part not in asked] if named else []:
@@ -55,8 +55,8 @@ def fused_targets(asked: list[Any]) -> list[Any]:
                 f"--lora-targets {named[0]}: one adapter serves {', '.join(parts)} together, in {whole}; "
                 f"name {' and '.join(lacking)} too, or {whole}"
             )
-        found = [one for one in found if one not in parts] + ([whole] if named and whole not in asked else [])
-    return sorted(found, key=TARGETS.index) if all(one in TARGETS for one in found) else found
+        fused = [one for one in fused if one not in parts] + ([whole] if named and whole not in asked else [])
+    return sorted(fused, key=TARGETS.index) if all(one in TARGETS for one in fused) else fused
 
 
 def refuse_unused(config: Config, flags: Collection[str]) -> None:

@@ -225,8 +225,7 @@ def _looked_at(task: Task, config: Config) -> Task:
     if config.data.reward:
         return task
     known = reward_arguments(task.train or task.held_out)
-    kept = {name: reward for name, reward in task.rewards.items() if _is_served(name, reward, known)}
-    return task._replace(rewards=kept)
+    return task._replace(rewards={name: one for name, one in task.rewards.items() if _is_served(name, one, known)})
 
 
 def _is_served(name: str, reward: Reward, known: list[str]) -> bool:
@@ -301,7 +300,6 @@ def _check_arguments(task: Task, is_own: bool) -> None:
 
 
 def _instructed(name: str) -> Task:
-    """The task ifeval."""
     from tasks import ifeval
 
     problems = ifeval.Problems(ifeval.parse_kinds(name))

@@ -14,7 +14,7 @@ from problems import form
 from problems.examples import prompt_text
 from problems.verifiers import marks, math_correct
 
-Reward = Callable[..., list[float]]  # as in problems/rewards.py
+Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
 
 
 def length_reward(target: float) -> Reward:

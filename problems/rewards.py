@@ -25,15 +25,10 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from problems import built_in
-from problems.built_in import BUILT_IN
+from problems.built_in import BUILT_IN, Reward
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
 from problems.workers import LATE, Pool
-
-Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
-
-
-# ---- a user's
 
 
 class Calling(NamedTuple):
@@ -102,19 +97,20 @@ class UserReward:
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
     def _by_row(self, pool: Pool, arguments: dict[str, Any]) -> list[float | None]:
-        num = max((len(column) for column in arguments.values()), default=0)
+        num = max(map(len, arguments.values()), default=0)
         rows = [{name: [column[row]] for name, column in arguments.items()} for row in range(num)]
         answers = pool.ask([(self.step, row) for row in rows])
         if failed := next((answer.error for answer in answers if answer.error not in ("", LATE)), ""):
             raise RowError(failed)
-        said = [(None, {}, {}) if answer.error else answer.value for answer in answers]
-        self.logged = merged((([row], Logged(*its)) for row, (_, *its) in enumerate(said)), num)
-        lowest = min((value for value, *_ in said if value is not None), default=None)
-        if late := sum(answer.error == LATE for answer in answers):
+        values = [None if answer.error else answer.value[0] for answer in answers]
+        in_time = [(row, answer.value) for row, answer in enumerate(answers) if not answer.error]
+        self.logged = merged((([row], Logged(*logged)) for row, (_, *logged) in in_time), num)
+        lowest = min((value for value in values if value is not None), default=None)
+        if late := num - len(in_time):
             counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
             limit = f"{self.calling.timeout:g} s"
             print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
-        return [lowest if answer.error else value for answer, (value, *_) in zip(answers, said, strict=True)]
+        return [lowest if answer.error else value for answer, value in zip(answers, values, strict=True)]
 
 
 class RowError(ValueError):
@@ -188,15 +184,15 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     else:
         why = "there is no such file" if path.suffix == ".py" else f"{file} is not a Python file"
         raise ValueError(f"{flag} {spec}: {why}; write FILE.py:{kind}")
-    is_one = inspect.isclass if kind == "class" else callable
-    for name in names.split(","):
-        if not hasattr(module, name):
-            known = [key for key, value in vars(module).items() if getattr(inspect, f"is{kind}")(value)]
-            said = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{said}")
-        if not is_one(value := getattr(module, name)):
+    given = {name: vars(module).get(name) for name in names.split(",")}
+    for name, value in given.items():
+        if name not in vars(module):
+            known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
+            hint = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
+        if not (inspect.isclass(value) if kind == "class" else callable(value)):
             raise ValueError(f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}")
-    return {name: getattr(module, name) for name in names.split(",")}
+    return given
 
 
 def spec_of(fn: Callable[..., Any]) -> str:
@@ -228,17 +224,16 @@ def _import_file(what: str, path: Path) -> Any:
     """The module of a file, the same one while the file stays as it is: its functions may ask for its classes."""
     module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
     assert module_spec is not None and module_spec.loader is not None, path
-    content, held = path.read_bytes(), sys.modules.get(module_spec.name)
-    if held is not None and held.__dict__.get("__content__") == content:
-        return held
+    content, known = path.read_bytes(), sys.modules.get(module_spec.name)
+    if known is not None and vars(known).get("__content__") == content:
+        return known
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     sys.path.insert(0, str(path.parent))
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        where = _place(error, str(path))
-        raise ValueError(f"{what}: importing {path.name} failed, {one_line(error)}{where}") from error
+        raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
@@ -268,13 +263,12 @@ def call_rewards(
     for name in counted:
         values = called[name]
         others = [called[other] for other in counted if other != name and isinstance(rewards[other], UserReward)]
-        is_covered = others and all(any(not math.isnan(value) for value in row) for row in zip(*others, strict=True))
+        is_covered = others and not any(all(map(math.isnan, row)) for row in zip(*others, strict=True))
         if all(map(math.isnan, values)) and not is_covered:
             fix = "return a number for each completion that it applies to"
             raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
-    rows = range(len(completions))
-    logged = [(rows, reward.logged) for reward in rewards.values() if isinstance(reward, UserReward)]
-    return called, merged(logged, len(rows))
+    logged = [reward.logged for reward in rewards.values() if isinstance(reward, UserReward)]
+    return called, merged(((range(len(completions)), one) for one in logged), len(completions))
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
@@ -303,23 +297,19 @@ def call_reward(
         return call(name, fn, arguments, len(completions))
     mine = world.part_together(map(repr, prompts))
     own = {column: [values[row] for row in mine] for column, values in arguments.items()}
-    rewards, logged = [math.nan] * len(completions), Logged({}, {})
     given = call(name, fn, own, len(mine)) if mine else []
-    if mine and isinstance(fn, UserReward):
-        logged = fn.logged
+    logged = fn.logged if mine and isinstance(fn, UserReward) else Logged({}, {})
     parts = world.share((mine, given, *logged), f"reward {name}")
-    for rows, values, *_ in parts:
-        for row, value in zip(rows, values, strict=True):
-            rewards[row] = value
     if isinstance(fn, UserReward):
-        fn.logged = merged(((rows, Logged(*its)) for rows, _, *its in parts), len(completions))
-    return rewards
+        fn.logged = merged(((rows, Logged(*part)) for rows, _, *part in parts), len(completions))
+    rewards = {row: value for rows, values, *_ in parts for row, value in zip(rows, values, strict=True)}
+    return [rewards[row] for row in range(len(completions))]
 
 
 def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
     """See `call_reward`."""
-    known = [*arguments, *TRAINER]
-    chosen = {key: list(arguments[key]) for key in reward_columns(name, fn, known) if key in arguments}
+    wanted = reward_columns(name, fn, [*arguments, *TRAINER])
+    chosen = {key: list(arguments[key]) for key in wanted if key in arguments}
     try:
         rewards: Any = fn(**chosen)
         if inspect.isawaitable(rewards):
@@ -330,15 +320,15 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         is_trls = isinstance(error, TypeError) and "string indices" in str(error)
         fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
         raise ValueError(f"reward {name} {raised(error, fn)}{fix}") from error
+    where = name + defined_at(fn)
     if isinstance(fn, UserReward):
-        fn.logged = _checked_logs(name + defined_at(fn), fn.logged, num_rows)
-    return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+        fn.logged = _checked_logs(where, fn.logged, num_rows)
+    return _checked_rewards(where, rewards, num_rows)
 
 
 def raised(error: BaseException, fn: Callable[..., Any]) -> str:
     """What a user's function raised, and the line of its file."""
-    file = getattr(sys.modules.get(getattr(fn, "__module__", "")), "__file__", None)
-    return f"raised {one_line(error)}{_place(error, file)}"
+    return f"raised {_told(error, getattr(sys.modules.get(getattr(fn, '__module__', '')), '__file__', None))}"
 
 
 def defined_at(fn: Reward) -> str:
@@ -352,10 +342,10 @@ def place_of(fn: Callable[..., Any]) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
-def _place(error: BaseException, file: str | None) -> str:
-    """The last line of `file`, which is the user's own, that an error came through; "" where there is none."""
+def _told(error: BaseException, file: str | None) -> str:
+    """An error in a line, and the last line of the user's file that it came through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f", at {file}:{lines[-1]}" if lines else ""
+    return one_line(error) + (f", at {file}:{lines[-1]}" if lines else "")
 
 
 async def _awaited(awaitable: Any) -> Any:
@@ -368,14 +358,12 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
         parameters = inspect.signature(fn).parameters.values()
     except (ValueError, TypeError) as error:
         raise ValueError(f"reward {name} has no signature that Python can read; wrap it in a function") from error
+    by_keyword = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known]
     for p in parameters:
-        by_keyword = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and not by_keyword:
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in by_keyword:
             hint = f"{nearest(p.name, known)}; it has {', '.join(known)}"
             raise ValueError(f"reward {name} needs {p.name!r}, which is no column of the data{hint}")
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return list(known)
-    return [p.name for p in parameters if p.name in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return list(known) if any(p.kind == p.VAR_KEYWORD for p in parameters) else by_keyword
 
 
 OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments
@@ -412,13 +400,13 @@ def _checked_logs(name: str, logged: Logged, num_rows: int) -> Logged:
             given = f"{len(values)} values of {short(column)} for {num_rows} completions"
             raise ValueError(f"reward {name} gave log_extra {given}; give one for each")
     for metric, numbers in logged.metrics.items():
-        if wrong := [short(value) for value in numbers if not (isinstance(value, Real) and math.isfinite(value))]:
-            raise ValueError(f"reward {name} gave log_metric {wrong[0]} as {short(metric)}; give a finite number")
+        if odd := [short(value) for value in numbers if not (isinstance(value, Real) and math.isfinite(value))]:
+            raise ValueError(f"reward {name} gave log_metric {odd[0]} as {short(metric)}; give a finite number")
     metrics = {metric: list(map(float, numbers)) for metric, numbers in logged.metrics.items()}
-    return Logged(metrics, {column: list(map(_recordable, values)) for column, values in logged.extra.items()})
+    return Logged(metrics, {column: list(map(_as_json, values)) for column, values in logged.extra.items()})
 
 
-def _recordable(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A value as JSON has it, or as text."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of an array library
     try:

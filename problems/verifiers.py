@@ -115,10 +115,10 @@ def folded(text: str) -> str:
 
 def _ends_with(line: str, gold: str) -> bool:
     """Whether the last sentence of a line is "... is GOLD", with no other number before a gold with digits."""
-    whole = folded(line) if folded(line).endswith(gold) else folded(line).rstrip(")]")
-    head = re.split(r"[.!?] ", whole.removesuffix(gold))[-1]
+    whole, end = folded(line).rstrip(")]"), gold.rstrip(")]")
+    head = re.split(r"[.!?] ", whole.removesuffix(end))[-1]
     is_other = len(head) > LONGEST or _NOT.search(head) or (re.search("[0-9]", gold) and re.search("[0-9]", head))
-    return whole.endswith(gold) and not is_other and bool(_LEADS.search(head))
+    return whole.endswith(end) and not is_other and bool(_LEADS.search(head))
 
 
 def _same_text(gold: str, said: str) -> bool:
@@ -128,17 +128,17 @@ def _same_text(gold: str, said: str) -> bool:
 
 def choice_of(choices: Collection[str]) -> Verifier:
     """The verifier of answers that are a few known ones: the last line names the right one and no other."""
-    ordered = sorted({stated_by(choice) for choice in choices}, key=len, reverse=True)
+    ordered = sorted(map(stated_by, choices), key=len, reverse=True)
     letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article
-    one = re.compile(rf"(?<![\w'-])(?:{'|'.join(map(re.escape, ordered))})(?![\w'-])", 0 if letters else re.I)
+    one = re.compile(
+        rf"(?<![\w'-])(?:{'|'.join(map(re.escape, dict.fromkeys(ordered)))})(?![\w'-])", 0 if letters else re.I
+    )
 
     def is_right(gold: str, said: str) -> bool:
         line, known = _last_line(said), folded(gold)
-        if known in (folded(said), folded(line)):
-            return True
         if _NOT.search(line) or {folded(name) for name in one.findall(line)} != {known}:
-            return False
-        return not letters or _ends_with(line, known) or bool(re.match(rf"\W*{re.escape(gold)}[).:]", line))
+            return known in (folded(said), folded(line))
+        return not letters or _same_text(gold, said) or bool(re.match(rf"\W*{re.escape(gold)}[).:]", line))
 
     return _verifier(is_right)
 
@@ -179,23 +179,20 @@ _NUMBER = re.compile(  # not the 5 of "x5" or "5x", the minus of "7-5", a part o
     r"(?: (?P<scale>hundred|thousand|million|billion|trillion)\b)?"
 )
 _SCALES = {None: 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_REWRITES = [  # LaTeX and Markdown that dress a number without changing it
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
-        (r"\\([$%#&])", r"\1"),
-        (r"\{,\}", ","),  # 1{,}234
-        (r"\^? ?\{?\\(?:circ|degree)(?![A-Za-z])\}?", "\u00b0"),
-        (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
-        (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
-        (r"[{}]", " "),
-        (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
-        (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
-        (r"\\(?:times|cdot|div)(?![A-Za-z])", "*"),
-        (r" {2,}", " "),
-        (r"(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])", ""),  # 6 * 7 = 42
-    )
-]
+_REWRITES = (  # LaTeX and Markdown that dress a number without changing it
+    (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
+    (r"\\([$%#&])", r"\1"),
+    (r"\{,\}", ","),  # 1{,}234
+    (r"\^? ?\{?\\(?:circ|degree)(?![A-Za-z])\}?", "\u00b0"),
+    (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
+    (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
+    (r"[{}]", " "),
+    (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
+    (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
+    (r"\\(?:times|cdot|div)(?![A-Za-z])", "*"),
+    (r" {2,}", " "),
+    (r"(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])", ""),  # 6 * 7 = 42
+)
 _WORD = re.compile(  # of prose, not of a formula
     r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|if|it|in|of|no)\b"
     r"|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"
@@ -214,7 +211,7 @@ def plain_text(text: str) -> str:
     """A short text whose numbers stand free: LaTeX, Markdown and the left side of "6 * 7 = 42" are taken off."""
     text = text.translate(_CHARACTERS)
     for pattern, new in _REWRITES:
-        text = pattern.sub(new, text)
+        text = re.sub(pattern, new, text)
     return text
 
 
@@ -275,8 +272,7 @@ _FORMULA = re.compile(
 def is_number(answer: str) -> bool:
     """Whether an answer is a number, with at most two words of unit: not a date, a time or a code."""
     read, plain = read_number(stated_by(answer)), plain_text(stated_by(answer)).strip(" .$")
-    is_one = read and len(read.units) <= 2 and not read.lead.strip(" $") and len(_NUMBER.findall(plain)) == 1
-    return bool(is_one and not _NO_NUMBER.search(plain))
+    return bool(read and len(read.units) <= 2 and not read.lead.strip(" $") and not _NO_NUMBER.search(plain))
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -379,14 +375,15 @@ class Kind(NamedTuple):
     said: str
 
 
-def _is_short(answer: str) -> bool:
-    return bool(re.fullmatch(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}", stated_by(answer)))
-
-
+_NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")
 VERIFIERS = {  # strictest first, as `auto` tries them
     "json": Kind(read_json, lambda _: _verifier(_same_json), "JSON: keys and values equal, order and spaces free"),
     "number": Kind(is_number, lambda _: number, "numbers: values equal, units where both have one"),
-    "choice": Kind(_is_short, choice_of, "choices: the last line names the right one and no other"),
+    "choice": Kind(
+        lambda one: _NAME.fullmatch(stated_by(one)),
+        choice_of,
+        "choices: the last line names the right one and no other",
+    ),
     "math": Kind(is_mathematics, lambda _: math_correct, "mathematics, by math-verify"),
     "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),
     "marked": Kind(
@@ -412,12 +409,8 @@ def choose(name: str, answers: Sequence[str]) -> tuple[str, Verifier]:
     is_few = num <= MOST_CHOICES and len(known) >= LEAST_ROWS * num
     fitting = [key for key, kind in VERIFIERS.items() if all(map(kind.fits, known)) and (key != "choice" or is_few)]
     name = fitting[0] if name == "auto" else name
-    if (
-        odd := next((answer for answer in answers if not VERIFIERS[name].fits(answer)), None)
-        if name not in fitting
-        else ""
-    ):
-        raise ValueError(f"--verifier {name} cannot compare with the answer {short(odd)}; take --verifier auto")
+    if odd := [answer for answer in known if not VERIFIERS[name].fits(answer)]:
+        raise ValueError(f"--verifier {name} cannot compare with the answer {short(odd[0])}; take --verifier auto")
     made = VERIFIERS[name].make(known)
 
     def verify(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Any]:

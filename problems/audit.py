@@ -69,20 +69,21 @@ def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
     rows = make_rows(examples)
     form, middles, num_texts = choose_form(name, reward, rows)
     is_told = min(middles) < math.inf
-    said = [
-        (row, middle, what, is_honest, text)
+    asked = [
+        (row, text, middle, what, make is honest)
         for row, middle in zip(rows, middles, strict=True)
-        for is_honest in (False, True)
-        for what, text in (honest if is_honest else cheats)(row, form).items()
+        for make in (cheats, honest)
+        for what, text in make(row, form).items()
         if what == "right" or middle < math.inf or not is_told
     ]
     lines: dict[str, Line] = {}
-    values = earn(name, reward, [(row, text) for row, *_, text in said])
-    for (_, middle, what, is_honest, text), value in zip(said, values, strict=True):
-        line = lines.get(what, Line(what, is_honest, text, [], 0))
-        lines[what] = line._replace(values=[*line.values, value], num_paid=line.num_paid + (value > middle))
-    found = list(lines.values())
-    return Audit(name + defined_at(reward), num_texts + len(said), len(rows), form if is_told else "", found)
+    values = earn(name, reward, [(row, text) for row, text, *_ in asked])
+    for (_, text, middle, what, is_honest), value in zip(asked, values, strict=True):
+        line = lines.setdefault(what, Line(what, is_honest, text, [], 0))
+        line.values.append(value)
+        lines[what] = line._replace(num_paid=line.num_paid + (value > middle))
+    where = name + defined_at(reward)
+    return Audit(where, num_texts + len(asked), len(rows), form if is_told else "", list(lines.values()))
 
 
 def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[float], int]:
@@ -105,12 +106,11 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:
     """Rows with different answers, or as many without one where none has any."""
-    said = [("" if example.get("answer") is None else str(example["answer"]).strip(), example) for example in examples]
-    answered = {answer.casefold(): example for answer, example in said if answer}
-    chosen = spread(list(answered.values()), ROWS)
-    answers = [str(example["answer"]) for example in chosen]
-    if not chosen:
+    known = [example for example in examples if example.get("answer") is not None and str(example["answer"]).strip()]
+    if not known:
         return [Row(example) for example in spread(list(examples), ROWS)]
+    chosen = spread(list({str(example["answer"]).strip().casefold(): example for example in known}.values()), ROWS)
+    answers = [str(example["answer"]) for example in chosen]
     others = [next((other for other in answers if other != right), "nothing") for right in answers]
     return [Row(*row) for row in zip(chosen, answers, others, strict=True)]
 

@@ -73,8 +73,8 @@ def gated(
     import numpy as np  # here: what reads data and scores answers does without
 
     rows = zip(completions, examples, finish_reasons, strict=True)
-    held = [why == "stop" and holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
-    return {name: np.where(held, values, np.minimum(values, 0.0)) for name, values in components.items()}
+    have_form = [why == "stop" and holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
+    return {name: np.where(have_form, values, np.minimum(values, 0.0)) for name, values in components.items()}
 
 
 _REFUSAL = re.compile(

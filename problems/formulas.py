@@ -96,22 +96,18 @@ def prepare_sympy() -> None:
 
     for module in (sympy, sympy.parsing, sympy.parsing.sympy_parser):
         module.parse_expr = read_formula
-    for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd"):
-        setattr(monomials.MonomialOps, name, functools.partialmethod(_plain, getattr(monomials, f"monomial_{name}")))
-    monomials.MonomialOps.mulpow = functools.partialmethod(_plain, _multiply_power)
-    done: set[str] = set()
-    while todo := {name for name in sys.modules if name.startswith("sympy.")} - done:
-        done |= todo
-        for module in (sys.modules[name] for name in todo):
+    plain = {name: getattr(monomials, f"monomial_{name}") for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd")}
+    for name, function in (plain | {"mulpow": _multiply_power}).items():
+        setattr(monomials.MonomialOps, name, functools.partialmethod(lambda _, its: its, function))
+    read: set[str] = set()
+    while unread := {name for name in sys.modules if name.startswith("sympy.")} - read:
+        read |= unread
+        for module in (sys.modules[name] for name in unread):
             source = Path(f"{module.__file__}").read_text(encoding="utf-8")
             for dots, name in _INNER_IMPORT.findall(source):
                 whole = resolve_name(dots + name, module.__package__)
                 if whole.startswith("sympy.") and not _LEFT_OUT.search(whole):
                     importlib.import_module(whole)
-
-
-def _plain(_: Any, function: Any) -> Any:
-    return function
 
 
 def _multiply_power(a: tuple[int, ...], b: tuple[int, ...], k: int) -> tuple[int, ...]:

@@ -128,11 +128,9 @@ def _same_text(gold: str, said: str) -> bool:
 
 def choice_of(choices: Collection[str]) -> Verifier:
     """The verifier of answers that are a few known ones: the last line names the right one and no other."""
-    ordered = sorted(map(stated_by, choices), key=len, reverse=True)
+    ordered = sorted(set(map(stated_by, choices)), key=len, reverse=True)
     letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article
-    one = re.compile(
-        rf"(?<![\w'-])(?:{'|'.join(map(re.escape, dict.fromkeys(ordered)))})(?![\w'-])", 0 if letters else re.I
-    )
+    one = re.compile(rf"(?<![\w'-])(?:{'|'.join(map(re.escape, ordered))})(?![\w'-])", 0 if letters else re.I)
 
     def is_right(gold: str, said: str) -> bool:
         line, known = _last_line(said), folded(gold)
@@ -379,23 +377,17 @@ _NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")
 VERIFIERS = {  # strictest first, as `auto` tries them
     "json": Kind(read_json, lambda _: _verifier(_same_json), "JSON: keys and values equal, order and spaces free"),
     "number": Kind(is_number, lambda _: number, "numbers: values equal, units where both have one"),
-    "choice": Kind(
-        lambda one: _NAME.fullmatch(stated_by(one)),
-        choice_of,
-        "choices: the last line names the right one and no other",
-    ),
+    "choice": Kind(lambda one: _NAME.fullmatch(stated_by(one)), choice_of, "choices: the last line names it alone"),
     "math": Kind(is_mathematics, lambda _: math_correct, "mathematics, by math-verify"),
     "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),
-    "marked": Kind(
-        bool, lambda _: marked, "what \\boxed{}, ####, <answer> or a last line Answer: marks, as mathematics"
-    ),
+    "marked": Kind(bool, lambda _: marked, "what \\boxed{}, ####, <answer> or a last Answer: marks, as mathematics"),
 }
 
 
 def is_compared(answer: str) -> bool:
     """Whether there is an answer, and it can be repeated to the letter or is read by a verifier."""
-    is_short = len(stated_by(answer).split()) <= MOST_WORDS
-    return bool(stated_by(answer)) and (is_short or bool(read_json(answer)) or is_mathematics(answer))
+    stated = stated_by(answer)
+    return bool(stated and (len(stated.split()) <= MOST_WORDS or read_json(answer) or is_mathematics(answer)))
 
 
 def choose(name: str, answers: Sequence[str]) -> tuple[str, Verifier]:

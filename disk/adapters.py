@@ -196,16 +196,8 @@ def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) ->
 
 
 def write(adapter: Adapter, directory: Path, layout: str, prefix: str = "") -> None:
-    """
-    Writes a "lora" adapter to a new directory; prefix: `hub.mlx_lm_prefix` of its model.
-
-    Raises ValueError if its projections differ in rank.
-    """
-    assert layout in LAYOUTS, layout
-    ranks = {low.shape[1] for low, _ in adapter.pairs.values()}
-    if len(ranks) != 1:
-        raise ValueError(f"the adapter's projections have the ranks {sorted(ranks)}; they need one rank")
-    (rank,) = ranks
+    """Writes a "lora" adapter, of one rank, to a new directory; prefix: `hub.mlx_lm_prefix` of its model."""
+    (rank,) = {low.shape[1] for low, _ in adapter.pairs.values()}
     tensors, config = _as_peft(adapter, rank) if layout == "peft" else _as_mlx_lm(adapter, rank, prefix)
     directory.mkdir(parents=True)
     metadata = {"format": "pt", "sha256": checksum(tensors, config)}

@@ -132,9 +132,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         raise ValueError(f"config.json has model_type {model_type!r:.60}; supported are {known}")
     family = FAMILIES[model_type]
     if family.is_hybrid and outer:
-        raw = outer.get("text_config")  # type: ignore[assignment]
-        if not isinstance(raw, dict):
-            raise ValueError(f"config.json has text_config={raw!r:.60}; it must be an object")
+        raw = text if isinstance(text := outer.get("text_config"), dict) else {}
     if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
         raise ValueError(f"config.json lacks {', '.join(missing)}; is this a language model?")
     refuse_unsupported({**outer, **raw})
@@ -146,8 +144,6 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         raise ValueError(f"config.json has {num_heads} attention heads, which {num_kv_heads} kv heads do not divide")
     head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
     tied = raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.tied))
-    if not isinstance(tied, bool):
-        raise ValueError(f"config.json has tie_word_embeddings={tied!r:.60}; it must be true or false")
     max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
     theta, share, scaling = rope_settings(raw, family, max_positions)
     if share * head_dim % 2:
@@ -162,7 +158,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         head_dim=head_dim,
         rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
         max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=bool(tied),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=int(share * head_dim),

@@ -53,7 +53,7 @@ def read_chat(example: Example) -> Example:
     """One conversation of a record. Raises ValueError naming the mistake."""
     if example.get("completion") is not None and example.get("prompt") is not None:
         prompt, completion = (
-            [{"role": role, "content": held}] if isinstance(held := example[name], str) else held
+            [{"role": role, "content": part}] if isinstance(part := example[name], str) else part
             for name, role in (("prompt", "user"), ("completion", "assistant"))
         )
     elif isinstance(messages := example.get("messages"), list):

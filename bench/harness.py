@@ -34,17 +34,12 @@ from machine import alive, versions
 Numbers = dict[str, tuple[int, int, str]]  # a setting's default, the least that it may be, and its help
 
 
-def add_numbers(parser: Parser, numbers: Numbers) -> dict[str, float]:
-    """Adds a flag for each whole number; returns the least values."""
+def parse(parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float) -> argparse.Namespace:
+    """The settings of a command line, with a flag for each whole number. ValueError names the flag that is wrong."""
     for name, (default, _, text) in numbers.items():
         parser.add_argument(flag_of(name), type=int, default=default, help=f"{text} (default: {default})")
-    return {name: least for name, (_, least, _) in numbers.items()}
-
-
-def parse(parser: Parser, argv: list[str] | None, least: dict[str, float]) -> argparse.Namespace:
-    """The settings of a command line. ValueError names the flag that is wrong."""
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    check_least(args, **least)
+    check_least(args, **{name: low for name, (_, low, _) in numbers.items()}, **least)
     return args
 
 

@@ -209,13 +209,12 @@ NUMBERS: harness.Numbers = {
 def parse(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
     """The settings of a command line, checked and filled up. ValueError names the flag that is wrong."""
     parser = Parser(program, description)
-    least = harness.add_numbers(parser, NUMBERS)
     parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
     parser.add_argument("--model", help="as train.py's (default: train.py's on a GPU, else random:30m)")
     parser.add_argument("--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)")
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
-    args = harness.parse(parser, argv, least | {"rollout_batch_size": 1, "temp": 0})
+    args = harness.parse(parser, argv, NUMBERS, rollout_batch_size=1, temp=0)
     args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, USUAL_ROWS)
     args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
     return args

@@ -291,10 +291,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora and TRL.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--share-prefix", choices=batch.SHARING, default="auto", help="in our update")
-    least = harness.add_numbers(parser, NUMBERS)
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--engine", choices=tuple(ENGINES), help="runs this one here and prints its record")
-    return harness.parse(parser, argv, least)
+    return harness.parse(parser, argv, NUMBERS)
 
 
 def main(argv: list[str] | None = None) -> None:

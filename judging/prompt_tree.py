@@ -111,10 +111,11 @@ class PromptTree:
             size = batch_size([len(node.ids) for _, node in waiting], max(1, self.chunk.rows // ends))
             batch, waiting = waiting[:size], waiting[size:]
             self.in_flight = size * ends
-            child = cache.child([len(node.ids) for _, node in batch], [parent for parent, _ in batch])
+            lengths = [len(node.ids) for _, node in batch]
+            child = cache.child(lengths, [parent for parent, _ in batch])
             hidden = self.forward(child, [node.ids for _, node in batch])
             if is_last:
-                values = read(at_ends(hidden, [len(node.ids) for _, node in batch]), child)
+                values = read(at_ends(hidden, lengths), child)
                 self.chunk.fitted()
                 yield [(node.place, value) for (_, node), value in zip(batch, values, strict=True)]
             else:

@@ -42,9 +42,9 @@ class Answers(NamedTuple):
 
 
 def evaluate(grader, pairs):
-    """What a judge that is asked about n different pairs says, each (n, J)."""
-    found = dict(grader.evaluations(grader.questions(pairs)))
-    columns = zip(*(found[place] for place in sorted(found)), strict=True)
+    """A judge's answers about n different pairs, each (n, J)."""
+    evaluations = dict(grader.evaluations(grader.questions(pairs)))
+    columns = zip(*(evaluations[place] for place in sorted(evaluations)), strict=True)
     return Answers(*(np.array(column).reshape(len(pairs), -1) for column in columns))
 
 
@@ -114,31 +114,23 @@ def test_the_demo_judge_agrees_with_the_truth_on_nine_of_ten_held_out_answers(de
     assert judgement.stats.num_evaluations == 3 * len(prompts)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3-gqa8", "qwen3-yarn"])
-def test_scores_of_a_tree_are_those_of_each_prompt_alone(checkpoints, tokenizer, kind):
-    model = gwen.load_model(checkpoints[kind], mx.float32)
-    prompts, completions = groups_of_answers(2, 3, seed=1)
-    prompts, completions = [p[:40] for p in prompts], [c[:30] for c in completions]
-    grader = judge.Judge(model, tokenizer, {"preamble": "", "criteria": [c._asdict() for c in UNEVEN.criteria]})
-    judged = evaluate(grader, list(zip(prompts, completions, strict=True)))
-    digits = [tokenizer.convert_tokens_to_ids(str(s)) for s in range(1, 6)]
-    for row, pair in enumerate(zip(prompts, completions, strict=True)):
-        for column, ids in enumerate(grader.prompts(*pair)):
-            assert judged.mass[row, column] == pytest.approx(expected_score(alone(model, ids), digits)[1], rel=1e-3)
-
-
-def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(demo, any_mass):
-    model, tokenizer = demo
-    prompts, completions = groups_of_answers(3, 4)
-    for rubric in (RUBRIC, UNEVEN):
+@pytest.mark.parametrize("kind", ["demo", "qwen2", "qwen3", "qwen3-gqa8", "qwen3-yarn"])
+def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(
+    demo, checkpoints, tokenizer, any_mass, kind
+):
+    model, tokenizer = demo if kind == "demo" else (gwen.load_model(checkpoints[kind], mx.float32), tokenizer)
+    digits = [tokenizer.convert_tokens_to_ids(str(score)) for score in range(1, 6)]
+    for rubric in (RUBRIC, UNEVEN._replace(preamble="")):
+        pairs = list(zip(*groups_of_answers(2, 3), strict=True))
+        if kind != "demo":  # whose contexts are short
+            pairs = [(prompt[:40], completion[:30]) for prompt, completion in pairs]
         grader = judge.Judge(model, tokenizer, rubric)
-        judged = evaluate(grader, list(dict.fromkeys(zip(prompts, completions, strict=True))))
-        digits = [tokenizer.convert_tokens_to_ids(str(s)) for s in range(1, 6)]
-        for row, pair in enumerate(dict.fromkeys(zip(prompts, completions, strict=True))):
+        judged = evaluate(grader, pairs)
+        for row, pair in enumerate(pairs):
             for column, ids in enumerate(grader.prompts(*pair)):
                 score, mass = expected_score(alone(model, ids), digits)
                 assert judged.scores[row, column] == pytest.approx(score, abs=1e-3)
-                assert judged.mass[row, column] == pytest.approx(mass, abs=1e-4)
+                assert judged.mass[row, column] == pytest.approx(mass, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -243,20 +235,19 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
 
 
 @pytest.mark.parametrize(
-    ("question", "criterion", "preamble", "said"),
+    ("question", "criterion", "preamble", "longest"),
     [
         ("seven " * 1000, "Right?", "Grade.", "the question 'seven seven"),
         ("Add one and two.", "seven " * 1000, "Grade.", "the criterion 'long'"),
         ("Add one and two.", "Right?", "seven " * 1000, "the rubric's preamble"),
     ],
 )
-def test_what_leaves_no_room_for_any_answer_is_refused_by_name(demo, question, criterion, preamble, said):
+def test_what_leaves_no_room_for_any_answer_is_refused_by_name(demo, question, criterion, preamble, longest):
     criteria = [rubrics.Criterion("short", 1.0, "Kind?"), rubrics.Criterion("long", 1.0, criterion)]
-    with pytest.raises(ValueError, match=f"tokens before any answer, .* for 1024; the longest part is {said}") as error:
+    line = f"tokens before any answer, .* for 1024; the longest part is {longest}"
+    with pytest.raises(ValueError, match=line) as error:
         judge.Judge(*demo, rubrics.Rubric(preamble, criteria)).score(["Two?", question], ["Three.", "Four."])
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
-    with pytest.raises(ValueError, match="the longest part is --judge-think with 2000"):
-        judge.Judge(*demo, RUBRIC, mode="decode", think=2000).score(["Two?"], ["Three."])
 
 
 # ---- frozen
@@ -422,13 +413,12 @@ def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_none(no_
         RUBRIC.criteria[1].text: [("\u01203", math.log(0.9))],
         RUBRIC.criteria[2].text: [("5", math.log(0.3)), ("The", math.log(0.5))],
     }
-    server = Server(
-        lambda _, body: (
-            200,
-            completion("x", next(t for c, t in tables.items() if c in body["messages"][1]["content"])),
-            {},
-        )
-    )
+
+    def answer(_, body):
+        (table,) = [table for text, table in tables.items() if text in body["messages"][1]["content"]]
+        return 200, completion("x", table), {}
+
+    server = Server(answer)
     judged = remote(server.url).score(["Add one and two."], ["Three."])
     server.close()
     np.testing.assert_allclose(judged.scores, [[(5 * 0.6 + 0.2) / 0.8, 3, np.nan]])

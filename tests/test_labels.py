@@ -41,10 +41,10 @@ def test_the_table_counts_agreement_by_criterion_and_every_cell():
 
 
 def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_scale():
-    held = labels.load("data/values_labels.jsonl", RUBRIC)
-    assert len(held) == 40
+    known = labels.load("data/values_labels.jsonl", RUBRIC)
+    assert len(known) == 40
     for criterion in RUBRIC.criteria:
-        assert {label.score for label in held if label.criterion == criterion.name} == {1, 2, 3, 4, 5}
+        assert {label.score for label in known if label.criterion == criterion.name} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,7 @@ def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_sca
             '{"prompt": "q", "completion": "a", "criterion": "beauty", "score": 3}',
             "criterion 'beauty'; the rubric's are",
         ),
-        (
-            '{"prompt": "q", "completion": "a \\ud800", "criterion": "scrutiny", "score": 3}',
-            "line 2: it holds half of a surrogate pair",
-        ),
+        ('{"prompt": "q", "completion": "\\ud800", "criterion": "scrutiny", "score": 3}', "line 2: it holds half of a"),
         ('{"prompt": "q", "completion": "a", "criterion": "scrutiny", "score": 6}', "score 6; it must be"),
         ('{"prompt": "q", "completion": "a", "criterion": "scrutiny", "score": true}', "score True; it must be"),
     ],
@@ -74,11 +71,11 @@ def test_a_line_that_is_no_label_is_named(tmp_path, line, said):
 
 
 def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mistakes(tmp_path):
-    held = {"prompt": "q\u2028\x85", "completion": "a\x1d\x0c", "criterion": "curiosity", "score": 3}
-    line = json.dumps(held, ensure_ascii=False)
+    record = {"prompt": "q\u2028\x85", "completion": "a\x1d\x0c", "criterion": "curiosity", "score": 3}
+    line = json.dumps(record, ensure_ascii=False)
     for text in (line, f"{line}\n", f"\n{line}\r\n  \n\n", f"\ufeff{line}\n"):
         (tmp_path / "labels.jsonl").write_bytes(text.encode())
-        assert [label._asdict() for label in labels.load(tmp_path / "labels.jsonl", RUBRIC)] == [held]
+        assert [label._asdict() for label in labels.load(tmp_path / "labels.jsonl", RUBRIC)] == [record]
 
 
 def test_a_file_without_labels_is_refused(tmp_path):

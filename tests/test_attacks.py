@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from extras import needs
 from hostile import ANSWERS
 from test_workers import ROOT
@@ -20,57 +21,12 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS holds by it
 PLANTED = Path(tempfile.gettempdir()) / f"gwen-attack-{os.getpid()}"  # what an attack that runs would make
 KEY = "canary-of-the-judge"
 
+_DATA = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text("utf-8"))
+INSIDE = {family: codes.replace("|\n", "|").strip().split("|") for family, codes in _DATA.pop("code").items()}
+
 # ---- texts, by family
 
 _CALLS = [f"open('{PLANTED}','w')", f"__import__('os').system('touch {PLANTED}')", "eval('1')", "exec('x=1')"]
-_WALKS = """
-__class__.__base__.__subclasses__() __class__.__mro__[-1] __init__.__globals__ __init_subclass__() __reduce_ex__(4)
-__class__.__base__.__subclasses__()[104].load_module('os') __doc__.__class__ __dir__() __format__('>9999999999')
-__class__.__class__('X',(),{}) func.__code__ _eval_subs free_symbols.pop().__class__ __sizeof__() gi_frame.f_back
-"""
-_SYMPY = """
-Symbol('x') Function('f')(1) Lambda(x,x)(1) lambdify([],'1') sympify('1') S('1') Integer(42) Rational('1/0')
-N(pi,10**8) Wild('x') Dummy() preview('x') latex(1) pycode(1) Matrix([[1]])**10**9 zeros(10**6) eye(10**9)
-nsimplify(pi,[],10**-9) Eq(1,1) Piecewise((1,True)) Poly(x**10**8) factorint(10**80+1) nextprime(10**300)
-isprime(2**9999-1) oo zoo nan solve(x**9-x,x) integrate(exp(-x**x),x) limit(x**x**x,x,oo) Product(x,(x,1,oo))
-bernoulli(10**7) totient(10**90)
-"""
-_LATEX = r"""
-\input{/etc/passwd} \include{x} \write18{touch_PLANTED} \immediate\write18{id} \openout5=PLANTED \def\x{\x\x}\x
-\csname_x\endcsname \catcode`\%=0 \loop\iftrue\repeat \newcommand{\a}{\a\a}\a \directlua{os.execute('touch_PLANTED')}
-\url{file:///etc/passwd} \href{x}{42} \frac{1}{0} \frac{0}{0} \infty-\infty \sum_{n=1}^{10^9}n \prod_{n=1}^{10^9}n
-\int_0^\infty{e^{x^x}}dx \lim_{x\to0}\frac{\sin(x)}{x} \binom{10^9}{10^8} 10^{10^{10}} 9!!!!!! (10^6)! \sqrt[10^9]{2}
-x_{1_{2_{3_{4}}}} \begin{matrix}1\end{matrix} \begin{pmatrix}1\\2\end{pmatrix}^{99999} \left(\left(\left( \right) }{
-{} {{{ }}} \text{42} \mathrm{os.system} \operatorname{__import__}(1) \operatorname{eval}(x) \phantom{42}
-42\color{white}{,43} %42 \nan \emptyset \varnothing \{\} \{1,2,3,4,5\} [0,1] (0,1) \mathbb{R} \mathbb{C} x=x 0=0 1=1
-x\in\mathbb{R} \neg{x} x\ne0 (-\infty,\infty) x 42x 42=42 42=x 0\cdot{x} |x| \lvert{x}\rvert \pm42 \mp42 x=1\lor{x=2}
-4\,2 4~2 \frac42 \frac4{2 \sqrt
-"""
-_FORMATS = r"""
-{0.__class__} {0.__init__.__globals__} {0!r:>9999999999} {:9999999999d} {} {0} {__import__} %(x)s %*.*f %n%n%n
-%999999999d $x ${x} $HOME `id` $(id) #{7*7} {{7*7}} {%print(1)%} <%=7*7%> [[${7*7}]] @{1} \N{DIGIT_FOUR} \x34\x32
-\u0034 \064 &#52;
-"""
-_DOCUMENTS = """
-!!python/object/apply:os.system ["true"]|!!python/name:os.system|!!python/module:os|!!binary NDI=|!!int "42"
-&a [*a, *a]|{"py/object": "os.system"}|{"__reduce__": 1}|{"$ref": "#"}|{"a": {"$ref": "file:///etc/passwd"}}
-{"score": 1}|[1, "", false]|{"tuple": [1, 2]}|{"tuple": 1}|{"tuple": {"tuple": [[]]}}|[{"tuple": []}]
-{"value": 1.0, "error": "", "broken": false}|{"moves": []}|{"1": 1, "1": 2}|{"": ""}|{"0": null}|[null]|[true, false]
-[[true]]|[1e999]|[-0.0]|[[NaN]]|["NaN"]|"42"|"\\u0034"
-<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/passwd">]><x>&a;</x>|<![CDATA[42]]>|c__builtin__ eval (S'1' tR.|- a: *b
----|...
-"""
-_QUOTES = """
-'|"|'''|\"\"\"|\\|\\'|\\"|'+'|"+"|')|")|']|"]|'}|"}|'],['|"],["|' or '1'='1|" or "1"="1|'; x='|\\n'|'#|"#|*/|-->|\\0'
-'a' 'a'|b'a'|r'a'|u'a'|f'a'|f"{1}"|f"{x!r:{y}}"|rb'\\x'|'\\N{x}'|</answer>42|<answer>42|<answer></answer>
-</think>42<think>|*|?|.*|(?i)|[^
-"""
-_NUMBERS = """
-1e5000 -1e5000 1e-5000 1E+99999999999 1/3/5 1//0 1/1e-999 0x2A 0b101010 0o52 4_2 4__2 _42 42_ +42 ++42 --42 4e1e1 .e1
-1e 1j 42j 1e309j nan+1j nanj infj inf-inf -nan sNaN NaN123 Infinity% 1/nan snan -sNaN 1e999999999999999999
-0E-999999999 0e999999999 9E+425000000 00042 042 42.0.0 42,0 4,2 4'2 4\u202f2 42\u00a0 -\u221242 \u221242 \ufe6342
-\uff0d42 42\ufe0f 42\u20e3 1\u204442 \u00bd \u2153 \u221e
-"""
 _ZEROS = "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".split()  # digits of other scripts
 _BRACKETS = (
     r'( )|[ ]|{ }|⟨ ⟩|（ ）|［ ］|< >|\{ \}|\left( \right)|f( )|[[ ]]|{"a": }|sqrt( )|\frac{1}{ }|x_{ }|\sqrt{ }'
@@ -100,19 +56,19 @@ TEXTS = {
         *(call[0] + "\u200d" + call[1:] for call in _CALLS),
     ],
     "digits": [sign + chr(int(zero, 16) + 4) + chr(int(zero, 16) + 2) for zero in _ZEROS for sign in ("", "-")],
-    "walks": [f"{root}.{walk}" for walk in _WALKS.split() for root in ("()", "''", "x")],
+    "walks": [f"{root}.{walk}" for walk in _DATA["walks"].split() for root in ("()", "''", "x")],
     "nesting": [_nested(pair, depth) for pair in [*_BRACKETS.split("|"), *_SIGNS] for depth in (90, 2000)],
     "numbers": [
-        *_NUMBERS.split(),
+        *_DATA["numbers"].split(),
         *("9" * n for n in (301, 4300, 4301, 30_000)),
         *("1" * n + "e-" + "9" * n for n in (3, 9, 30)),
     ],
     "powers": [f"{a}{op}" for a in ("9", "(9**9)", "x", "(x+y+1)") for op in _POWERS.split()],
-    "quotes": [part for part in _QUOTES.strip().replace("\n", "|").split("|") if part],
-    "latex": [text.replace("_PLANTED", f" {PLANTED}") for text in _LATEX.split()],
-    "sympy": _SYMPY.split(),
-    "formats": _FORMATS.split(),
-    "documents": _DOCUMENTS.strip().replace("\n", "|").split("|"),
+    "quotes": [part for part in _DATA["quotes"].strip().replace("\n", "|").split("|") if part],
+    "latex": [text.replace("_PLANTED", f" {PLANTED}") for text in _DATA["latex"].split()],
+    "sympy": _DATA["sympy"].split(),
+    "formats": _DATA["formats"].split(),
+    "documents": _DATA["documents"].strip().replace("\n", "|").split("|"),
     "controls": ["42" + chr(code) + "43" for code in (*range(32), 127, 133, 8232, 8238, 65279, 55296, 57343, 1114111)],
 }
 ALL = list(dict.fromkeys(text for texts in TEXTS.values() for text in texts if text not in ANSWERS))
@@ -170,44 +126,6 @@ def test_a_completion_that_marks_an_attack_states_no_right_answer(family):
 
 
 # ---- code inside a worker
-
-_CODE = """
-write: open(P, 'w')|_io.FileIO(P, 'w')|os.open(P, 65)|os.mkdir(P)|os.mkfifo(P)|os.symlink('/', P)|os.mknod(P)|
-os.truncate('/tmp', 0)|sqlite3.connect(P)|os.rename('/tmp', P)|os.chmod('/tmp', 0)|os.link('/bin/sh', P)|os.chdir('/')|
-os.umask(0)|os.utime('/tmp')|LIBC.creat(P.encode(), 384)|LIBC.mkdir(P.encode(), 448)|LIBC.open(P.encode(), 65, 384)
-read: open('/proc/%d/environ' % os.getppid()).read()|open('/proc/%d/mem' % os.getppid(), 'rb').read(9)|
-open('/proc/self/fd/0').read()|dict(os.environ)|os.listdir('/proc')|os.stat('/')|os.readlink('/proc/self/exe')|
-os.path.exists('/etc') or 1//0|os.getxattr('/', 'a')|os.scandir('/')|ctypes.string_at(id(1), 9)|
-ctypes.CDLL('libc.so.6')|ctypes.pythonapi.PyRun_SimpleString(b'1')|os.memfd_create('x')
-start: os.fork()|os.forkpty()|os.execv('/bin/touch', ['touch', P])|os.posix_spawn('/bin/touch', ['touch', P], {})|
-os.system('touch ' + P)|os.popen('touch ' + P)|subprocess.Popen(['touch', P])|_thread.start_new_thread(open, (P, 'w'))|
-os.spawnv(1, '/bin/touch', ['touch', P])|LIBC.fork()
-talk: socket.socket()|socket.socketpair()|socket.create_connection(('127.0.0.1', 22))|
-socket.getaddrinfo('localhost', 1)|socket.fromfd(0, 1, 1)|socket.create_server(('', 0))|socket.gethostname()|
-socket.sethostname('x')|os.pipe()|os.openpty()|os.eventfd(0)|os.dup(channel())
-kill: os.kill(os.getppid(), 9)|os.killpg(os.getpgid(0), 9)|os.kill(-1, 9)|signal.raise_signal(9)|
-signal.pthread_kill(1, 9)|LIBC.kill(-1, 9)|os.setpriority(0, os.getppid(), 19)|os.sched_setaffinity(os.getppid(), {0})|
-os.abort()|os._exit(0)|sys.exit(0)|ctypes.memset(id(None), 0, 64)
-speak: [os.write(n, b'x' * 99) for n in range(channel() + 1)]|os.write(channel(), frame(0, 1.0, '', False))|
-os.write(channel(), frame(-1, 1.0, '', False) * 9)|os.write(channel(), frame(True, 1, '', False))|
-os.write(channel(), frame(None, 1.0, '', True))|os.write(channel(), frame('1', 1.0, '', False))|
-os.write(channel(), frame([], {}, '', 0))|os.write(channel(), frame(1e308, 1.0, '', False))|
-os.write(channel(), b'\\x00')|os.write(channel(), b'\\x00\\x00\\xff\\xff')|os.close(channel())|
-os.write(channel(), b'\\xff' * 65536)|os.write(channel(), b'\\x00' * 99999)|[os.close(n) for n in range(3, 99)]|9|
-os.write(channel(), frame(0) * 2000)|os.read(channel(), 99)|float('nan')|10**4000|10**5000|{'a': 10**308}|'\\ud800'|
-b''|object()|{1: 2}|-1|replay(0)|replay(1)|[replay(0), later(0.05)]|'9' * 2**16|[[[]]] * 9999|'\\x1b[2J'|
-(_ for _ in ()).throw(KeyboardInterrupt('\\x1b'))
-linger: later(0.05)|later(0.0001)|signal.signal(14, signal.SIG_IGN)|signal.setitimer(0, 1e-4, 1e-4)|
-signal.setitimer(2, 1e-3, 1e-3)|signal.alarm(1)|signal.signal(27, signal.SIG_IGN)|signal.signal(15, signal.SIG_IGN)|
-sys.setrecursionlimit(60)|sys.set_int_max_str_digits(640)|sys.setswitchinterval(1e9)|setattr(os, 'write', None)|
-setattr(sys, 'stdout', 1)|KEEP.append(bytearray(9 * 10**8))
-waste: [0 for _ in iter(int, 1)]|sum(range(10**12))|9**9**9|time.sleep(99)|bytearray(2**40)|' ' * 2**40|[[0] * 10**9]|
-(signal.signal(27, signal.SIG_IGN), sum(range(10**12)))
-"""
-INSIDE = {  # by family: a line that ends with a bar goes on in the next
-    line.partition(": ")[0]: line.partition(": ")[2].split("|")
-    for line in _CODE.strip().replace("|\n", "|").splitlines()
-}
 
 
 @pytest.fixture(scope="module")

@@ -106,27 +106,6 @@ def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
     assert memory.memory_at_hand() == recommended(16) - mx.get_active_memory() < memory.memory_size()
 
 
-def test_every_model_that_is_loaded_bounds_the_cache(mac, monkeypatch):
-    monkeypatch.setattr(gwen, "check_kernels", lambda _: None)
-    monkeypatch.setattr(machinery.Op, "runs", lambda *_: False)
-    for load in (lambda: gwen.random_model("random:2m", mx.float32), lambda: gwen.load("demo", mx.float32)):
-        mac.clear()
-        load()
-        assert mac == {"set_cache_limit": recommended(16) // 8}
-
-
-def test_freed_buffers_go_back_after_every_phase_on_a_gpu_only(mac, monkeypatch):
-    clock = journal.PhaseClock()
-    for name in ("rollout", "update"):
-        with clock.phase(name) as done:
-            done()
-    assert mac == {"clear_cache": 2}
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    with clock.phase("judge") as done:
-        done()
-    assert mac == {"clear_cache": 2}
-
-
 @pytest.mark.parametrize(
     ("gigabytes", "cache"), [(8, recommended(8) // 8), (16, recommended(16) // 8), (64, 2 * 10**9)]
 )
@@ -140,16 +119,6 @@ def test_what_the_environment_asks_for_is_wired(mac, monkeypatch):
     monkeypatch.setenv("GWEN_WIRED_LIMIT", "4.5")
     memory.hold_memory()
     assert mac["set_wired_limit"] == 4_500_000_000
-
-
-@pytest.mark.parametrize("text", ["-1", "12", "all", "nan"])
-def test_a_wired_limit_that_no_mac_has_is_refused_in_one_line(mac, text, capsys):
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--model", "demo", "--let-sleep", "--wired-limit", text])
-    os.environ.pop("GWEN_WIRED_LIMIT")
-    assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"error: --wired-limit or GWEN_WIRED_LIMIT is '{text}'; it must be GB from 0 to 11.45"
 
 
 def make_config(**flags):
@@ -169,22 +138,6 @@ def test_prompts_that_are_shared_are_counted_once(mac):
     shared = preflight.estimate(demand, sizes).cache
     assert shared == column * (16 * 1024 + 64 * 512)  # 5.6 GB
     assert preflight.estimate(demand, sizes._replace(share_prefix="off")).cache == shared + column * 64 * 1024
-
-
-def test_the_judge_and_python_are_counted(mac, monkeypatch):
-    rubric, sizes = ROOT / "data" / "values_rubric.yaml", Sizes(64, "on", 2048, 0)
-
-    def need(rubric=rubric, **flags):
-        return preflight.estimate(demand_of(rubric=rubric, **flags), sizes)
-
-    alone, judged = need(None), need()
-    assert alone.resident == alone.weights + alone.adapters + alone.optimizer + preflight.PYTHON
-    assert alone.judging == alone.judge == judged.judge == 0 < judged.judging
-    assert need(judge_chunk_size=96).judging > 3 * judged.judging
-    other = gwen.Model(gwen.random_config("random:30m")).parameters()
-    assert need(judge_model="random:30m").judge == 2 * sum(array.size for _, array in tree_flatten(other))
-    assert need(judge_model="x", judge_url="http://127.0.0.1:1/v1").judging == 0
-    assert need(lora_rank=0).judge == judged.weights  # the copy that training leaves alone
 
 
 def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
@@ -258,30 +211,6 @@ def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more(
     assert memory.attempt(max, 2, 3) == [3]
 
 
-@pytest.mark.slow
-def test_a_run_that_the_watchdog_stopped_is_saved_and_says_in_one_line_what_to_do(tmp_path, monkeypatch, capsys):
-    calls, original = [], update.update
-
-    def stopped(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError(WATCHDOG)
-        return original(*args)
-
-    monkeypatch.setattr(update, "update", stopped)
-    run = tmp_path / "run"
-    flags = ["--model", "demo", "--task", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--steps", "3"]
-    with pytest.raises(SystemExit) as exit_:
-        train.main([*flags, "--eval-every", "0", "--run-dir", str(run)])
-    assert exit_.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: macOS stopped the GPU because its work held up the display; let the display sleep")
-    assert said.endswith(f"saved after step 1, continue with: uv run train.py --resume {run} --train-token-budget 512")
-    monkeypatch.setattr(update, "update", original)
-    train.main(["--resume", str(run), "--train-token-budget", "512"])
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
-
-
 class Broken:
     """A GPU with errors in flight, of which each wait throws one, as MLX does."""
 
@@ -318,31 +247,6 @@ def test_a_rollout_survives_errors_in_flight_and_samples_the_same(monkeypatch, c
     found = sampler.rollout(model, [[1, 2], [3]], params, group_size=4, key=0)
     assert mx.array_equal(found.completion_ids, expected.completion_ids)
     assert capsys.readouterr().err.count("out of memory, going on with 4 rows") == 1
-
-
-@pytest.mark.slow
-def test_a_size_that_memory_forced_lasts_through_evaluation_and_resume(tmp_path, monkeypatch):
-    flags = {"model": "demo", "batch": 3, "groups": 4, "max_tokens": 12, "eval_limit": 16, "steps": 1, "eval_every": 1}
-    its = train.GrpoRun(sources.resolve(flags, None, None, gwen.choose_model)[0], tmp_path)
-    assert its.batch_size.rows == its.sizes.rollout_batch_size == 16  # as many as held-out problems
-    run_files.write(sources.as_yaml(its.config, its.sizes), tmp_path)
-    its.open()
-    sizes, broken, decode = [], Broken(monkeypatch, 2), sampler.decode
-
-    def failing(*args, **how):
-        sizes.append(args[1].num_slots)
-        broken.throw()
-        return decode(*args, **how)
-
-    monkeypatch.setattr(sampler, "decode", failing)
-    list(train.train(its))
-    assert sizes[0] == 16 and set(sizes[1:]) == {8}
-    state = checkpoint.load(tmp_path)
-    assert state.extra["rollout_batch_size"] == 8
-    resumed = train.GrpoRun(sources.resolve({"steps": 2}, None, str(tmp_path), gwen.choose_model)[0], tmp_path)
-    assert resumed.batch_size.rows == 16
-    resumed.restore(state)
-    assert resumed.batch_size.rows == 8
 
 
 @pytest.mark.parametrize("num_errors", ERRORS)
@@ -475,16 +379,6 @@ def test_a_kernel_that_fails_at_a_models_own_sizes_is_off_before_the_first_step(
     assert mx.allclose(model(tokens), expected, atol=1e-5)
 
 
-def test_a_rehearsal_leaves_the_model_as_it_was_and_a_cpu_has_none(kernels, monkeypatch):
-    model = gwen.random_model("random:2m", mx.float32)
-    before = list(model.layers)
-    gwen.rehearse(model)
-    assert all(one is other for one, other in zip(model.layers, before, strict=True)) and len(before) == 5
-    monkeypatch.setattr(gpu, "has_metal", lambda: False)
-    monkeypatch.setattr(gwen, "rehearse", lambda _: pytest.fail("rehearsed on a CPU"))
-    gwen.check_kernels(model)
-
-
 # ---- log-probabilities that are no numbers
 
 
@@ -505,17 +399,6 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(overflowing):
     with pytest.raises(sampler.NotFinite, match=r"token 3 of a completion of prompt 2 .* GWEN_DTYPE=bfloat16") as error:
         sampler.rollout(model, prompts, sampler.SamplingParams(4), group_size=2, key=0)
     assert error.value.prompt == 1
-
-
-@pytest.mark.slow
-def test_a_run_says_which_prompt_it_was_and_is_saved(overflowing, tmp_path, capsys):
-    flags = ["--model", "demo", "--task", "demo", "--batch", "1", "--groups", "2", "--max-tokens", "8", "--steps", "1"]
-    with pytest.raises(SystemExit) as exit_:
-        train.main([*flags, "--eval-every", "0", "--run-dir", str(tmp_path / "run")])
-    assert exit_.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "token 3 of a completion of prompt 1 has a log-probability that is not finite" in said
-    assert "The prompt: " in said and "saved after step 0" in said
 
 
 # ---- the night
@@ -540,29 +423,6 @@ def test_a_mac_that_trains_stays_awake_unless_told_otherwise(begun, flags, tmp_p
     with pytest.raises(SystemExit):
         train.main(["--model", "demo", "--run-dir", str(tmp_path / "run"), *flags])
     assert begun == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]] * (not flags)
-
-
-def test_the_warning_says_what_macos_says_of_memory_heat_and_power(monkeypatch, tmp_path, capsys):
-    said = {
-        "sysctl": "kern.memorystatus_vm_pressure_level: 2\nvm.swapusage: total = 8192.00M  used = 7033.50M\n",
-        "pmset": " lowpowermode         1\n",
-        "notifyutil": "com.apple.system.thermalpressurelevel 2\n",
-    }
-    monkeypatch.setattr(power.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(
-        power.subprocess, "run", lambda command, **_: SimpleNamespace(stdout=said[Path(command[0]).name])
-    )
-    log = journal.Journal(Config.of(), tmp_path, "score", 0, keep_scores=False)
-    for _ in range(2):
-        log.steps = [{"step/s": seconds} for seconds in [10.0] * 6 + [40.0] * 3]
-        log.warn(9)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "took 4.0 times as long a token as usual" in line
-    assert (
-        "memory pressure (1 normal, 2 high, 4 critical) 2, swap used 7033.50M, thermal pressure (0 nominal to 4) 2"
-        in line
-    )
-    assert "low power mode 1" in line
 
 
 # ---- the first command

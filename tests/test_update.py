@@ -150,20 +150,6 @@ def whole_model(name, num_rows, num_tokens):
     return learner, batches
 
 
-def test_gradients_are_asked_for_in_the_order_in_which_the_backward_pass_has_them(monkeypatch):
-    learner, batches = whole_model("random:2m", 16, 128)
-    layers = update.in_backward_order(learner.trainable)
-    assert sorted(name for layer in layers for name in layer) == sorted(learner.trainable)
-    assert [layer[0].split(".")[:2] for layer in layers] == [
-        ["norm", "weight"],
-        *(["layers", f"{index}"] for index in reversed(range(5))),
-        ["embed_tokens", "weight"],
-    ]
-    ours = peak_of(lambda: update.gradient(learner, batches)[0])
-    monkeypatch.setattr(update, "in_backward_order", lambda names: [list(names)])
-    assert ours < 0.85 * peak_of(lambda: update.gradient(learner, batches)[0])
-
-
 def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
     learner, batches = whole_model("random:30m", 2, 12)
     peak = peak_of(lambda: update.optimizer_step(learner, batches, 1e-4)[1]["loss"])
@@ -201,36 +187,6 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
         assert_close(grads, found[0][1])
 
 
-def test_several_epochs_on_a_rollout_all_compare_with_the_policy_before_the_first(tmp_path):
-    """
-    Four steps at once equal four updates of one, each told the log-probabilities of that policy. Taking each step's own
-    policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
-    """
-    common = ("--warmup-steps", "0", "--epsilon", "0.1", "--epsilon-high", "0.1", "--target-kl", "0")
-
-    def begin(*flags):
-        run = make_run(tmp_path, *common, *flags)
-        descend_plainly(run)
-        return run, shifted(sample(run), 0.3)
-
-    run, samples = begin("--num-iterations", "4")
-    batches = cut(samples, 150)
-    first = logprobs_of(run, batches)
-    assert update.update(run.learner, batches, 1.0).means["clip_frac"] > 0
-
-    def distance(old_logprobs):
-        other, samples = begin()
-        batches = cut(samples, 150)
-        batches = batches if old_logprobs is None else told(batches, "old_logprobs", old_logprobs)
-        for _ in range(4):
-            update.update(other.learner, batches, 1.0)
-        theirs = other.learner.trainable
-        return max(mx.abs(array - theirs[name]).max().item() for name, array in run.learner.trainable.items())
-
-    assert distance(first) < 1e-5
-    assert distance(None) > 1e-3 < distance(recorded(samples)[0])
-
-
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
 def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same_in_each(tmp_path, unclipped, loss):
     """As in TRL: dapo divides by the mean number of tokens of a mini-batch. So their mean is the whole rollout's."""
@@ -250,19 +206,22 @@ def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same
 
 
 def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(tmp_path):
-    """Six steps at once equal six single ones, each told the log-probabilities before the first."""
+    """
+    Six steps at once equal six single ones, each told the log-probabilities before the first. Taking each step's own
+    policy for the old one, or the sampler's record as the trainer's, ends elsewhere.
+    """
     common = ("--warmup-steps", "0", "--epsilon", "0.1", "--target-kl", "0")
 
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
         descend_plainly(run)
-        return run, cut(sample(run), 100_000, num_parts=3)
+        return run, cut(shifted(sample(run), 0.3), 100_000, num_parts=3)
 
     run, batches = begin("--mini-batches", "3", "--num-iterations", "2")
     assert [{row // 4 for row in batch.rows} for batch in batches] == [{0}, {1}, {2}]
     first = logprobs_of(run, batches)
     result = update.update(run.learner, batches, 1.0)
-    assert result.means["clip_frac"] > 0 and result.means["logprob_abs_max"] < 1e-3  # the sampler's is that policy
+    assert result.means["clip_frac"] > 0
 
     def distance(old_logprobs):
         other, batches = begin()
@@ -273,6 +232,7 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
         return max(mx.abs(array - theirs[name]).max().item() for name, array in run.learner.trainable.items())
 
     assert distance(first) < 1e-5 < 1e-3 < distance(None)
+    assert distance(recorded(shifted(sample(begin()[0]), 0.3))[0]) > 1e-3
 
 
 def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
@@ -308,15 +268,6 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     result, same = gradient_of_update(run, update.with_reference(run.learner, batches))
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
     assert_close(same, grads)
-
-
-def test_an_update_makes_the_better_completions_likelier_and_the_worse_ones_less(tmp_path):
-    run = make_run(tmp_path, "--learning-rate", "0.0003", "--warmup-steps", "0")
-    samples = sample(run)
-    batches, advantages = cut(samples, 150), np.array([[one.advantage] for one in samples])
-    before = (logprobs_of(run, batches) * advantages).sum()
-    update.update(run.learner, batches, update.learning_rate(run.config, run.step))
-    assert (logprobs_of(run, batches) * advantages).sum() > before + 0.2  # a step of 0.003 overshoots
 
 
 def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_path, monkeypatch):
@@ -501,15 +452,6 @@ def moved(run, before):
     return ((ratio - 1 - np.log(ratio)) * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("flags", [(), ("--temp", "0.7"), ("--top-k", "6"), ("--num-iterations", "3")])
-def test_how_far_an_update_moved_the_policy_is_the_k3_estimate_from_before_its_first_step(tmp_path, flags):
-    run = make_run(tmp_path, "--learning-rate", "0.005", "--warmup-steps", "0", "--target-kl", "10", *flags)
-    before = sampled_policy(run)
-    result = update_once(run)
-    assert result.moved == pytest.approx(moved(run, before), rel=1e-3) and result.moved > 1e-3
-    assert (result.repeats, result.rate, run.learner.rate) == (0, 1, 1)
-
-
 @pytest.mark.parametrize("flags", [(), ("--num-iterations", "3"), ("--lora-rank", "0"), ("--target-kl", "0.002")])
 def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target(tmp_path, flags):
     run = far(tmp_path, *flags)
@@ -576,12 +518,6 @@ def test_without_a_target_every_step_is_as_long_as_the_rate_says_and_nothing_is_
         assert results[0].moved is None and results[1].moved > 0
     for name, array in free.learner.trainable.items():
         assert mx.array_equal(array, bound.learner.trainable[name]).item()
-
-
-def test_how_far_is_null_where_no_step_was_made(tmp_path):
-    run = make_run(tmp_path)
-    assert update_once(run, advantages=[np.inf] * 12).moved is None
-    assert update.update(run.learner, [], 1e-3).moved is None
 
 
 @pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])

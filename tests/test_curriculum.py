@@ -1,6 +1,5 @@
 """Which prompts are drawn: epochs as before, by the signal that is expected, and exactly so after a resume."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,18 +97,6 @@ def test_a_prompt_solved_twice_rests_for_two_epochs_and_unreadable_rewards_say_n
     assert all(5 not in [one[0] for one in prompts.draw(number)[1]] for number in range(2, 10))
     assert not prompts.resting(1 + 20).any(), "two epochs of ten draws later"
     assert prompts.figures()["curriculum/resting_frac"] == 1 / 40
-
-
-def test_a_resumed_run_draws_what_it_would_have_drawn_and_a_lost_step_leaves_no_trace():
-    whole = memory()
-    first, rest = play(whole, mixed, 30), None
-    broken = memory()
-    assert play(broken, mixed, 30) == first
-    broken.draw(30)  # the step is lost
-    resumed = memory()
-    resumed.restore(json.loads(json.dumps(broken.state())))
-    rest = play(whole, mixed, 30, first=30)
-    assert play(resumed, mixed, 30, first=30) == rest and resumed.state() == whole.state()
 
 
 # ---- whole runs

@@ -1,6 +1,5 @@
 """What a teacher says of the student's completions, and what becomes of it, on the bundled model."""
 
-import itertools
 import json
 import types
 import warnings
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import read_log
 from mlx.utils import tree_flatten
-from small_run import SMALL, Recorder, make_config, make_run, sample
+from small_run import SMALL, make_config, make_run, sample
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
 import config
@@ -20,10 +19,8 @@ import preflight
 import train
 import update
 from disk import hub
-from layers import divergence
 from machine import memory
 from problems import chat_template
-from settings import checks
 from step import teacher as distill
 from step.batch import cut, hidden
 
@@ -109,38 +106,6 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
         assert error(d_hidden, d_logits @ head) < 1e-4
         total += value.item()
     assert total > 1e-3
-
-
-def plainly(hidden, head_weight, ids, lesson, *, beta, temperature, head):
-    """The divergences of all logits at once."""
-
-    def logprobs_of(hidden, head_weight):
-        logits = hidden.astype(mx.float32) / temperature @ head_weight.astype(mx.float32).T
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-    log_p, log_q = logprobs_of(*lesson), logprobs_of(hidden, head_weight)
-    log_m = mx.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
-    found = (beta * mx.exp(log_p) * (log_p - log_m) + (1 - beta) * mx.exp(log_q) * (log_q - log_m)).sum(-1)
-    return divergence.Divergences(found, mx.zeros(ids.shape), mx.zeros(ids.shape))
-
-
-@pytest.mark.parametrize("rank", ["16", "0"])
-def test_the_gradient_of_the_weights_is_that_of_the_plain_expression(tmp_path, monkeypatch, teacher, rank):
-    run = make_run(tmp_path, *DISTILL, teacher, "--lora-rank", rank)
-    run = moved(run) if rank != "0" else run
-    _, batches = lesson_of(run)
-
-    def gradient():
-        run.learner.optimizer = Recorder()
-        update.optimizer_step(run.learner, batches, 1e-3)
-        return run.learner.optimizer.grads[-1]
-
-    ours = gradient()
-    monkeypatch.setattr(divergence, "token_divergences", plainly)
-    plain = gradient()
-    assert ours.keys() == plain.keys()
-    for name, exact in plain.items():
-        assert error(ours[name], np.array(exact, np.float64)) < 2e-5, name
 
 
 def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
@@ -252,35 +217,6 @@ def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teach
 
 
 # ---- mistakes
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--loss-type distill", "--loss-type distill learns from a teacher; name one with --teacher"),
-        ("--teacher-prompt x", "--teacher-prompt x: only for --loss-type distill"),
-        ("--distill-beta 0.1", "--distill-beta 0.1: only for --loss-type distill"),
-        ("--teacher demo", "--teacher demo: only for --loss-type distill"),
-        ("--teacher self --loss-type distill", "--teacher self knows no more than the student"),
-        ("--teacher demo --loss-type distill --beta 0.1", "--beta 0.1: --loss-type distill has no advantages"),
-        ("--teacher demo --loss-type distill --dynamic-sampling", "--dynamic-sampling True: --loss-type distill has"),
-        ("--teacher demo --loss-type distill --top-p 0.9", "--top-p 0.9: --teacher demo scores the whole vocabulary"),
-        ("--teacher demo --loss-type distill --truncated punish", "--truncated punish is a reward"),
-        ("--teacher demo --loss-type distill --distill-beta 2", "--distill-beta is 2.0; it must be at most 1.0"),
-    ],
-)
-def test_flags_that_make_no_sense_are_refused_by_name(flags, said):
-    with pytest.raises(ValueError, match=f"^{said}"):
-        make_config(*flags.split())
-
-
-def test_what_a_run_has_no_use_for_are_settings():
-    runs = {"loss_type": ("sft", "distill", "sapo", "dapo"), "teacher": ("", "demo"), "groups": (1, 2)}
-    runs |= {"advantage": ("group", "reinforce"), "lora_rank": (0, 16)}
-    for values in itertools.product(*runs.values()):
-        its = config.Config.of(**dict(zip(runs, values, strict=True)), eval_every=0)
-        for names, why in checks.unused(its):
-            assert names <= its.flat().keys() and "; " in why
 
 
 def test_a_teacher_that_is_not_there_is_named_with_its_own_flag(tmp_path):

@@ -1,7 +1,10 @@
 """The form of an answer: what is none is told from what is, and a gate takes its reward away."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from conftest import read_log
 from small_run import make_run
 
 import train
@@ -9,40 +12,12 @@ from problems import form, rewards
 from problems.form import gated
 
 ASKED = "Describe water. Use at most 10 words."
-CHEATS = [  # each was said by a model that was paid for following its instruction
-    (ASKED, "Use at most 10 words."),
-    (ASKED, "Describe water. Use at most 10 words."),
-    ("Describe bread. Start with the word Well.", "Well. Well. Well. Well. Well."),
-    ("Describe a bridge. Use the word green.", "Green Bridge Green Green Green Green"),
-    ("What is 1 + 1?", "1 1 1 1 1 1 1 1"),
-    (
-        ASKED,
-        5 * "Water is clear wet and good to drink, so every animal plant and person on this earth needs it each day. ",
-    ),
-    ("Write about rain. Answer in one sentence.", "Rain rain is rain and rain is rain of rain."),
-]
-HONEST = [
-    (ASKED, "Water is clear, wet and good to drink."),
-    ("What is the capital of France?", "The capital of France is Paris."),
-    ("Describe the history of bread.", "The history of bread began in Egypt, where people baked it on hot stones."),
-    ("What is twenty-two and twenty-two?", "Twenty-two plus twenty-two is forty-four."),
-    ("What is 6 times 7?", "6 * 7 = 42 since 6 * 7 = 6 * 5 + 6 * 2 = 30 + 12 = 42"),
-    (
-        "Tell me about bees.",
-        "Bees live in large groups. In each group there is one queen, and all of the others work for her. They fly to "
-        "flowers, drink what is sweet there and carry it home, where it becomes honey in the cells of the comb.",
-    ),
-]
+FORMS = read_log(Path(__file__).with_name("forms.jsonl"))  # cheats were said by models paid for following instructions
 
 
-@pytest.mark.parametrize(("asked", "said"), CHEATS)
-def test_repetitions_and_copies_have_no_form(asked, said):
-    assert form.is_degenerate(said, asked) and not form.holds(said, asked)
-
-
-@pytest.mark.parametrize(("asked", "said"), HONEST)
-def test_answers_of_people_have_a_form(asked, said):
-    assert form.holds(said, asked) and not form.is_degenerate(said, asked)
+@pytest.mark.parametrize(("honest", "asked", "said"), FORMS)
+def test_answers_of_people_have_a_form_and_repetitions_and_copies_none(honest, asked, said):
+    assert form.holds(said, asked) == honest and form.is_degenerate(said, asked) != honest
 
 
 def test_short_answers_are_too_short_but_neither_repetitions_nor_copies():

@@ -3,11 +3,10 @@
 import importlib.util
 import itertools
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import message_of
+from conftest import message_of, read_log
 from extras import needs
 from small_run import make_config, make_run
 
@@ -121,11 +120,6 @@ def test_a_bad_list_of_kinds_is_one_line_that_names_the_part(task, why):
     assert why in message_of(ifeval.parse_kinds, task)
 
 
-def test_the_extra_of_smollm2_brings_the_verifiers_too():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras["ifeval"]) < set(extras["smollm"])
-
-
 def test_the_task_takes_no_data_and_names_the_extra_where_it_is_missing(monkeypatch):
     both = make_config("--task", "ifeval", "--data", "mine.jsonl")
     assert "--data mine.jsonl and --task ifeval" in message_of(tasks.make, both)
@@ -133,30 +127,8 @@ def test_the_task_takes_no_data_and_names_the_extra_where_it_is_missing(monkeypa
     assert "uv run --extra ifeval" in message_of(tasks.make, make_config("--task", "ifeval"))
 
 
-GOOD_AND_BAD = {  # of the arguments that follow: an answer that follows the instruction and one that does not
-    "words": ({"num_words": 10, "relation": "less than"}, "It is wet, clear and cold.", "a b c d e f g h i j"),
-    "opening": (
-        {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "Well"},
-        "Well, it is wet.",
-        "It is wet, well and good.",
-    ),
-    "keyword": ({"keywords": ["river"]}, "The River is wet.", "Rivers are wet."),
-    "sentences": ({"num_sentences": 2, "relation": "less than"}, "Dr. Ice had 3.5 cats.", "It is wet. It is cold."),
-    "no_comma": ({}, "It is wet and clear.", "It is wet, and clear."),
-    "more_words": ({"num_words": 5, "relation": "at least"}, "It is wet and clear.", "It is wet."),
-    "frequency": ({"keyword": "river", "frequency": 2, "relation": "at least"}, "River by river.", "River and rivers."),
-    "forbidden": ({"forbidden_words": ["is", "the"]}, "This wets other things.", "It is wet."),
-    "letter": ({"letter": "e", "let_frequency": 4, "let_relation": "less than"}, "Eels sit.", "Every eel sees."),
-    "ending": ({"end_phrase": "That is all."}, "It is wet. That is all.", "That is all. It is wet."),
-    "quotation": ({}, '"It is wet."', 'It is "wet".'),
-    "lowercase": ({}, "the water of the sea is very cold and wet.", "The water of the sea is very cold and wet."),
-    "capitals": ({}, "THE WATER OF THE SEA IS VERY COLD AND WET.", "The WATER OF THE SEA IS VERY COLD AND WET."),
-    "bullets": ({"num_bullets": 2}, "* wet\n* cold", "* wet\n* cold\n* clear"),
-    "title": ({}, "<<Water>>\nIt is wet.", "Water\nIt is wet."),
-    "highlight": ({"num_highlights": 1}, "It is *wet*.", "It is wet."),
-    "placeholders": ({"num_placeholders": 1}, "Dear [name], it is wet.", "Dear name, it is wet."),
-    "postscript": ({"postscript_marker": "P.S."}, "It is wet.\nP.S. And cold.", "It is wet."),
-    "json": ({}, '{"water": "wet"}', "water: wet"),
+GOOD_AND_BAD = {  # arguments, an answer that follows the instruction and one that does not
+    kind: held for kind, *held in read_log(ROOT / "tests" / "instructions.jsonl")
 }
 
 

@@ -169,15 +169,6 @@ def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
     assert mx.array_equal(ours(TOKENS), model(TOKENS))
 
 
-def test_nothing_under_the_adapter_names_a_time_or_a_path(tiny_model, tmp_path):
-    model = adapted(tiny_model)
-    for name in ("one", "two"):
-        lora.save_adapter(model, tmp_path / name, "tiny")
-    for file in ("adapters.safetensors", "adapter_config.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
-
-
 def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_model, tmp_path):
     lora.save_adapter(adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model))
     adapter = tmp_path / "run" / "adapter"

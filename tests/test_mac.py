@@ -16,7 +16,6 @@ import cpu_blas
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 import gwen
 import lora
@@ -25,12 +24,11 @@ import sampler
 import train
 import update
 from config import Config, Sizes
-from disk import checkpoint, run_files
+from disk import checkpoint
 from judging.prompt_tree import PromptTree
 from launch import stop
 from machine import gpu, memory, power
 from machine import kernels as machinery
-from reporting import journal
 from settings import sources
 from settings.sources import given, parse
 from step import policy

@@ -186,29 +186,6 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
     assert repeats and "they come again" in capsys.readouterr().err
 
 
-@gym
-@pytest.mark.usefixtures("here")
-def test_what_a_step_drew_is_drawn_again_where_the_step_was_lost():
-    from small_run import make_config
-
-    from tasks.curriculum import Endless
-
-    problems = Problems(mix("lcm", num=4))
-
-    def prompts():
-        return Endless(make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples))
-
-    whole, broken = prompts(), prompts()
-    for one in (whole, broken):
-        one.draw(0)
-        one.note([])
-    second = whole.draw(1)[0]
-    broken.draw(1)  # and the process ends
-    resumed = prompts()
-    resumed.restore(json.loads(json.dumps(broken.state())))
-    assert resumed.draw(1)[0] == second
-
-
 # ---- what a user asks for
 
 

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import gwen
 import sampler
-from layers import attention, lm_head, softmax
+from layers import lm_head, softmax
 from layers.delta_state import DeltaState
 from machine import gpu, memory
 from step.rows import column_bytes, state_bytes
@@ -125,13 +125,6 @@ def test_a_shared_prompt_is_held_once(model):
     np.testing.assert_array_equal(np.array(shared.completion_ids), np.array(copied.completion_ids))
 
 
-def test_the_rows_of_equal_prompts_differ_and_another_key_draws_others(model):
-    rows = [tuple(ids) for ids, _ in rows_of(roll(model))]
-    assert len(set(rows[:4] + rows[8:12])) > 4  # prompts 0 and 2 are the same
-    assert rows != [tuple(ids) for ids, _ in rows_of(roll(model, key=12))]
-    assert rows == [tuple(ids) for ids, _ in rows_of(roll(model))]
-
-
 def test_the_mask_ends_with_the_end_token_and_truncated_rows_get_none(model):
     rollout = roll(model, group_size=16, max_tokens=60)
     reasons = rollout.finish_reasons
@@ -164,14 +157,6 @@ def test_prompts_of_one_to_forty_tokens_prefilled_together_are_scored_as_alone(m
             np.testing.assert_allclose(logprobs, np.array(plain)[range(len(ids)), ids], atol=near(model))
             if not temperature:
                 assert ids == logits.argmax(-1).tolist()
-
-
-def test_each_row_may_have_its_own_limit(model):
-    limits = [1 + row % 7 for row in range(20)]
-    rollout = roll(model, max_tokens=limits, eos_ids=())
-    assert rollout.lengths.tolist() == limits
-    free = rows_of(roll(model, max_tokens=7, eos_ids=()))
-    assert [ids for ids, _ in rows_of(rollout)] == [ids[:limit] for (ids, _), limit in zip(free, limits, strict=True)]
 
 
 # ---- prefill in parts
@@ -286,40 +271,6 @@ def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatc
         assert size.rows == expected
 
 
-def test_where_memory_suffices_for_one_prompt_at_a_time_no_more_are_prefilled_together(model, monkeypatch):
-    prefill = sampler.prefill
-
-    def small(model, prompts, pad):
-        if len(prompts) > 1:
-            raise RuntimeError(NO_MEMORY)
-        return prefill(model, prompts, pad)
-
-    expected = roll(model, prompts=[[5, 9], [7, 1], [4, 4]], group_size=1)
-    monkeypatch.setattr(sampler, "prefill", small)
-    ours = roll(model, prompts=[[5, 9], [7, 1], [4, 4]], group_size=1)
-    assert mx.array_equal(ours.completion_ids, expected.completion_ids)
-
-
-def test_memory_that_does_not_suffice_for_one_row_is_one_line(model, monkeypatch):
-    def never(*args):
-        raise RuntimeError(NO_MEMORY)
-
-    monkeypatch.setattr(sampler, "prefill", never)
-    with pytest.raises(
-        ValueError, match=r"^memory does not suffice for one row of 13 tokens; free some, or .* --max-tokens$"
-    ):
-        roll(model, prompts=[[4]])
-
-
-def test_an_error_that_is_not_about_memory_is_not_swallowed(model, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("[matmul] shapes do not fit")
-
-    monkeypatch.setattr(sampler, "prefill", broken)
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        roll(model)
-
-
 # ---- what a step costs
 
 
@@ -360,20 +311,6 @@ def test_the_recorded_entropies_are_those_of_the_distributions_that_were_sampled
         probs /= probs.sum(-1, keepdims=True)
         expected = -(probs * np.log(np.where(probs > 0, probs, 1))).sum(-1)
         np.testing.assert_allclose(recorded[row, : len(hidden)], expected, atol=2e-4)  # roundings of logits: 1.01e-4
-
-
-def test_entropies_are_not_computed_unless_asked_for(model):
-    whole = roll(model, entropy=True)
-    assert roll(model).entropy is None
-    np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(roll(model).completion_ids))
-
-
-def test_prompts_are_shared_where_that_saves_more_than_it_costs():
-    assert not attention.shares_prefix(8, [100] * 8, 64, mx.float32)  # no two rows have the same prompt
-    assert attention.shares_prefix(64, [512] * 8, 64, mx.float32) and not attention.shares_prefix(
-        64, [8] * 8, 64, mx.float32
-    )
-    assert not attention.shares_prefix(64, [512] * 8, 2, mx.float32)  # two slots read little
 
 
 def test_the_draw_follows_the_distribution():

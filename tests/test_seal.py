@@ -1,26 +1,19 @@
 """The seal: what code inside a worker can do, by Python and below it; which scorers would run an answer at all."""
 
-import ast
-import ctypes
 import functools
 import json
 import os
 import pickle
-import struct
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from attacks import BELOW
-from extras import needs
 from test_workers import ROOT
 
 from problems import formulas, seal, workers
 from problems.workers import FORGED, LARGE, LATE
-from tasks import rg
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
 
@@ -139,21 +132,6 @@ def test_where_memory_is_watched_a_worker_that_takes_too_much_is_ended(sealed, m
     assert time.monotonic() - begin < 60
 
 
-def test_the_footprint_of_a_process_is_the_eighth_number_after_the_id_that_macos_gives(monkeypatch):
-    """As sys/resource.h has it: user and system time, two kinds of wakeups, pageins, wired, resident, footprint."""
-
-    def proc_pid_rusage(pid, flavor, usage):
-        if pid == 0:
-            return -1  # which has ended
-        given = struct.pack("=16s18Q", b"an id", *range(100, 118))
-        assert flavor == 2 and len(given) == ctypes.sizeof(usage)
-        ctypes.memmove(usage, given, len(given))
-        return 0
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(proc_pid_rusage=proc_pid_rusage))
-    assert workers._footprint(5) == 107 and workers._footprint(0) == 0
-
-
 # ---- what the owner takes from a worker
 
 
@@ -211,54 +189,6 @@ def test_what_an_answer_leaves_behind_to_speak_later_costs_the_next_answer_nothi
 
 
 # ---- which scorers would run an answer
-
-gym = needs("reasoning_gym", "tasks")
-WORDS = set("eval exec __import__ import_module parse_expr sympify S lambdify pickle marshal dill".split())
-WORDS |= set("getattr globals system popen Popen subprocess ctypes".split())
-
-
-@functools.cache
-def definitions(path):
-    """The functions and classes of a source file by name, and the files of its package that it imports from."""
-    by_name, imports = {}, set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            by_name.setdefault(node.name, []).append(node)
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            parts = [base, *(base / alias.name for alias in node.names)]
-            imports |= {file for part in parts for file in (part.with_suffix(".py"), part / "__init__.py")}
-    return by_name, {file for file in imports if file.is_file()}
-
-
-@functools.cache
-def names(node):
-    return {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)}
-
-
-def reached(path, node):
-    """All names that a function uses, and those of its package that it may call."""
-    todo, seen, words = [(path, node)], set(), set()
-    while todo:
-        path, node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            used = names(node)
-            words |= used
-            for file in (path, *definitions(path)[1]):
-                todo += [(file, found) for name in used for found in definitions(file)[0].get(name, [])]
-    return words
-
-
-@gym
-def test_every_scorer_that_may_evaluate_its_answer_has_a_reader_in_its_place():
-    root = Path(find_spec("reasoning_gym").origin).parent
-    paths = [path for path in root.rglob("*.py") if "def score_answer" in path.read_text(encoding="utf-8")]
-    scorers = [(path, node) for path in paths for node in definitions(path)[0].get("score_answer", [])]
-    assert len(scorers) >= 75
-    found = {path.stem for path, node in scorers if reached(path, node) & WORDS}
-    own_parser = {"propositional_logic"}  # its parse_expr is a function of its own, which reads logic
-    assert found == rg.READERS.keys() | own_parser
 
 
 NO_FORMULAS = (

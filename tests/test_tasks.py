@@ -109,50 +109,6 @@ def test_a_completion_without_a_number_is_never_right():
     assert sums.correct(["?"] * 4, completions, answers) == [0, 0, 1, 1]
 
 
-ANSWERS = [  # to "What is twenty-seven plus fifteen?", right or not
-    ("Twenty-seven plus fifteen is forty-two.", True),
-    ("Fifteen plus twenty-seven is forty-two", True),
-    ("The answer is forty-two.", True),
-    ("Forty-two", True),
-    ("27 + 15 = 42", True),
-    ("So 27 and fifteen more makes **42**!", True),
-    ("Twenty-seven plus fifteen is thirty-two.", False),
-    ("Twenty-seven plus twenty is forty-two.", False),  # an operand of another problem
-    ("Twenty-seven plus 20 is forty-two.", False),
-    ("Twenty-seven plus twenty-seven is forty-two.", False),  # as often as in the problem
-    ("Twenty-seven plus fifteen plus fifteen is forty-two.", False),
-    ("Twenty-seven is forty-two.", False),  # an operand is missing
-    ("Twenty-seven plus is forty-two.", False),
-    ("Twenty-seven minus fifteen is forty-two.", False),
-    ("Twenty-seven is fifteen plus forty-two.", False),
-    ("Twenty-seven plus fifteen plus forty-two.", False),
-    ("Twenty-seven fifteen is forty-two.", False),
-    ("Twenty-seven plus fifteen forty-two.", False),
-    ("Twenty-seven plus plus fifteen is forty-two.", False),
-    ("Twenty-seven plus fifteen plus is forty-two.", False),
-    ("Twenty-seven plus fifteen is forty-two plus.", False),
-    ("Twenty-seven plus fifteen is forty-two is forty-two.", False),
-    ("Forty-two plus fifteen is forty-two.", False),
-    ("The answer is thirty-two. The answer is forty-two.", False),
-    ("The answer is not forty-two.", False),
-    ("Minus forty-two.", False),
-    ("-42", False),
-    ("0.42", False),
-    ("One hundred forty-two.", False),
-    ("A hundred forty-two.", False),
-    ("Forty-two-five.", False),
-    ("Forty-two apples.", False),  # nobody asked about apples
-    ("\0 plus \0 is forty-two.", False),  # the sign that stands for a number while a completion is read
-    ("Twenty-seven plus \0 is forty-two.", False),
-]
-
-
-@pytest.mark.parametrize(("completion", "right"), ANSWERS, ids=lambda value: repr(value)[:60])
-def test_an_answer_is_right_only_if_everything_that_it_says_is(completion, right):
-    asked = {"prompts": ["What is twenty-seven plus fifteen?"], "answer": ["forty-two"]}
-    assert sums.correct(completions=[completion], **asked) == [float(right)]
-
-
 def test_the_problems_own_words_may_stand_in_its_answer():
     prompt = "Ann has twenty-seven apples and gets fifteen more. How many apples is that?"
     for text in ("Ann has forty-two apples.", "Ann has twenty-seven apples and gets fifteen more: 42 apples."):
@@ -170,26 +126,11 @@ def test_equal_numbers_of_a_problem_are_both_repeated_or_neither_is():
 # ---- values
 
 
-def test_values_has_sixty_prompts_of_each_category_and_a_quarter_of_each_is_held_out():
-    task = tasks.load("values")
-    for category in ("curiosity", "nonsense", "scrutiny", "plain"):
-        num_train, num_held_out = (sum(e["category"] == category for e in side) for side in (task.train, task.held_out))
-        assert num_train + num_held_out >= 60 and num_held_out == (num_train + num_held_out) // 4
-    assert all(e["note"].strip() and "\n" not in e["note"] for e in task.train + task.held_out)
-
-
 def test_no_two_values_prompts_are_nearly_the_same():
     task = tasks.load("values")
     words = [frozenset(re.findall(r"\w+", e["prompt"].lower())) for e in task.train + task.held_out]
     pairs = [(a, b) for i, a in enumerate(words) for b in words[:i]]
     assert max(len(a & b) / len(a | b) for a, b in pairs) < 0.6
-
-
-def test_the_values_rubric_bears_the_names_of_the_categories_and_explains_its_scale():
-    rubric = yaml.safe_load((ROOT / "data/values_rubric.yaml").read_text())
-    assert [c["name"] for c in rubric["criteria"]] == ["curiosity", "nonsense", "scrutiny"]
-    for criterion in rubric["criteria"]:
-        assert criterion["weight"] > 0 and all(f"{score} = " in criterion["text"] for score in (1, 3, 5))
 
 
 def test_the_values_labels_cover_every_criterion_and_score_with_prompts_of_their_own():
@@ -245,14 +186,6 @@ def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
     task = tasks.load("gsm8k")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert [e["prompt"] for e in task.held_out] == ["test 0?", "test 1?", "test 2?"] and task.train[2]["answer"] == "2"
-
-
-def test_a_hub_out_of_reach_is_one_line_that_names_data_as_the_fix(monkeypatch):
-    def load_dataset(*_, **__):
-        raise ConnectionError("Couldn't reach\nthe hub")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert "--data FILE.jsonl" in message_of(tasks.load, "gsm8k")
 
 
 @pytest.mark.slow
@@ -319,11 +252,3 @@ def test_data_rewards_and_tasks_import_nothing_heavy(module):
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", ["values", "gsm8k", "gsm8k-3b"])
-def test_a_recipe_is_flat_and_names_its_task(name):
-    recipe = yaml.safe_load((ROOT / f"recipes/{name}.yaml").read_text())
-    assert recipe["task"] == name.removesuffix("-3b") and recipe["groups"] == 8
-    assert all(isinstance(value, (str, int, float)) and "-" not in key for key, value in recipe.items())
-    assert isinstance(recipe["learning_rate"], float), "1e-5 without a dot is a string in YAML 1.1"

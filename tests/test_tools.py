@@ -138,33 +138,6 @@ def test_a_tool_without_types_or_words_is_refused_by_name():
     assert "has no method reset" in message_of(calls.environment_schemas, type("Empty", (), {}))
 
 
-def test_an_environments_tools_are_its_public_methods_in_alphabetical_order():
-    assert list(calls.environment_schemas(guess.Guess)) == ["guess"]
-
-    class Two(guess.Guess):
-        def ask(self, what: str) -> str:
-            """
-            Asks.
-
-            Args:
-                what: A question.
-            """
-            return what
-
-    assert list(calls.environment_schemas(Two)) == ["ask", "guess"]
-
-
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker, number):
-    talk = box_of(talker, [later]).play(EXAMPLES, 1, "0")
-    text = call("later", {"seconds": 5}).replace("5", number)
-    _, messages = answer(talk, talker, text)
-    assert "not JSON" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
-    assert number not in json.dumps([talk.rows[0].calls], allow_nan=False)
-    (found,) = calls.read_calls(coder("later", seconds=number), "coder", SCHEMAS)
-    assert "not JSON" in found.error and found.arguments is None
-
-
 # ---- the ids between turns
 
 
@@ -420,21 +393,6 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
 
 
 # ---- the bundled tasks
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("1 + 2 * 3", "7"),
-        ("-(2-5)*4/8", "1.5"),
-        ("2--3", "5"),
-        (".5*4", "2"),
-        ("7/3", "2.333333333"),
-        ("((((1))))", "1"),
-    ],
-)
-def test_the_calculator_computes(expression, value):
-    assert calculator.calculator(expression) == value
 
 
 @pytest.mark.parametrize(

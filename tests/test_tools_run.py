@@ -15,7 +15,6 @@ import gwen
 import sampler
 import train
 import update
-from config import Config
 from reporting import history, page
 from run import GrpoRun
 from settings.checks import checked
@@ -295,20 +294,6 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
     said = message_of(start, tmp_path, env=f"{world}:Rusty")
     assert f"environment Rusty: reset raised OSError: the hinge is rusty, at {world}:" in said
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("task", ["calculator", "guess"])
-def test_a_recipe_with_tools_names_the_bundled_model_and_serves_no_other(task):
-    recipe = resolve({}, str(ROOT / "recipes" / f"{task}.yaml"), None, lambda name: (name, "as asked"))[0]
-    assert recipe.model.name == "demo:tools" and recipe.data.task == task
-    assert resolve({"task": task}, None, None, lambda name: (name, "as asked"))[0] == recipe
-    other = resolve({"task": task, "model": "random:2m"}, None, None, lambda name: (name, "as asked"))[0]
-    assert other == Config.of(model="random:2m", task=task)
-
-
-def test_a_model_whose_template_has_no_tools_is_refused(tmp_path):
-    config = checked(SMALL | {"model": "demo", "task": "calculator"})
-    assert "has no tools" in message_of(GrpoRun, config, tmp_path)
 
 
 def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):

@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import mlx_lm
 import numpy as np
-import oracle
 import pytest
 import yaml
 from conftest import ROOT, command, read_log, write_log
@@ -32,7 +31,7 @@ import train
 import update
 from config import Config, Sizes
 from disk import adapters, checkpoint, hub
-from judging import remote_judge, rubrics
+from judging import rubrics
 from launch import stop
 from machine import versions
 from problems import chat_template

@@ -162,17 +162,6 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
     assert sum(drawn) < 1.5 * rollout.lengths.sum()
 
 
-def test_the_progress_bar_counts_no_row_that_waits_for_an_answer(model, monkeypatch):
-    """While the first answer is late, none of the twenty rows is over."""
-    shown, world = [], World(seed=1)
-    world.plan = lambda row: ([[1, 2, 3]], [0.2])
-    show = sampler.Record.show
-    monkeypatch.setattr(sampler.Record, "show", lambda self: (show(self), shown.append(self.progress.n)))
-    roll(model, world, context=200)
-    assert list(world.turns.values()).count(2) > 10
-    assert {0, 20} <= set(shown) and shown == sorted(shown)
-
-
 def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkeypatch):
     world, attempts = World(seed=1), []
     add = seats.Turns.go_on

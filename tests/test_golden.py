@@ -4,6 +4,7 @@ import base64
 import json
 import shutil
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import contents, read_log
@@ -101,13 +102,15 @@ def test_what_is_recorded_of_an_evaluation_is_what_its_answers_say(golden, kind)
 
 
 def test_its_best_adapter_is_that_of_the_first_best_evaluation(golden, kind):
-    run, evaluations = golden(kind), read_log(golden(kind) / "eval.jsonl")
-    name = next((name for name in ("eval/accuracy", "eval/score") if evaluations[0].get(name) is not None), None)
-    if kind == "distill" or name is None:
-        return
-    best = max(evaluations, key=lambda line: line[name])["step"]  # of equals the first
-    kept, saved = run / "adapter-best", run / "checkpoints" / f"step-{best:06}" / "adapter"
-    assert (kept / "adapters.safetensors").read_bytes() == (saved / "adapters.safetensors").read_bytes()
+    run = golden(kind)
+    name, sign = ("eval/loss", -1) if kind == "sft" else ("eval/accuracy", 1)
+    best = max(read_log(run / "eval.jsonl"), key=lambda line: sign * line[name])["step"]  # of equals the first
+    told = f"best: {run / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}"
+    assert told in (run.parent / f"{kind}.out").read_text().splitlines()
+    kept = run / "adapter-best" / "adapters.safetensors"
+    saved = run / "checkpoints" / f"step-{best:06}" / "adapter" / "adapters.safetensors"
+    begun = all(not array.any() for name, array in mx.load(str(kept)).items() if name.endswith("lora_b"))
+    assert begun if best == 0 else kept.read_bytes() == saved.read_bytes()
 
 
 def test_its_settings_are_a_recipe_of_the_same_settings(golden, kind):

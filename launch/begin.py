@@ -84,9 +84,8 @@ def begin(
         return [settings, state, resume]
 
     settings, state, path = world.first(read)
-    return Begun(
-        Config.of(**settings), checkpoint.State(*state) if state else None, path, run_dir, allow_changes, flags
-    )
+    state = checkpoint.State(*state) if state else None
+    return Begun(Config.of(**settings), state, path, run_dir, allow_changes, flags)
 
 
 def make_dir(run: Any, begun: Begun) -> str:

@@ -185,7 +185,6 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve],
     series = []
     for curve in curves:
         heights = [over - under for over, under in zip(curve.over, curve.under, strict=True)]
-        seconds = [round(x, 1) for x in curve.at["seconds"]]
         series.append(
             {
                 "label": curve.label if alone else f"{visible(settings[curve.setting].name)}: {curve.label}",
@@ -194,7 +193,7 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve],
                 "views": {axis: view(curve, axis) for axis in AXES},
                 # what the pointer reads: of an area how high it is
                 "x": curve.at["steps"],
-                "s": seconds,
+                "s": [round(x, 1) for x in curve.at["seconds"]],
                 "y": [float(f"{value:.4g}") for value in (heights if stacked else curve.values)],
                 "points": curve.points,
             }

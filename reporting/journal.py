@@ -127,9 +127,8 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
         }
     metrics |= step.result.metrics(step.seconds, num_trained, recent)
-    return finite(
-        metrics | {"completion/mean_tokens": num_tokens / num_completions, "mem/peak_gb": step.peak_bytes / 1e9}
-    )
+    metrics |= {"completion/mean_tokens": num_tokens / num_completions, "mem/peak_gb": step.peak_bytes / 1e9}
+    return finite(metrics)
 
 
 def reward_metrics(config: Config, step: Step) -> dict[str, Any]:

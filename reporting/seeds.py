@@ -6,16 +6,16 @@ seed.
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from config import SETTINGS
 from flags import visible
 from reporting import history
 from reporting.history import History
 
-NOT_THE_SETTING = {"seed", "save_every", "keep", "report_to", "share_prefix", "checkpoint_layers"} | {
-    key for key, one in SETTINGS.items() if one.is_automatic
-}  # the seed itself, and what changes no result
+# the seed itself, and what changes no result
+NOT_THE_SETTING = {"seed", "save_every", "keep", "report_to", "share_prefix", "checkpoint_layers"}
+NOT_THE_SETTING |= {key for key, one in SETTINGS.items() if one.is_automatic}
 # Student's t at 97.5% by degrees of freedom, from 1
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -83,10 +83,10 @@ def lines(settings: list[Setting]) -> list[str]:
 
 def difference(first: Setting, other: Setting) -> str:
     """What the other setting changes, by the seeds that both have: these drew the same prompts."""
-    values: list[dict[Any, float]] = [
+    before, after = (
         {run.settings["seed"]: value[1] for run in one.runs if (value := last(run))} for one in (first, other)
-    ]
-    pairs = [values[1][seed] - values[0][seed] for seed in values[0] if seed in values[1]]
+    )
+    pairs = [after[seed] - value for seed, value in before.items() if seed in after]
     what = f"{visible(other.name)} - {visible(first.name)}"
     if len(pairs) < 2:
         return f"{what}: fewer than two seeds in common, so no difference can be told"

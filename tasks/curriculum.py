@@ -207,9 +207,8 @@ class Endless(Epochs):
         mean, top = sum(self.recent[name]) / WINDOW, self.problems.num_levels[name] - 1
         if bound is not None and len(self.recent[name]) == WINDOW and mean >= bound and self.levels[name] < top:
             self.levels[name], self.recent[name] = self.levels[name] + 1, []
-            print(
-                f"{name}: {mean:.0%} of the last {WINDOW} problems were solved, so level {self.levels[name]} comes next"
-            )
+            solved = f"{mean:.0%} of the last {WINDOW} problems were solved"
+            print(f"{name}: {solved}, so level {self.levels[name]} comes next")
 
     def state(self) -> dict[str, Any]:
         return {"place": self.place, "seen": self.seen, "levels": self.levels, "recent": self.recent}

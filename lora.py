@@ -26,12 +26,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
+from config import TARGETS
 from disk import adapters, checkpoint, hub, run_files
 from flags import Parser, fail
 from layers import ops
 from machine import alive, gpu, kernels
-
-TARGETS = ("qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj")
 
 
 class LoRALinear(nn.Module):

@@ -2,11 +2,12 @@
 GRPO: sample groups of completions, reward them, make the better ones of each group likelier. `uv run train.py`
 
     rollout    sample G completions of each of B prompts, with the log-probability of every token
-    reward     score each completion with verifiers and a frozen judge; the weighted sum is its reward
+    reward     score each completion with verifiers and a frozen judge; the weighted sum is its reward, and its
+               advantage (reward - mean) / std within its group
     reference  with a KL term only: log-probabilities under the model without its adapters
     teacher    with --teacher only: what a teacher makes of the completions
-    update     advantage = (reward - mean) / std within the group; one step of AdamW on the clipped loss. The old
-               log-probabilities are those of its own first forward pass, so no separate pass computes them
+    update     one step of AdamW on the clipped loss. The old log-probabilities are those of its own first forward
+               pass, so no separate pass computes them
 
 A step is a list of samples (step/sample.py). They are drawn, rewarded, given their advantages, and cut into padded
 batches, which carry everything that the loss needs. Supervised fine-tuning is the same loop on given replies, whose

@@ -189,8 +189,8 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     parts = [[batch for batch in batches if batch.number == number] for number in range(num)]
     for number in range(1, num):  # the policy will have moved before their turn
         parts[number] = with_old(parts[number], under(learner, parts[number], learner.trainable))
-    passes = optimizer.num_iterations if num_taught else 1
-    for number in [*range(num)] * passes:
+    num_passes = optimizer.num_iterations if num_taught else 1
+    for number in [*range(num)] * num_passes:
         if not (part := parts[number]):
             continue
         teaches = any(batch.num_taught for batch in part)
@@ -220,7 +220,7 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     num_forwards, learner.num_forwards = learner.num_forwards, 0
     return UpdateResult.of(
         steps,
-        passes,
+        num_passes,
         num,
         lr=lr,
         rate=rate,

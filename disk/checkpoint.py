@@ -172,7 +172,7 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
     why = "; ".join(passed_over[:5])
     if chosen is None:
         raise ValueError(f"--resume: no run in {runs}/ can go on{why and f' ({why})'}; name the directory of a run")
-    if passed_over:
+    if passed_over and f"{chosen} is finished" not in passed_over:
         print(f"--resume goes on with {chosen}: {why}", file=sys.stderr)
     return str(chosen)
 

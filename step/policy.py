@@ -16,12 +16,12 @@ from config import Config, Sizes
 from layers import divergence, lm_head, softmax
 from step import batch as batches
 from step.batch import Batch
-from step.objectives import objective_of
+from step.objectives import SUMS, objective_of
 
 # the policy before the update against the sampler's
 MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 # measured at each step: means over the counted tokens; `_max` is the largest
-MEASURED = ("kl", "clip_frac", "entropy", "distill", *MISMATCH)
+MEASURED = (*SUMS, "entropy", "distill", *MISMATCH)
 MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 
 

@@ -7,11 +7,12 @@ console lines (reporting/), the run directory (disk/run_files.py).
 
 import contextlib
 import functools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlx.utils import tree_flatten
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from reporting import page
     from step.teacher import Teacher
 
+T = TypeVar("T")
 FIRST_SAVE = 300.0  # seconds after which a run is saved for the first time, whatever --save-every says
 
 
@@ -64,6 +66,7 @@ class Run:
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
     saved_step: int = 0  # of the newest checkpoint
     saved_best: int | None = None  # the best step that it knew
+    least_budget: int | None = None  # of tokens, after memory ran out in an update
     now = staticmethod(time.monotonic)
 
     def __init__(self, config: Config, run_dir: Path):
@@ -215,6 +218,27 @@ class Run:
         if self.stopping:
             raise KeyboardInterrupt
 
+    def within_memory(self, learn: Callable[[], T]) -> T:
+        """
+        What `learn` returns. Where memory runs out, it learns again from the same state, with half of the token budget.
+
+        As `go_back`, after a change only with adapters; and not on several machines, whose batches are cut alike.
+        """
+        learner = self.learner
+        while world.size() == 1 and self.sizes.train_token_budget // 2 >= self.longest:
+            before = learner.state() if self.config.model.lora_rank else {}
+            if found := memory.attempt(learn):
+                return found[0]
+            if before:
+                learner.load(before)
+            elif not self.is_whole:
+                raise MemoryError("memory ran out while the weights changed")
+            learner.num_forwards = 0
+            self.least_budget = self.sizes.train_token_budget // 2
+            self.sizes = self.sizes._replace(train_token_budget=self.least_budget)
+            warn(f"update: out of memory, going on with --train-token-budget {self.least_budget}")
+        return learn()
+
     def go_back(self) -> None:
         """Undoes what another machine has left half done."""
         if self._kept and not self.is_whole and self.boundary[0] == self.step:
@@ -227,7 +251,8 @@ class Run:
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
         kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()}
         settings = self.config.flat(self.sizes)
-        return kept | scale | counts | {"settings": settings, "sources": self.sources}
+        least = {"least_budget": self.least_budget} if self.least_budget else {}
+        return kept | scale | counts | least | {"settings": settings, "sources": self.sources}
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
@@ -240,6 +265,9 @@ class Run:
         scale = {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
         tensors = {"trainable": state.trainable, "moments": state.optimizer}
         self.learner.load(tensors | scale | counts)
+        self.least_budget = state.extra.get("least_budget")
+        least = min(self.sizes.train_token_budget, self.least_budget or math.inf)
+        self.sizes = self.sizes._replace(train_token_budget=int(least))
         self.step = self.saved_step = state.step
         self.saved_best = state.extra["best_step"]
         self.end_step()

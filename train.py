@@ -17,6 +17,7 @@ advantage is 1. A run writes its settings, metrics, completions, evaluations and
 Axes: B prompts a step, G completions a prompt, N = B * G samples.
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +50,7 @@ def train(run: Run) -> Iterator[dict[str, Any]]:
 
     `run` holds everything that outlives a step.
     """
-    config, learner, clock = run.config, run.learner, run.clock
+    clock = run.clock
     if run.evaluate_if_due():
         run.save()
     run.show()
@@ -58,26 +59,7 @@ def train(run: Run) -> Iterator[dict[str, Any]]:
         mx.reset_peak_memory()
         samples = draw(run) if isinstance(run, GrpoRun) else run.replies()
 
-        with clock.phase("batch") as done:
-            trained = sample.trained(config, samples, run.step, learner.reader.all_teach)
-            batches = cut(trained, run.sizes.train_token_budget, num_parts=config.optimizer.mini_batches)
-            done(batches)
-
-        if config.objective.beta:
-            with clock.phase("ref") as done:
-                batches = update.with_reference(learner, batches)
-                done(batches)
-
-        if run.teacher:
-            with clock.phase("teacher") as done:
-                batches = run.teacher.with_lessons(trained, batches)
-                done(batches)
-
-        with clock.phase("update") as done:
-            lr = update.learning_rate(config, run.step)
-            result = update.update(learner, batches, lr)
-            done(learner.trainable, learner.optimizer.state)
-
+        result = run.within_memory(functools.partial(learn, run, samples))
         run.note(samples)
         # ---- everything below is reporting
         costs, seconds, peak = clock.costs, clock.lap(), mx.get_peak_memory()
@@ -104,6 +86,30 @@ def draw(run: GrpoRun) -> list[Sample]:
         if sample.is_full(run.config, samples):
             break
     return samples
+
+
+def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
+    """One update on these samples, in batches of the run's token budget."""
+    config, learner, clock = run.config, run.learner, run.clock
+    with clock.phase("batch") as done:
+        trained = sample.trained(config, samples, run.step, learner.reader.all_teach)
+        batches = cut(trained, run.sizes.train_token_budget, num_parts=config.optimizer.mini_batches)
+        done(batches)
+
+    if config.objective.beta:
+        with clock.phase("ref") as done:
+            batches = update.with_reference(learner, batches)
+            done(batches)
+
+    if run.teacher:
+        with clock.phase("teacher") as done:
+            batches = run.teacher.with_lessons(trained, batches)
+            done(batches)
+
+    with clock.phase("update") as done:
+        result = update.update(learner, batches, update.learning_rate(config, run.step))
+        done(learner.trainable, learner.optimizer.state)
+    return result
 
 
 def sampled(run: GrpoRun, number: int) -> list[Sample]:

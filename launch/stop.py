@@ -84,7 +84,7 @@ def _go_on(run: Any, error: BaseException) -> str:
     """
     The command that continues the run, or starts over if nothing was saved.
 
-    If the update ran out of memory, the command asks for less; rollouts and judges back off by themselves.
+    If memory ran out, the command asks for less than what rollouts, judges and updates had backed off to.
     """
     less = ""
     if memory.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's

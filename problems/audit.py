@@ -91,7 +91,7 @@ def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, li
     The form in which most right answers earn more than wrong ones, or else earn most; the middle of the two for each
     row, infinite where they earn the same; and how many texts it took.
     """
-    asked = [(row, form % said) for form in FORMS for row in rows if row.right for said in (row.right, row.wrong)]
+    asked = [(row, form % answer) for form in FORMS for row in rows if row.right for answer in (row.right, row.wrong)]
     earned = iter(earn(name, reward, asked))
     pairs = {form: [(next(earned), next(earned)) for row in rows if row.right] for form in FORMS}
 
@@ -176,11 +176,11 @@ def near_misses(answer: str) -> dict[str, str]:
 
 def cheats(row: Row, form: str) -> dict[str, str]:
     """What nobody should be paid for, by name."""
-    said = {"nothing": "", "no answer": form % "", "the prompt": prompt_text(row.example["prompt"])}
+    texts = {"nothing": "", "no answer": form % "", "the prompt": prompt_text(row.example["prompt"])}
     if not row.right:
-        return said | {"very long": 100 * THINKING}
-    said |= {what: form % text for what, text in near_misses(row.right).items()}
-    return said | {
+        return texts | {"very long": 100 * THINKING}
+    texts |= {what: form % text for what, text in near_misses(row.right).items()}
+    return texts | {
         "wrong": form % row.wrong,
         "denied": f"The answer is definitely not {row.right}.",
         "two guesses": form % f"{row.wrong} or {row.right}",
@@ -194,10 +194,10 @@ def honest(row: Row, form: str) -> dict[str, str]:
     right = row.right
     if not right:
         return {}
-    said = {"right": form % right}
+    texts = {"right": form % right}
     if form in (SENTENCE, ALONE):
-        said |= {"a sentence": SENTENCE % right, "the answer alone": right}
-    return said | {
+        texts |= {"a sentence": SENTENCE % right, "the answer alone": right}
+    return texts | {
         "bold": form % f"**{right}**",
         "after its work": f"{THINKING}\nIt follows from the question.\n\n{form % right}",
         "after a thought": f"<think>\nIs it {row.wrong}? No.\n</think>\n\n{form % right}",
@@ -216,7 +216,9 @@ def table(audit: Audit) -> Iterator[str]:
         should = "right" if line.is_honest else "cheat"
         paid = f"{line.num_paid} of {len(line.values)} paid" if audit.form else ""
         mark = "  <- surprise" if line in audit.surprises else ""
-        yield f"  {should}  {line.name:20} {_mean(line.values):>8}  {paid:12} {short(line.text)}{mark}"
+        numbers = [value for value in line.values if not math.isnan(value)]
+        mean = f"{sum(numbers) / len(numbers):.3g}" if numbers else "None"
+        yield f"  {should}  {line.name:20} {mean:>8}  {paid:12} {short(line.text)}{mark}"
 
 
 def looks_at_episodes(reward: Reward) -> bool:
@@ -242,9 +244,9 @@ def first_surprises(task: Any) -> Iterator[str]:
         made_up = f"{each.num_texts} made-up completions, and the answers of {num} rows"
         yield f"audit: reward {each.name}, {made_up}: {surprise(each, is_told=is_told)}"
     if task.name in ("own", "gsm8k", "math") and task.verifier and task.verifier not in own.values():
-        found = audit("verifier", task.verifier, examples)
-        if found.surprises and not found.surprises[0].is_honest:
-            yield f"audit: the verifier: {surprise(found)}"
+        result = audit("verifier", task.verifier, examples)
+        if result.surprises and not result.surprises[0].is_honest:
+            yield f"audit: the verifier: {surprise(result)}"
 
 
 def surprise(audit: Audit, *, is_told: bool = False) -> str:
@@ -265,8 +267,3 @@ def _alike(audit: Audit) -> str:
     if len(values) == 1:
         return f"it gives {values.pop():g} to everything, so it teaches nothing"
     return f"right answers earn no more than wrong ones, in any of {len(FORMS)} forms"
-
-
-def _mean(values: list[float]) -> str:
-    readable = [value for value in values if not math.isnan(value)]
-    return f"{sum(readable) / len(readable):.3g}" if readable else "None"

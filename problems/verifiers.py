@@ -56,12 +56,12 @@ def boxed(text: str) -> list[str]:
     return list(filter(None, contents))
 
 
-def marks(said: str) -> list[str]:
+def marks(text: str) -> list[str]:
     """All that a text marks; a line "#### Plan" or "#### 1. Add" is a heading, unless it is the last."""
-    lines = re.findall(r"(?<!#)####(?!#) ?([^\n#]*[^\s#])( *\Z)?", said)
+    lines = re.findall(r"(?<!#)####(?!#) ?([^\n#]*[^\s#])( *\Z)?", text)
     hashed = [line for line, last in lines if last or not re.match(r"\W*(?:[0-9]+[.):] ?)?[A-Za-z]|.*\\boxed", line)]
-    last = re.match(r"[\s*_#>-]*(?:final |my |the )?answer[\s*_]*: *([^\\<]*\w.*)", _last_line(said), re.I)
-    return boxed(said) + hashed + re.findall(r"<answer>([^<]*\S[^<]*)</answer>", said) + ([last[1]] if last else [])
+    last = re.match(r"[\s*_#>-]*(?:final |my |the )?answer[\s*_]*: *([^\\<]*\w.*)", _last_line(text), re.I)
+    return boxed(text) + hashed + re.findall(r"<answer>([^<]*\S[^<]*)</answer>", text) + ([last[1]] if last else [])
 
 
 def stated_by(answer: str) -> str:
@@ -70,12 +70,12 @@ def stated_by(answer: str) -> str:
     return (marks(text) or [text])[-1]
 
 
-def _last_line(said: str) -> str:
-    return said.rstrip().rpartition("\n")[2]
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
 
 
 def _verifier(
-    is_right: Callable[[str, str], Verdict], stated: Callable[[str, str], str] | None = lambda _, said: said
+    is_right: Callable[[str, str], Verdict], stated: Callable[[str, str], str] | None = lambda _, text: text
 ) -> Verifier:
     """
     The verifier that asks `is_right(gold, statement)` of all statements of a text.
@@ -87,8 +87,8 @@ def _verifier(
         golds = [stated_by("" if known is None else str(known)) for known in answer]
         verdicts: list[list[Verdict]] = []
         for text, gold in zip(completions, golds, strict=True):
-            said = text.rpartition("</think>")[2].partition("<think>")[0].translate(_CHARACTERS).strip()
-            statements = marks(said) if stated is None else [stated(gold, one) for one in marks(said) or [said]]
+            reply = text.rpartition("</think>")[2].partition("<think>")[0].translate(_CHARACTERS).strip()
+            statements = marks(reply) if stated is None else [stated(gold, one) for one in marks(reply) or [reply]]
             verdicts.append([bool(gold) and is_right(gold, one) for one in statements])
         asked = list({one for told in verdicts for one in told if isinstance(one, tuple)})
         answers = _math_pool().ask(asked) if asked else []
@@ -121,9 +121,9 @@ def _ends_with(line: str, gold: str) -> bool:
     return whole.endswith(end) and not is_other and bool(_LEADS.search(head))
 
 
-def _same_text(gold: str, said: str) -> bool:
-    known, line = folded(gold), _last_line(said)
-    return known in (folded(said), folded(line)) or _ends_with(line, known)
+def _same_text(gold: str, statement: str) -> bool:
+    known, line = folded(gold), _last_line(statement)
+    return known in (folded(statement), folded(line)) or _ends_with(line, known)
 
 
 def choice_of(choices: Collection[str]) -> Verifier:
@@ -132,11 +132,11 @@ def choice_of(choices: Collection[str]) -> Verifier:
     letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article
     one = re.compile(rf"(?<![\w'-])(?:{'|'.join(map(re.escape, ordered))})(?![\w'-])", 0 if letters else re.I)
 
-    def is_right(gold: str, said: str) -> bool:
-        line, known = _last_line(said), folded(gold)
+    def is_right(gold: str, statement: str) -> bool:
+        line, known = _last_line(statement), folded(gold)
         if _NOT.search(line) or {folded(name) for name in one.findall(line)} != {known}:
-            return known in (folded(said), folded(line))
-        return not letters or _same_text(gold, said) or bool(re.match(rf"\W*{re.escape(gold)}[).:]", line))
+            return known in (folded(statement), folded(line))
+        return not letters or _same_text(gold, statement) or bool(re.match(rf"\W*{re.escape(gold)}[).:]", line))
 
     return _verifier(is_right)
 
@@ -152,18 +152,18 @@ def read_json(text: str) -> Any:
     number = lambda digits: (Decimal(digits),)  # noqa: E731
     hooks: Any = {"parse_int": number, "parse_float": number, "object_pairs_hook": _once}
     try:
-        found = json.loads(text, parse_constant=int, **hooks)  # of NaN no int
+        value = json.loads(text, parse_constant=int, **hooks)  # of NaN no int
     except (ValueError, ArithmeticError, RecursionError):
         return None
-    return found if isinstance(found, (dict, list)) else None
+    return value if isinstance(value, (dict, list)) else None
 
 
-def _same_json(gold: str, said: str) -> bool:
+def _same_json(gold: str, statement: str) -> bool:
     known = read_json(gold)
     first, last = "{}" if isinstance(known, dict) else "[]"
-    begin = max(said.find(first), 0)
-    stated = read_json(said[begin : said.rfind(last) + 1])  # what two objects span is no JSON
-    head = _last_line(said[:begin])
+    begin = max(statement.find(first), 0)
+    stated = read_json(statement[begin : statement.rfind(last) + 1])  # what two objects span is no JSON
+    head = _last_line(statement[:begin])
     return known is not None and known == stated and not _NOT.search(head) and not re.search(r"[{\[]", head)
 
 
@@ -249,11 +249,11 @@ def read_number(text: str) -> Quantity | None:
     return Quantity(-value if "-" in f"{match['sign']}{match['minus']}" else value, units, plain[: match.start()])
 
 
-def _same_quantity(right: Quantity, said: Quantity) -> bool:
+def _same_quantity(right: Quantity, stated: Quantity) -> bool:
     """Whether values are equal, and units where both have one: "42 km" is no 42 km/h and no 42 km per hour."""
     num = len(right.units)
-    same_unit = said.units[:num] == right.units and said.units[num : num + 1] not in (["/"], ["per"])
-    return right.value == said.value and (not right.units or not said.units or same_unit)
+    same_unit = stated.units[:num] == right.units and stated.units[num : num + 1] not in (["/"], ["per"])
+    return right.value == stated.value and (not right.units or not stated.units or same_unit)
 
 
 # ---- which answers are numbers, which are formulas
@@ -322,34 +322,34 @@ def _latex(formula: str) -> str:
     return re.sub(r"(?<!\\)sqrt *\(([^()]*)\)", r"\\sqrt{\1}", formula.strip(" .$*:"))
 
 
-def _same_formula(gold: str, said: str) -> Verdict:
+def _same_formula(gold: str, statement: str) -> Verdict:
     """As texts where the right answer is one, exactly where both are plain numbers, else by the library."""
     if not is_mathematics(gold):
-        return _same_text(gold, said)
-    right, stated = read_number(gold), read_number(said)
+        return _same_text(gold, statement)
+    right, stated = read_number(gold), read_number(statement)
     if right and stated:
         return _same_quantity(right, stated)
-    if right and (right.units or not _CLOSED.fullmatch(said.strip(" .$"))):
+    if right and (right.units or not _CLOSED.fullmatch(statement.strip(" .$"))):
         return False
-    if not said or len(said) > LONGEST or has_words(said) or _ENDLESS.search(said):
+    if not statement or len(statement) > LONGEST or has_words(statement) or _ENDLESS.search(statement):
         return False
-    return said == gold or (_latex(gold), _latex(said))
+    return statement == gold or (_latex(gold), _latex(statement))
 
 
-def _same_mark(gold: str, said: str) -> Verdict:
-    read = read_number(said)
-    return not (read and re.search(r"[^\W\d_]{2}", read.lead)) and _same_formula(gold, said)  # not "at least 42"
+def _same_mark(gold: str, statement: str) -> Verdict:
+    read = read_number(statement)
+    return not (read and re.search(r"[^\W\d_]{2}", read.lead)) and _same_formula(gold, statement)  # not "at least 42"
 
 
-def _formula(gold: str, said: str) -> str:
+def _formula(gold: str, text: str) -> str:
     """
     The only number or formula of the last sentence that has one, where the right answer is mathematics.
 
     "" where it has several, denies or asks.
     """
     if not is_mathematics(gold):
-        return said
-    sentences = [part for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", said) if part.strip()]
+        return text
+    sentences = [part for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", text) if part.strip()]
     with_one = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
     last = (with_one or sentences or [""])[-1].strip()
     if len(last) > LONGEST or last.rstrip("*)\"' ").endswith("?") or _NOT.search(last):
@@ -370,7 +370,7 @@ marked = _verifier(_same_mark, None)
 class Kind(NamedTuple):
     fits: Callable[[str], Any]  # whether an answer can be compared so
     make: Callable[[Sequence[str]], Verifier]  # of all answers
-    said: str
+    description: str
 
 
 _NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")

@@ -33,7 +33,7 @@ def verified(task: Task, spec: str) -> Task:
         verifier, said = UserReward("correct", fn, spec, Calling()), [f"{len(answers)} compared by {spec}"]
     elif known:
         name, verifier = choose(spec, answers)
-        said = [f"{len(known)} compared as {VERIFIERS[name].said}, as {short(stated_by(known[0]))}"]
+        said = [f"{len(known)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]
         for better in ("json", "number", "math") if spec == "auto" and name in ("exact", "choice") else ():
             odd = [answer for answer in known if not VERIFIERS[better].fits(answer)]
             if 2 * len(odd) < len(known) and len(said) == 1:

@@ -115,10 +115,10 @@ def folded(text: str) -> str:
 
 def _ends_with(line: str, gold: str) -> bool:
     """Whether the last sentence of a line is "... is GOLD", with no other number before a gold with digits."""
-    whole, end = folded(line).rstrip(")]"), gold.rstrip(")]")
-    head = re.split(r"[.!?] ", whole.removesuffix(end))[-1]
+    whole = folded(line) if folded(line).endswith(gold) else folded(line).rstrip(")]")
+    head = re.split(r"[.!?] ", whole.removesuffix(gold))[-1]
     is_other = len(head) > LONGEST or _NOT.search(head) or (re.search("[0-9]", gold) and re.search("[0-9]", head))
-    return whole.endswith(end) and not is_other and bool(_LEADS.search(head))
+    return whole.endswith(gold) and not is_other and bool(_LEADS.search(head))
 
 
 def _same_text(gold: str, statement: str) -> bool:

@@ -111,6 +111,8 @@ def test_a_verifier_that_does_not_fit_names_the_answer_and_auto_leaves_prose_out
         verifiers.choose, "number", ["1", "lots"]
     )
     assert told("auto", ["Paris", prose], [("Paris", "paris"), (prose, prose), (None, "None")]) == [1, None, None]
+    brackets = [(")]", f"The answer is {text}") for text in (")]", ")", "", "))")]
+    assert told("exact", [")]"], brackets) == [1, 0, 0, 0]
     for answers, name in (
         (["42", "3/4 cup"], "number"),
         (["42", "lots"], "exact"),

@@ -259,7 +259,7 @@ def _same_quantity(right: Quantity, stated: Quantity) -> bool:
 # ---- which answers are numbers, which are formulas
 
 # of an answer that has the shape of a number: 007, 3rd, 5B, 3 pm, 4 July
-_NO_NUMBER = re.compile(r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th|[A-Z])|[0-9] ?(?:[AaPp]\.?[Mm]\b|[A-Z][a-z])")
+_NO_NUMBER = re.compile(r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th|[A-Z])|[0-9] ?(?:[AaPp]\.?[Mm]\b|[A-Z][a-z]{2})")
 _FORMULA = re.compile(
     r"\\[A-Za-z]{2}|\\\{|\^|\b(?:sqrt|log|ln|sin|cos|tan|exp)\(|[0-9]pi\b|[\[(][^\[\]()]+,[^\[\]()]+[\])]|"
     r"-?[0-9]+(?:, -?[0-9]+)+$|[0-9][a-z](?![A-Za-z0-9])|\b[a-z] ?[-+*/=<>] ?[a-z0-9(]|[0-9)] ?[-+*/<>] ?[a-z]\b"
@@ -357,7 +357,9 @@ def _formula(gold: str, text: str) -> str:
     formulas = [part for part in _WORD.split(last) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)]
     if read_number(last):
         return last
-    return formulas[0].strip(" .,:*") if len(formulas) == 1 and not re.search(r"\bor\b", last) else ""
+    formula = formulas[0] if len(formulas) == 1 and not re.search(r"\bor\b", last) else ""
+    is_apart = last.startswith(formula) or re.match("[ :*$,]", formula)  # not (x+1) of arcsin(x+1)
+    return formula.strip(" .,:*") if is_apart else ""
 
 
 # ---- by name

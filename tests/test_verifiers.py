@@ -121,6 +121,8 @@ def test_a_verifier_that_does_not_fit_names_the_answer_and_auto_leaves_prose_out
         (["yes", "no"], "exact"),
         (["2.5", "0,5"], "exact"),
         (["3rd", "5B", "007"], "exact"),
+        (["4 July", "5 Hz"], "exact"),
+        (["5 Hz"], "number"),
         (["3 pm", "11 am"], "exact"),
     ):
         assert verifiers.choose("auto", answers)[0] == name, answers

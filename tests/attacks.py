@@ -51,26 +51,8 @@ def below(name):
 def fork_exec(path):
     """What `subprocess` ends in, which raises no audit event."""
     shell = [b"/bin/sh", b"-c", b"touch " + path.encode()]
-    nothing = (None, None, None)
-    given = (
-        shell,
-        shell[:1],
-        True,
-        (),
-        None,
-        None,
-        *[-1] * 6,
-        0,
-        channel(),
-        False,
-        False,
-        -1,
-        *nothing,
-        -1,
-        None,
-        True,
-    )
-    return sys.modules["_posixsubprocess"].fork_exec(*given)
+    given = (shell, shell[:1], True, (), None, None, *[-1] * 6, 0, channel(), False, False, -1, *[None] * 3, -1, None)
+    return sys.modules["_posixsubprocess"].fork_exec(*given, True)
 
 
 def switch_off(path):

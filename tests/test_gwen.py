@@ -69,18 +69,6 @@ def test_logits_with_a_cache_equal_those_of_mlx_lm_with_its_own(checkpoints, nam
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_decoding_step_by_step_equals_the_whole_sequence_at_once(checkpoints, name):
-    model = gwen.load_model(checkpoints[name], mx.float32)
-    tokens = mx.array(RNG.integers(0, 320, (2, 140)).astype(np.int32))  # beyond one chunk of the cache
-    cache = KVCache(model.config.layer_kinds)
-    steps = [model(tokens[:, :120], cache)]
-    for position in range(120, 140):
-        steps.append(model(tokens[:, position : position + 1], cache))
-        mx.eval(steps[-1])
-    assert relative_error(mx.concatenate(steps, axis=1), model(tokens)) < 1e-4
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("pad_id", [0, 319])
 def test_a_ragged_batch_of_seven_prompts_equals_each_prompt_alone(checkpoints, name, pad_id):
     model, theirs = gwen.load_model(checkpoints[name], mx.float32), load_with_mlx_lm(checkpoints[name])

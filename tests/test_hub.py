@@ -275,20 +275,13 @@ def test_the_model_that_is_asked_for_is_taken_without_a_look_at_the_hub(monkeypa
     assert gwen.choose_model("demo") == ("demo", "as asked")
 
 
-def test_without_a_gpu_the_demo_is_taken_even_when_the_default_is_cached(offline, monkeypatch):
-    monkeypatch.setattr(gpu, "on_gpu", lambda: False)
-    assert gwen.choose_model(None) == ("demo", "the default without a GPU")
-
-
-def test_on_a_gpu_the_cached_default_is_taken(offline, monkeypatch):
-    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    assert hub.DEFAULT_MODEL == QWEN
-    assert gwen.choose_model(None) == (QWEN, "the default on a GPU")
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_default_is_the_cached_model_on_a_gpu_and_else_the_demo(offline, monkeypatch, on_gpu):
+    monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
+    name, task, why = (QWEN, "values", "on a GPU") if on_gpu else ("demo", "demo", "without a GPU")
     config, line = resolve({}, None, None)
-    assert line == f"model: {QWEN}, the default on a GPU; task: values" and (config.model.name, config.data.task) == (
-        QWEN,
-        "values",
-    )
+    assert line == f"model: {name}, the default {why}; task: {task}"
+    assert (config.model.name, config.data.task, hub.DEFAULT_MODEL) == (name, task, QWEN)
 
 
 def test_on_a_gpu_without_cache_and_hub_the_demo_is_taken_and_the_line_says_why(unreachable, monkeypatch, tmp_path):

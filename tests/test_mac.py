@@ -84,8 +84,7 @@ runpy.run_module(%r, run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    ("program", "given"),
-    [("bench_rollout", {}), ("train", {"MLX_ENABLE_TF32": "1", "MLX_SDPA_VJP_FALLBACK": "0"})],
+    ("program", "given"), [("bench_rollout", {}), ("train", {"MLX_ENABLE_TF32": "1", "MLX_SDPA_VJP_FALLBACK": "0"})]
 )
 def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays(program, given):
     clean = {name: value for name, value in os.environ.items() if name not in cpu_blas.ENVIRONMENT}
@@ -254,10 +253,7 @@ def test_a_judge_survives_errors_in_flight_and_reads_the_same(monkeypatch, num_e
     def walk(tree):
         return dict(tree.walk(prompts, lambda hidden, _: list(np.array(hidden))))
 
-    expected, tree = (
-        walk(PromptTree(model, [5], 4, "judge")),
-        PromptTree(model, [5], 4, "judge"),
-    )
+    expected, tree = (walk(PromptTree(model, [5], 4, "judge")), PromptTree(model, [5], 4, "judge"))
     tree.root()
     broken, forward = Broken(monkeypatch, num_errors), PromptTree.forward
     monkeypatch.setattr(PromptTree, "forward", lambda *args: (broken.throw(), forward(*args))[1])

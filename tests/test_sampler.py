@@ -16,7 +16,6 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 import gwen
 import sampler
 from layers import lm_head, softmax
-from layers.delta_state import DeltaState
 from machine import gpu, memory
 from step.rows import column_bytes, state_bytes
 
@@ -160,32 +159,6 @@ def test_prompts_of_one_to_forty_tokens_prefilled_together_are_scored_as_alone(m
 
 
 # ---- prefill in parts
-
-
-@pytest.mark.parametrize("chunk", [1, 16, 23, 41])
-@pytest.mark.parametrize("lengths", [[8, 8, 8], [2, 7, 7, 8, 8]])
-def test_a_prefill_in_parts_equals_one_at_once(model, monkeypatch, chunk, lengths):
-    """Five prompts of 8 are 40 positions with padding; a part may be all padding in a row."""
-    prompts = [np.random.default_rng(length).integers(1, 320, length).tolist() for length in lengths]
-    whole, whole_logits = sampler.prefill(model, prompts, 0)
-    sizes = []
-    hidden = gwen.Model.hidden
-    monkeypatch.setattr(gwen.Model, "hidden", lambda self, x, cache: sizes.append(x.size) or hidden(self, x, cache))
-    monkeypatch.setattr(sampler.gpu, "prefill_tokens", lambda: chunk)
-    parts, logits = sampler.prefill(model, prompts, 0)
-    assert max(sizes) <= max(chunk, len(prompts)) and sum(sizes) == len(prompts) * max(lengths)
-    np.testing.assert_allclose(np.array(logits), np.array(whole_logits), atol=near(model))
-    assert parts.length == whole.length
-    for left, right in zip(parts.layers, whole.layers, strict=True):
-        if isinstance(left, DeltaState):
-            for ours, theirs in zip(left.arrays(), right.arrays(), strict=True):
-                np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=near(model))
-            continue
-        for row, length in enumerate(lengths):  # what lies in the padding is never read
-            seen = slice(whole.length - length, whole.length)
-            for name in ("keys", "values"):
-                ours, theirs = (np.array(getattr(layer, name)[row, :, seen]) for layer in (left, right))
-                np.testing.assert_allclose(ours, theirs, atol=near(model))
 
 
 def test_what_a_long_prompt_needs_beside_its_cache_does_not_grow_with_it(model, monkeypatch):

@@ -296,14 +296,27 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_row_of_an_unknown_environment_is_refused(tmp_path, world):
-    data = tmp_path / "data.jsonl"
-    rows = [{"prompt": f"Open door {n}.", "environment": "door" if n % 2 else "window"} for n in range(20)]
-    write_log(data, rows)
-    config = checked(SMALL | {"task": "values", "data": str(data), "env": f"door={world}:Door"})
-    assert "column environment holds 'window'; the environments of --env are door" in message_of(
-        GrpoRun, config, tmp_path
-    )
+@pytest.mark.parametrize(
+    ("row", "settings", "said"),
+    [
+        (
+            {"prompt": "Open.", "environment": "window"},
+            {"env": "door=WORLD:Door"},
+            "column environment holds 'window'; the environments of --env are door",
+        ),
+        ({"environment": "door"}, {"reward": ["boxed_once"]}, "has rows without a prompt; name who gives it: --env"),
+        (
+            {"prompt": "Open.", "chat_template_kwargs": {"tone": "kind"}},
+            {"env": "WORLD:Door"},
+            "column chat_template_kwargs is for prompts without tools",
+        ),
+    ],
+)
+def test_rows_that_no_environment_can_take_are_refused(tmp_path, world, row, settings, said):
+    rows = [row | {"prompt": f"{row['prompt']}{n}"} if "prompt" in row else row for n in range(20)]
+    named = json.loads(json.dumps(settings).replace("WORLD", world))
+    config = checked(SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named)
+    assert said in message_of(GrpoRun, config, tmp_path)
 
 
 def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monkeypatch):
@@ -353,21 +366,6 @@ def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_
         depth = float(line["prompt"].split()[-1][:-1]) if line in wells else None
         assert line["rewards"]["of_wells"] == depth
         assert (line["rewards"]["Well"] is None, line["rewards"]["Door"] is None) == (line not in wells, line in wells)
-
-
-def test_rows_without_a_prompt_and_an_environment_are_refused(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"environment": "door"}\n' * 20)
-    config = checked(SMALL | {"task": "own", "data": str(data), "reward": ["boxed_once"]})
-    assert "has rows without a prompt; name who gives it: --env FILE.py:Class" in message_of(make, config)
-
-
-def test_chat_template_kwargs_beside_tools_are_refused(tmp_path, world):
-    data = tmp_path / "data.jsonl"
-    rows = [{"prompt": f"Open door {n}.", "chat_template_kwargs": {"tone": "kind"}} for n in range(20)]
-    write_log(data, rows)
-    config = checked(SMALL | {"task": "values", "data": str(data), "env": f"{world}:Door"})
-    assert "column chat_template_kwargs is for prompts without tools" in message_of(make, config)
 
 
 def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_path, world, capsys):

@@ -1,6 +1,5 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
-import base64
 import contextlib
 import os
 import re
@@ -11,12 +10,11 @@ import threading
 import time
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import mlx_lm
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, command, read_log, write_log
+from conftest import ROOT, command, read_log
 from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
@@ -355,11 +353,7 @@ def test_a_resumed_run_may_change_its_judge_and_says_from_which_step_on(tmp_path
     train.main([*resume, "--judge-mode", "decode", "--judge-think", "9", "--judge-chunk-size", "3"])
     said = capsys.readouterr().out
     changes = dict(re.findall(r"^from step 2 on: --(\S+) .*\(was (.*)\)$", said, re.MULTILINE))
-    assert "step 2/2 | " in said and changes == {
-        "judge-chunk-size": "24",
-        "judge-mode": "'logits'",
-        "judge-think": "0",
-    }
+    assert "step 2/2 | " in said and changes == {"judge-chunk-size": "24", "judge-mode": "'logits'", "judge-think": "0"}
     held = yaml.safe_load((run / "config.yaml").read_text())
     assert (held["judge_url"], held["judge_mode"], held["judge_think"]) == (server.url, "decode", 9)
     assert records(run / "judge_scores.jsonl")[: len(own)] == own
@@ -459,21 +453,6 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
         assert mx.array_equal(one.trainable[name], two.trainable[name]).item(), name
 
 
-def test_ctrl_c_after_an_update_that_was_skipped_finishes_the_step_too(tmp_path, monkeypatch):
-    """What was counted belongs to the step; the masters are as before."""
-    calls, clip = [], optim.clip_grad_norm
-
-    def overflowing(*args):
-        calls.append(1)
-        return clip(*args) if len(calls) != 3 else (clip(*args)[0], mx.array(mx.inf))
-
-    monkeypatch.setattr(optim, "clip_grad_norm", overflowing)
-    run = interrupted_run(tmp_path, monkeypatch, (update, "gradient"), "before", 4)
-    state, metrics = checkpoint.load(run), records(run / "metrics.jsonl")
-    assert (state.step, state.extra["num_skipped"]) == (2, 1)
-    assert [record["skipped"] for record in metrics] == [0, 1]
-
-
 def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
     run = interrupted_run(tmp_path, monkeypatch, (trust_region, "hold"), "after", 7, presses=2)
     said = capsys.readouterr().err
@@ -518,23 +497,6 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     assert checkpoint.load(run).step == step
     train.main(command.split()[3:])
     assert [record["step"] for record in records(run / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("place", "said"), [(1, "run: "), (2, "held-out prompt 2, ")])
-def test_the_held_out_prompts_that_will_be_evaluated_are_looked_at_before_the_run(tmp_path, capsys, place, said):
-    rows = [{"prompt": f"{n} plus one?", "answer": "5", "split": "train"} for n in ("one", "two", "three")]
-    held_out = [{"prompt": f"{n} and one?", "answer": "2", "split": "test"} for n in ("one", "two", "four", "five")]
-    held_out.insert(place, {"prompt": "word " * 1500, "answer": "2", "split": "test"})
-    write_log(tmp_path / "mine.jsonl", rows + held_out)
-    flags = ["--data", str(tmp_path / "mine.jsonl"), "--reward", "length:9", "--steps", "1", "--eval-limit", "2"]
-    command = [*SMALL, *flags, "--eval-every", "1", "--run-dir", str(tmp_path / "run")]
-    if place == 1:  # of five the first and the third
-        train.main(command)
-    else:
-        with pytest.raises(SystemExit):
-            train.main(command)
-    shown = capsys.readouterr()
-    assert said in shown.out + shown.err and (tmp_path / "run").exists() == (place == 1)
 
 
 def test_an_error_that_is_not_about_memory_is_seen_whole_and_loses_no_step(tmp_path, monkeypatch, capsys):
@@ -680,10 +642,6 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     step = journal.Step(1, {}, {}, drawn, None, 0, {})
     for one, record in zip(drawn, completion_records(step), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")
-        assert (record["prompt"], record["answer"]) == (one.example["prompt"], one.example["answer"])
-        logprobs = np.frombuffer(base64.b64decode(record["logprobs"]), "<f2")
-        assert len(logprobs) == len(record["ids"]) == len(one.own)
-        np.testing.assert_allclose(logprobs, one.logprobs, rtol=1e-3, atol=1e-7)
     drawn[0].example["answer"], drawn[4].example["answer"] = {"sum": float("nan")}, None  # as a user's data may have it
     answers = [record["answer"] for record in completion_records(step)]
     assert (answers[0], answers[4]) == ("{'sum': nan}", None)

@@ -157,11 +157,7 @@ def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(
-    "flags",
-    ["", "--beta 0.3"],
-    ids=["plain", "kl"],
-)
+@pytest.mark.parametrize("flags", ["", "--beta 0.3"], ids=["plain", "kl"])
 def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     tmp_path, monkeypatch, unclipped, loss, flags
 ):

@@ -59,11 +59,7 @@ def test_what_is_shared_arrives_as_it_was():
 
 # ---- the same as one process
 
-VARIANTS = {
-    "plain": [],
-    "kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"],
-    "all weights": ["--lora-rank", "0"],
-}
+VARIANTS = {"plain": [], "kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"], "all weights": ["--lora-rank", "0"]}
 
 
 def gradients(run):
@@ -249,20 +245,3 @@ def test_machines_that_are_not_alike_are_refused(tmp_path):
     for (_, errors), status in ended:
         assert status == 2 and "has another GWEN_DTYPE than rank 0" in errors and "make them the same" in errors
     assert not (tmp_path / "run").exists()
-
-
-ALONE = """
-import cpu_blas
-from machine import world
-world.JOIN = 2.0
-with world.joined():
-    pass
-"""
-
-
-@slow
-def test_a_first_machine_that_stays_alone_says_what_it_waits_for_and_ends(tmp_path):
-    with Machines(2, tmp_path, "-c", ALONE) as machines:
-        machines.processes[1].kill()
-        (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
-    assert status == 1 and errors == "waiting up to 2 s for the other machines; see docs/runs.md\n"

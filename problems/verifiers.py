@@ -358,7 +358,9 @@ def _formula(gold: str, text: str) -> str:
     if read_number(last):
         return last
     formula = formulas[0] if len(formulas) == 1 and not re.search(r"\bor\b", last) else ""
-    is_apart = last.startswith(formula) or re.match("[ :*$,]", formula)  # not (x+1) of arcsin(x+1)
+    if span := re.fullmatch(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*", re.sub(r"\\[()\[\]]", "$", formula)):
+        return span[1]
+    is_apart = last.startswith(formula) or re.match("[ :*,]", formula)  # not (x+1) of arcsin(x+1)
     return formula.strip(" .,:*") if is_apart else ""
 
 

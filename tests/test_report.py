@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -459,3 +460,52 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
     shown, errors = browse(page.write(folder, others=[str(folder)]).read_text(), program)
     assert errors == []
     assert title_of(shown) == f"undefined {800 + 3 * 60} 800"
+
+
+def test_what_is_new_in_a_text_is_found_in_time_linear_in_its_length():
+    assert history.changes("One plus two is four.", "One plus two is three.") == [
+        ("One plus two is ", False),
+        ("three", True),
+        (".", False),
+    ]
+    assert history.changes("the same", "the same") == [("the same", False)] and history.changes("a", "") == []
+    assert history.changes("", "a b") == [("a b", True)]
+    seconds = []
+    for length in (4_000, 32_000):  # an alignment would take 64 times as long for the second
+        before, after = ("".join(f"{word}{n % 97} " for n in range(length)) for word in "ab")
+        begin = time.process_time()
+        history.changes(before, after)
+        seconds.append(time.process_time() - begin)
+    assert seconds[1] < 24 * seconds[0]
+
+
+@pytest.mark.slow
+def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_recorded(golden, browse):
+    folder = golden("grpo")
+    assert f"page: {folder / 'report.html'}" in (folder.parent / "grpo.out").read_text()
+    program = """
+        const texts = groups.map((group, i) => {
+            choose(i);
+            const cards = [...document.querySelectorAll("#shown .row")];
+            return cards.map((card) => card.querySelector("bdi.text").textContent);
+        });
+        form.elements.low.value = "0.9"; form.dispatchEvent(new Event("input", {bubbles: true}));
+        const good = document.querySelectorAll("#shown .row").length;
+        const answers = [...document.querySelectorAll("#held-out .problem")].map(
+            (problem) => [...problem.querySelectorAll(".said")].map((said) => said.textContent));
+        document.title = JSON.stringify([texts, good, answers]);
+    """
+    shown, errors = browse((folder / "report.html").read_text(), program)
+    assert errors == []
+    texts, good, answers = json.loads(title_of(shown))
+    written = read_log(folder / "rollouts.jsonl")
+    assert len(written) == 3 * 2 * 4
+    groups, problems = {}, {}
+    for line in sorted(written, key=lambda line: -line["advantage"]):
+        text = demo_tokenizer().decode(line["ids"], skip_special_tokens=False)
+        groups.setdefault((line["step"], line["group"]), []).append(text)
+    assert texts == [groups[place] for place in sorted(groups)]
+    assert good == sum(line["reward"] >= 0.9 for line in written)
+    for line in read_log(folder / "eval_answers.jsonl"):
+        problems.setdefault(line["problem"], []).append(line["completions"][0])
+    assert answers == [problems[problem] for problem in sorted(problems)]

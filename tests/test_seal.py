@@ -1,19 +1,26 @@
 """The seal: what code inside a worker can do, by Python and below it; which scorers would run an answer at all."""
 
+import ast
+import ctypes
 import functools
 import json
 import os
 import pickle
+import struct
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from attacks import BELOW
+from extras import needs
 from test_workers import ROOT
 
 from problems import formulas, seal, workers
 from problems.workers import FORGED, LARGE, LATE
+from tasks import rg
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
 
@@ -210,3 +217,68 @@ def test_a_list_is_read_in_either_s_quotes_and_nothing_else_is():
     for text in ("open('x')", "[1][0]", "(1, 2)", "[" * 20_000, json.dumps([1]) * 2, "[1 for x in y]"):
         with pytest.raises((ValueError, RecursionError)):
             formulas.read_list(text)
+
+
+gym = needs("reasoning_gym", "tasks")
+
+
+WORDS = set("eval exec __import__ import_module parse_expr sympify S lambdify pickle marshal dill".split())
+
+
+@functools.cache
+def definitions(path):
+    """The functions and classes of a source file by name, and the files of its package that it imports from."""
+    by_name, imports = {}, set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            by_name.setdefault(node.name, []).append(node)
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            parts = [base, *(base / alias.name for alias in node.names)]
+            imports |= {file for part in parts for file in (part.with_suffix(".py"), part / "__init__.py")}
+    return by_name, {file for file in imports if file.is_file()}
+
+
+@functools.cache
+def names(node):
+    return {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)}
+
+
+def reached(path, node):
+    """All names that a function uses, and those of its package that it may call."""
+    todo, seen, words = [(path, node)], set(), set()
+    while todo:
+        path, node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            used = names(node)
+            words |= used
+            for file in (path, *definitions(path)[1]):
+                todo += [(file, found) for name in used for found in definitions(file)[0].get(name, [])]
+    return words
+
+
+def test_the_footprint_of_a_process_is_the_eighth_number_after_the_id_that_macos_gives(monkeypatch):
+    """As sys/resource.h has it: user and system time, two kinds of wakeups, pageins, wired, resident, footprint."""
+
+    def proc_pid_rusage(pid, flavor, usage):
+        if pid == 0:
+            return -1  # which has ended
+        given = struct.pack("=16s18Q", b"an id", *range(100, 118))
+        assert flavor == 2 and len(given) == ctypes.sizeof(usage)
+        ctypes.memmove(usage, given, len(given))
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(proc_pid_rusage=proc_pid_rusage))
+    assert workers._footprint(5) == 107 and workers._footprint(0) == 0
+
+
+@gym
+def test_every_scorer_that_may_evaluate_its_answer_has_a_reader_in_its_place():
+    root = Path(find_spec("reasoning_gym").origin).parent
+    paths = [path for path in root.rglob("*.py") if "def score_answer" in path.read_text(encoding="utf-8")]
+    scorers = [(path, node) for path in paths for node in definitions(path)[0].get("score_answer", [])]
+    assert len(scorers) >= 75
+    found = {path.stem for path, node in scorers if reached(path, node) & WORDS}
+    own_parser = {"propositional_logic"}  # its parse_expr is a function of its own, which reads logic
+    assert found == rg.READERS.keys() | own_parser

@@ -485,3 +485,14 @@ def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""} | change]
     assert said in message_of(chats.read_chat, {"messages": messages})
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker, number):
+    talk = box_of(talker, [later]).play(EXAMPLES, 1, "0")
+    text = call("later", {"seconds": 5}).replace("5", number)
+    _, messages = answer(talk, talker, text)
+    assert "not JSON" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
+    assert number not in json.dumps([talk.rows[0].calls], allow_nan=False)
+    (found,) = calls.read_calls(coder("later", seconds=number), "coder", SCHEMAS)
+    assert "not JSON" in found.error and found.arguments is None

@@ -681,3 +681,39 @@ def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
         run = make_run(tmp_path, *flags)
         assert run.sizes == Sizes(16, "auto", 1024, 0)
     assert train.GrpoRun(make_config("--batch", "16", "--groups", "8"), tmp_path).sizes.rollout_batch_size == 64
+
+
+UNMEASURED = {
+    "without a reference": ((), {"kl"}),
+    "without a judge": (
+        ("--reward-weights", "rubric=0"),
+        {"grad_norm", "update/kl"}  # as no group has a signal
+        | {"kl", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"},
+    ),
+    "without a clip": (("--loss-type", "sapo", "--beta", "0.1"), {"clip_frac"}),
+    "with nothing trained": (
+        ("--max-tokens", "1", "--truncated", "mask", "--beta", "0.1"),
+        {"loss", "grad_norm", "pad_frac", "kl", "entropy", "clip_frac", "update/tok_s", "update/kl"}
+        | {"mismatch/logprob_abs_mean"}
+        | {"mismatch/logprob_abs_max", "mismatch/ratio_mean", "mismatch/ratio_max", "mismatch/over_cap_frac"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNMEASURED)
+def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, case, capsys):
+    flags, unmeasured = UNMEASURED[case]
+    run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", *flags)
+    list(train.train(run))
+    (metrics,) = run.journal.metrics.read()
+    assert {name for name, value in metrics.items() if value is None} == unmeasured | {"distill/kl", "teacher/s"}
+    assert ("loss nan" in capsys.readouterr().out) == ("loss" in unmeasured)
+
+
+def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path):
+    run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6", "--keep", "9"), 0
+    run.begun, run.now, at = 0, lambda: seconds, []
+    for figures in train.train(run):
+        at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved(tmp_path)]))
+        seconds += 140
+    assert at[:5] == [(1, [0]), (2, [0]), (3, [0]), (4, [0, 4]), (5, [0, 4, 5])]  # step 0 is the best so far

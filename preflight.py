@@ -34,7 +34,7 @@ from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, gpu, memory, world
 from problems.examples import prompt_text, short
-from settings.sources import given, parse, resolve
+from settings.sources import OWN_TASK, given, parse, resolve
 from step import batch
 from step.rows import (
     ROOM,
@@ -380,6 +380,7 @@ def show_audit(config: Config) -> None:
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
 FEW_SIGNALS, MANY_CUT, MANY_DEGENERATE = 0.25, 0.5, 0.1  # shares of groups, of answers, of answers
 SHOWN = 5  # answers
+LONG = 300.0  # seconds of a run that ends where its first steps have no signal
 
 
 def try_out(flags: list[str], config: Config) -> Iterator[str]:
@@ -411,6 +412,28 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
 
     yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
     yield from verdict(config, steps, answers)
+
+
+def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path) -> str:
+    """
+    What to change before a run goes on whose first steps, as many as a trial has, showed no signal; else "".
+
+    It is said once, of a run that will last longer than LONG, or of a bundled model at what it was not made for.
+    evaluation_s: seconds of an evaluation.
+    """
+    seconds, every, num = [step["step/s"] for step in steps], config.evaluation.every, config.optimizer.steps
+    is_due = len(steps) == TRY_STEPS or sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
+    left = min(seconds) * (num - len(steps)) + (evaluation_s * (num // every) if every else 0.0)
+    its_task = OWN_TASK.get(config.model.name)
+    is_strange = its_task is not None and config.data.task not in (its_task, "own") and len(steps) < num
+    if not (config.compares_rewards and is_due and (left > LONG or is_strange)):
+        return ""
+    if any(step["sampling/signal_groups"] != 0 for step in steps):
+        return ""
+    if is_strange:
+        return f"--model {config.model.name} knows only --task {its_task}; take --model smollm2 or Qwen/Qwen3-0.6B"
+    *_, advice = verdict(config, steps, [record for _, record in read_log(run / "rollouts.jsonl")])
+    return advice.removeprefix("change: ")
 
 
 def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:

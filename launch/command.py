@@ -5,6 +5,7 @@ Left out: what its flags mean (config.py, settings/).
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gwen
+import preflight
 from config import SETTINGS
 from disk import checkpoint, run_files
 from flags import flag_of
@@ -45,7 +47,7 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         power.keep_awake()
     if args.seeds is None:
         begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
-        written = complete(begun, trainer) / "report.html"
+        written = complete(begun, trainer, looks=not args.no_look) / "report.html"
     else:
         if resume:
             raise ValueError("--seeds with --resume: to go on with seeds, repeat their command with its --run-dir")
@@ -56,8 +58,8 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         page.show(written)
 
 
-def complete(begun: Begun, trainer: type[Trainer]) -> Path:
-    """Trains a run to its end, unless it is there; its directory."""
+def complete(begun: Begun, trainer: type[Trainer], looks: bool) -> Path:
+    """Trains a run to its end, unless it is there; its directory. looks: whether a new one without signal ends."""
     if world.first(lambda: begun.is_finished):
         if world.is_first():
             said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
@@ -65,7 +67,7 @@ def complete(begun: Begun, trainer: type[Trainer]) -> Path:
         return Path(begun.path)
     trained = trainer(begun)
     try:
-        trained.fit()
+        fit(trained, looks and begun.state is None)
     except KeyboardInterrupt:  # which the first machine has told
         if not world.is_first():
             raise
@@ -73,6 +75,30 @@ def complete(begun: Begun, trainer: type[Trainer]) -> Path:
     if world.is_first():
         trained.run.journal.print_summary()
     return trained.dir
+
+
+def fit(trained: Trainer, looks: bool) -> None:
+    """
+    Trains to the last step. looks: raises ValueError, with what to change, once the first steps of a long run showed
+    no signal; they are steps like any others, so that a look costs nothing.
+    """
+    seen: list[dict[str, Any]] = []
+
+    def hopeless() -> str:
+        each = next((one["eval/s"] for one in trained.run.journal.evaluations), 0.0)
+        return preflight.hopeless(trained.config, seen, each, trained.dir)
+
+    with contextlib.closing(trained.steps()) as steps:
+        for figures in steps:
+            if not looks or len(seen) == preflight.TRY_STEPS:
+                continue
+            seen.append(figures)
+            if change := world.first(hopeless):
+                break
+        else:
+            return
+    again = f"uv run train.py --resume {shlex.quote(str(trained.dir))} goes on all the same, --no-look from the start"
+    raise ValueError(f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}; {again}")
 
 
 def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[Trainer]) -> Path:
@@ -100,7 +126,7 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
         else:
             begun = begin(flags | {"seed": seed}, args.config, run_dir=path)
         try:
-            complete(begun, trainer)
+            complete(begun, trainer, looks=not args.no_look)
         except SystemExit:
             again = f"the same command, with --run-dir {shlex.quote(str(home))}"
             print(f"the seeds that are left: {again}", file=sys.stderr)

@@ -4,7 +4,7 @@ A run from Python. `train.Trainer` is the one to import: it knows the loops.
 Left out: the loops (train.py), what a run holds (run.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Trainer:
         """Goes on with a run; allow_changes: though its data, rewards or files changed."""
         return cls(begin(as_settings(settings), resume=str(run_dir), allow_changes=allow_changes))
 
-    def steps(self) -> Steps:
+    def steps(self) -> Generator[dict[str, Any], None, None]:
         """Trains, and yields each step's figures, as in `metrics.jsonl`."""
         if not self._is_owner and world.is_first():
             run_files.own(self.dir)

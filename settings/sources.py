@@ -33,6 +33,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     resumed = "go on with the run in DIR, or the newest unfinished one"
     parser.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resumed)
     parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
+    looks = "go on though the first steps of a long run have no signal"
+    parser.add_argument("--no-look", action="store_true", help=looks)
     parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
     changes = "--resume though its data, rewards or files changed"
     parser.add_argument("--allow-changes", action="store_true", help=changes)

@@ -185,6 +185,27 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
 
+@pytest.mark.parametrize(
+    ("figures", "num", "flags", "said"),
+    [
+        ({}, 4, {}, "every answer earns 0: take a reward"),  # 2 s a step: 292 s, and 5 evaluations of 20 s
+        ({}, 3, {}, ""),
+        ({}, 5, {}, ""),  # it was said
+        ({"step/s": 121.0}, 1, {}, "every answer"),  # no longer than a trial
+        ({}, 4, {"steps": 60}, ""),  # it is short
+        ({"sampling/signal_groups": 1}, 4, {}, ""),
+        ({"sampling/signal_groups": None}, 4, {}, ""),
+        ({}, 4, {"steps": 60, "task": "values"}, "--model demo knows only --task demo; take --model smollm2"),
+    ],
+)
+def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figures, num, flags, said):
+    steps = [TRIED | {"sampling/signal_groups": 0} | figures] * num
+    flags = {"model": "demo", "batch": 4, "steps": 150, "eval_every": 30} | flags
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "reward": 0.0, "prompt": "What?", "completion": "That."}\n')
+    found = preflight.hopeless(make_config(**flags), steps, 20.0, tmp_path)
+    assert found.startswith(said) and bool(found) == bool(said)
+
+
 @pytest.mark.slow
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import grpo
+import preflight
 import train
 from disk import run_files
 from problems import examples, rewards
@@ -116,6 +117,24 @@ def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(t
         with pytest.raises(ValueError, match=words):
             Trainer.start(**{"model": "demo", "task": "demo"} | settings)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_long_run_without_signal_ends_and_goes_on_when_told_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "TRY_STEPS", 1)
+    monkeypatch.setattr(preflight, "LONG", 0.0)
+    (tmp_path / "mine.py").write_text("def zero(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    flags = "--model demo --batch 2 --groups 4 --max-tokens 4".split()
+    flags += [*f"--task demo --reward {tmp_path}/mine.py:zero --reward-weights zero=1".split()]
+    flags += [*"--steps 2 --eval-every 0 --run-dir".split(), str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as ended:
+        train.main(flags)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "every answer earns 0" in said and f"--resume {tmp_path}/run" in said
+    train.main(["--resume", str(tmp_path / "run")])
+    assert "step 2/2" in capsys.readouterr().out
+    train.main([*flags[:-1], str(tmp_path / "told"), "--no-look"])
+    assert "step 2/2" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -58,14 +58,16 @@ def trl_page() -> str:
     """The whole of `docs/trl.md`."""
     lines = []
     for title, names in foreign_names().items():
-        useful = {name: meaning for name, meaning in names.items() if meaning[0] != "not needed"}
+        useful = {name: meaning for name, meaning in names.items() if meaning[0] in ("same", "renamed")}
         rows = [
-            f"| {', '.join(f'`{name}`' for name in alike)} | {kind} | {said} |"
+            f"| {', '.join(f'`{name}`' for name in alike)} | {said or kind} |"
             for (kind, said), alike in itertools.groupby(useful, key=lambda name: useful[name])
         ]
-        lines += section(f"## {title[0].upper()}{title[1:]}", ["name", "is", "here"], rows)
-        if spared := [f"`{name}`" for name in names if name not in useful]:
-            lines += ["", f"Not needed: {', '.join(spared)}."]
+        if title == "older names":  # of Gwen itself and of others: the command answers them
+            continue
+        lines += section(f"## {title[0].upper()}{title[1:]}", ["name", "here"], rows)
+        if absent := [f"`{name}`" for name, (kind, _) in names.items() if kind == "missing"]:
+            lines += ["", f"Missing: {', '.join(absent)}."]
     return filled(TRL, lines)
 
 

@@ -1,7 +1,6 @@
 """
 Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
-`uv run lora.py --fuse --run runs/NAME --out DIR` merges one into its model for good, `--export peft` writes it for
-others.
+The command `lora.py`, which merges one into its model or writes it for others, is deploy/command.py.
 
 A model in 16 bits computes with 16-bit copies of its adapters; what is trained and saved stays float32.
 
@@ -13,9 +12,6 @@ Axes: M rows, C input width, O output width, R rank.
 
 import contextlib
 import math
-import os
-import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +23,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
 from config import TARGETS
-from disk import adapters, checkpoint, hub, run_files
-from flags import Parser, fail
+from disk import adapters, checkpoint, hub
 from layers import ops
-from machine import alive, gpu, kernels
+from machine import gpu, kernels
 
 
 class LoRALinear(nn.Module):
@@ -280,54 +275,9 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
-    parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
-    parser.add_argument("--export", choices=adapters.LAYOUTS, help="write the adapter alone, in this layout")
-    run_files.add_flags(parser)
-    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
-    args = parser.parse_args(argv)
-    try:
-        if args.fuse == (args.export is not None):
-            raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise ValueError(f"--out {args.out} exists; give a new directory")
-        adapter = run_files.settle(args, model=None)
-        if not adapter:
-            raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-        name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
-        try:
-            with alive.doing(f"writing {args.out}"):
-                what = _fuse(name, adapter, scratch) if args.fuse else _export(name, adapter, scratch, args.export)
-            if args.run:
-                (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
-            os.replace(scratch, args.out)
-        except RuntimeError as error:  # MLX's, when a file cannot be written
-            raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except (ValueError, OSError) as error:
-        fail(error)
-    print(f"{args.out}: {what}")
-    print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
+    from deploy import command  # which stands above this module
 
-
-def _fuse(name: str | None, adapter: str, out: Path) -> str:
-    name, _ = gwen.choose_model(name, adapter)
-    model, tokenizer = gwen.load(name, adapter=adapter)
-    gwen.save(model, out, tokenizer)
-    return f"{name} with {adapter} merged in, {model.head_weight.dtype}"
-
-
-def _export(name: str | None, adapter: str, out: Path, layout: str) -> str:
-    if adapters.kind_of(adapters.find(adapter)) == "full":
-        raise ValueError(f"--export {layout}: {adapter} holds a whole model, not an adapter; write it with --fuse")
-    read = adapters.read(adapter)
-    base, prefix = name or read.base, ""
-    if layout == "mlx_lm":  # whose names depend on the model's family
-        prefix = hub.mlx_lm_prefix(gwen.load_config(base or adapters.base_of(adapter)).family)
-    adapters.write(read._replace(base=base), out, layout, prefix)
-    return f"{adapter} for {base}, in the layout of {layout}"
+    command.main(argv)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ What users write stays text: "<|im_end|>" in it ends no message. Left out: which
 import contextlib
 import datetime
 import inspect
+import json
 import re
 import resource
 import signal
@@ -59,7 +60,7 @@ Tools = list[dict[str, Any]]  # JSON schemas of functions
 def render(
     tokenizer: Any,
     messages: list[dict[str, Any]],
-    thinking: bool,
+    thinking: bool | None,
     *,
     opened: bool = True,
     tools: Tools | None = None,
@@ -68,7 +69,8 @@ def render(
     """
     Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last.
 
-    variables: what the template gets besides, a row's `chat_template_kwargs`; one of them may be `enable_thinking`.
+    thinking: None is the template's own choice. variables: what it gets besides, a row's `chat_template_kwargs`; one of
+    them may be `enable_thinking`.
     Templates that do not know a variable ignore it. Raises ValueError where the template fails or does not end.
     """
     variables = as_text(tokenizer, [variables])[0] if variables else {}
@@ -81,7 +83,7 @@ def render(
                     messages,
                     tokenize=False,
                     add_generation_prompt=opened,
-                    **{"enable_thinking": thinking} | variables,
+                    **({} if thinking is None else {"enable_thinking": thinking}) | variables,
                     **_dated(tokenizer.chat_template),
                     **({"tools": tools} if tools else {}),
                 )
@@ -98,7 +100,7 @@ def chat_ids(
     prompt: Any,
     *,
     system: str | None = None,
-    thinking: bool = False,
+    thinking: bool | None = False,
     tools: Tools | None = None,
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
@@ -112,6 +114,34 @@ def chat_ids(
         messages = [{"role": "system", "content": system}, *messages]
     marked = as_text(tokenizer, messages)
     return encode(tokenizer, render(tokenizer, marked, thinking, tools=tools, variables=variables))
+
+
+def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
+    """
+    Makes a tokenizer's templates render, by themselves, what training did; returns what they got, in words, or "".
+
+    Other programs leave `enable_thinking` out, llama.cpp passes true, and mlx_lm whether there is a token <think>: a
+    `default(false)` is no use.
+    Raises ValueError where the ids of a prompt would still not be those of training.
+    """
+    user, front, said = [{"role": "user", "content": "Hi"}], "", []
+    messages = user if system is None else [{"role": "system", "content": system}, *user]
+    others = (None, True, "<think>" in tokenizer.get_vocab())
+    wanted, trained = chat_ids(tokenizer, messages, thinking=thinking), render(tokenizer, messages, thinking)
+    if any(render(tokenizer, messages, theirs) != trained for theirs in others):
+        front += "{%- set enable_thinking = " + str(thinking).lower() + " %}\n"
+        said.append(f"thinking {'on' if thinking else 'off'}")
+    if render(tokenizer, user, thinking) != trained:
+        own = f"[{{'role': 'system', 'content': {json.dumps(system, ensure_ascii=False)}}}] + messages"
+        front += "{%- set messages = messages if messages[0]['role'] == 'system' else " + own + " %}\n"
+        said.append(f"the system prompt {short(system)}")
+    if said:
+        held = tokenizer.chat_template
+        of_each = {name: front + text for name, text in held.items()} if isinstance(held, dict) else front + held
+        tokenizer.chat_template = of_each
+    if any(chat_ids(tokenizer, user, thinking=theirs) != wanted for theirs in others):
+        raise ValueError("no template gives other programs training's prompts; --keep-template leaves the base's")
+    return " and ".join(said)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

@@ -1,0 +1,136 @@
+"""
+`uv run lora.py --fuse --run runs/NAME --out DIR` merges an adapter into its model for good, `--export peft` writes it
+for others.
+
+Other programs render a chat by the model's template alone. A fused model's template therefore says what training's
+settings said: no thinking, the task's system prompt. Left out: what an adapter is (lora.py, disk/adapters.py).
+"""
+
+import os
+import shlex
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+
+import gwen
+import tasks
+from config import Config
+from disk import adapters, gguf, hub, run_files
+from flags import Parser, fail
+from machine import alive
+from problems import chat_template, chats
+from problems.examples import Example, load_sides
+from settings.checks import checked
+from settings.sources import load_recipe
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
+    parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
+    parser.add_argument("--export", choices=adapters.LAYOUTS, help="write the adapter alone, in this layout")
+    run_files.add_flags(parser)
+    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
+    parser.add_argument("--keep-template", action="store_true", help="leave the chat template as the base has it")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
+    args = parser.parse_args(argv)
+    try:
+        if args.fuse == (args.export is not None):
+            raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise ValueError(f"--out {args.out} exists; give a new directory")
+        adapter = run_files.settle(args, model=None)
+        if not adapter:
+            raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
+        name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
+        run = None if args.keep_template else args.run or run_of(adapter)
+        try:
+            with alive.doing(f"writing {args.out}"):
+                what = fuse(name, adapter, scratch, run) if args.fuse else export(name, adapter, scratch, args.export)
+            if args.run:
+                (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
+            os.replace(scratch, args.out)
+        except RuntimeError as error:  # MLX's, when a file cannot be written
+            raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except (ValueError, OSError) as error:
+        fail(error)
+    print(f"{args.out}: {what}")
+    print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
+
+
+def run_of(adapter: str) -> str | None:
+    """The run that an adapter lies in, if any."""
+    return next((str(one) for one in Path(adapter).resolve().parents[:3] if (one / "config.yaml").is_file()), None)
+
+
+def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:
+    """Writes the merged model in the type of its base; run: whose prompts its template shall render."""
+    name, _ = gwen.choose_model(name, adapter)
+    dtype = gwen.default_dtype() if "GWEN_DTYPE" in os.environ else stored_dtype(hub.find(name))
+    model, tokenizer = gwen.load(name, dtype, adapter=adapter)
+    note = as_trained(tokenizer, run) if run else ""
+    gwen.save(model, out, tokenizer)
+    return f"{name} with {adapter} merged in, {dtype}{note}"
+
+
+def stored_dtype(directory: Path) -> mx.Dtype:
+    """The floating type that most of a checkpoint's bytes have; of packed weights these are the scales."""
+    link = directory / gguf.LINK
+    tensors = gguf.load(link.resolve())[0] if link.is_file() else hub.load_weights(directory)
+    sizes = Counter[mx.Dtype]()
+    for tensor in tensors.values():
+        if mx.issubdtype(tensor.dtype, mx.floating):
+            sizes[tensor.dtype] += tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default=mx.float32)
+
+
+def as_trained(tokenizer: Any, run: str) -> str:
+    """Makes a tokenizer's template that of a run's prompts, and says what was written into it."""
+    config = checked(load_recipe(run_files.config_file(run)))
+    systems, said = set(), ""
+    try:
+        systems = {system_of(example) for example in examples_of(config)}
+    except ValueError as error:  # the data were moved
+        said = f"; the system prompt of training is unknown: {error}"
+    if len(systems) > 1:
+        said = f"; training had {len(systems)} system prompts, and the template has none"
+    system = systems.pop() if len(systems) == 1 else None
+    written = chat_template.write_into(tokenizer, system, config.sampling.thinking)
+    return said + f"; its chat template has {written}, as in training (--keep-template leaves the base's)" * bool(
+        written
+    )
+
+
+def examples_of(config: Config) -> list[Example]:
+    """What a run trains on."""
+    if config.objective.loss_type == "sft":
+        return load_sides(config.data.path, None, lambda spec: chats.load(spec, config.data.columns or None))[0]
+    task = tasks.make(config)
+    return task.train or task.held_out
+
+
+def system_of(example: Example) -> str | None:
+    """The system message of an example's prompt."""
+    first = example["prompt"][0] if isinstance(example["prompt"], list) else {}
+    system: str | None = first["content"] if first.get("role") == "system" else example.get("system")
+    return system
+
+
+def export(name: str | None, adapter: str, out: Path, layout: str) -> str:
+    """Writes the adapter alone, with a base that other programs can open where there is one."""
+    if adapters.kind_of(adapters.find(adapter)) == "full":
+        raise ValueError(f"--export {layout}: {adapter} holds a whole model, not an adapter; write it with --fuse")
+    read = adapters.read(adapter)
+    base, prefix, note = name or read.base, "", ""
+    if layout == "mlx_lm":  # whose names depend on the model's family
+        prefix = hub.mlx_lm_prefix(gwen.load_config(base or adapters.base_of(adapter)).family)
+    if base and hub.is_gguf(base):
+        note = f"; other programs do not open {base} as its base: give them the whole model, by --fuse"
+    base = str(hub.BUNDLED[base]) if base in hub.BUNDLED else base
+    adapters.write(read._replace(base=base), out, layout, prefix)
+    return f"{adapter} for {base}, in the layout of {layout}{note}"

@@ -1,0 +1,142 @@
+"""What people run afterwards: other programs render a fused model's prompts as training did, and hold its weights."""
+
+import copy
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+import yaml
+from conftest import CONFIGS, contents, message_of, write_log
+from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
+from test_gguf import write  # noqa: F401  (a fixture)
+
+import gwen
+import lora
+from disk import hub
+from problems import chat_template
+
+USER = [{"role": "user", "content": "What is two and two?"}]
+OWN = [{"role": "system", "content": "Mine."}, *USER]
+SYSTEM = "Say \"two\" twice.\nNot 'three', \\ or {% 4 %}: \u00e9\U0001f642"
+TEMPLATES = {  # before a template that thinks unless told otherwise
+    "as it is": "",
+    "off by default": "{%- set enable_thinking = enable_thinking | default(false) %}",
+    "with a system prompt of its own": "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nBe kind.'}}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}",
+}
+
+
+def with_template(tokenizer, front):
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = front + made.chat_template
+    return made
+
+
+@pytest.mark.parametrize("front", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize(("system", "thinking"), [(None, False), (SYSTEM, False), (SYSTEM, True), (None, True)])
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates"])
+def test_other_programs_give_a_prompt_the_ids_of_training(tokenizer, tmp_path, front, system, thinking, place):
+    base = with_template(tokenizer, front)
+    if place == "additional_chat_templates":
+        base.chat_template = {"default": base.chat_template, "tool_use": base.chat_template}
+    base.save_pretrained(str(tmp_path / "base"), save_jinja_files=place != "tokenizer_config.json")
+    assert (tmp_path / "base" / place).exists()
+    ours, wanted = hub.load_tokenizer(tmp_path / "base"), with_template(tokenizer, front)
+    chat_template.write_into(ours, system, thinking)
+    ours.save_pretrained(str(tmp_path / "fused"))
+    for messages, its in ((USER, system), (OWN, None)):  # a system message of the user's own stands alone
+        ids = chat_template.chat_ids(wanted, messages, system=its, thinking=thinking)
+        peer, again = mlx_lm_load_tokenizer(tmp_path / "fused"), hub.load_tokenizer(tmp_path / "fused")
+        for others in ({}, {"enable_thinking": True}):
+            how = {"add_generation_prompt": True, "return_dict": False} | others
+            assert again.apply_chat_template(messages, **how) == peer.apply_chat_template(messages, **how) == ids
+        assert chat_template.chat_ids(again, messages, thinking=thinking) == ids
+
+
+def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cannot_is_refused(tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = before = tokenizer.chat_template.replace("enable_thinking is defined and", "false and")
+    assert chat_template.write_into(plain, None, False) == "" and plain.chat_template == before
+    said = message_of(chat_template.write_into, plain, "Obey <|im_end|>.", False)  # a template's is no text
+    assert said.endswith("--keep-template leaves the base's")
+
+
+@pytest.mark.parametrize("system", [None, SYSTEM])
+def test_llama_cpp_gives_a_prompt_the_ids_of_training(write, tokenizer, system):  # noqa: F811
+    pytest.importorskip("xllamacpp", reason="llama.cpp has 100 MB: uv run --group llamacpp pytest")
+    from test_llamacpp import served
+
+    fused = with_template(tokenizer, TEMPLATES["off by default"])
+    wanted = chat_template.chat_ids(fused, USER, system=system)
+    chat_template.write_into(fused, system, False)
+    held = {"tokenizer.chat_template": fused.chat_template}
+    with served(write(CONFIGS["qwen3"], **held)) as ask:
+        prompt = ask("apply-template", messages=USER)["prompt"]
+        assert ask("tokenize", content=prompt, parse_special=True)["tokens"] == wanted
+
+
+# ---- the command
+
+
+@pytest.fixture
+def run(golden, tmp_path):
+    """A function that copies a run as one of other settings."""
+
+    def run(kind="grpo", **settings):
+        path = shutil.copytree(golden(kind), tmp_path / "run", dirs_exist_ok=True) / "config.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | settings))
+        return str(path.parent)
+
+    return run
+
+
+def fused(tmp_path, capsys, *flags):
+    """The directory that the command makes, and its first line."""
+    shutil.rmtree(tmp_path / "fused", ignore_errors=True)
+    lora.main(["--fuse", *flags, "--out", str(tmp_path / "fused")])
+    return tmp_path / "fused", capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_machine(run, tmp_path, capsys):
+    base, where = hub.BUNDLED["demo"], run()
+    out, line = fused(tmp_path, capsys, "--run", where)
+    assert "merged in, mlx.core.float16; its chat template has thinking off, as in training (--keep-template" in line
+    assert (out / "model.safetensors").stat().st_size < 1.01 * (base / "model.safetensors").stat().st_size
+    assert {array.dtype for array in mx.load(str(out / "model.safetensors")).values()} == {mx.float16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+    template = (base / "chat_template.jinja").read_text()
+    assert (out / "chat_template.jinja").read_text() == "{%- set enable_thinking = false %}\n" + template
+    again, said = fused(tmp_path, capsys, "--adapter", f"{where}/checkpoints/step-000003/adapter")
+    assert "thinking off" in said and (again / "chat_template.jinja").read_text() != template
+    kept, said = fused(tmp_path, capsys, "--run", where, "--keep-template")
+    assert "template" not in said and (kept / "chat_template.jinja").read_text() == template
+
+
+def test_the_system_prompt_of_a_run_s_data_goes_into_the_template_if_there_is_one(run, tmp_path, capsys):
+    rows = [{"prompt": f"What is {n} plus {n}?", "answer": str(2 * n), "system": SYSTEM} for n in range(8)]
+    data = write_log(tmp_path / "data.jsonl", rows)
+    where = run(task="own", data=data, rubric="")
+    out, line = fused(tmp_path, capsys, "--run", where)
+    assert "its chat template has thinking off and the system prompt 'Say " in line
+    demo, made = hub.load_tokenizer(hub.DEMO), hub.load_tokenizer(out)
+    assert chat_template.chat_ids(made, USER) == chat_template.chat_ids(demo, USER, system=SYSTEM)
+    talk = [{"role": "system", "content": SYSTEM}, *USER, {"role": "assistant", "content": "Four."}]
+    write_log(tmp_path / "data.jsonl", [{"messages": talk}] * 8)
+    assert "the system prompt 'Say" in fused(tmp_path, capsys, "--run", run("sft", data=data))[1]
+    write_log(tmp_path / "data.jsonl", [*rows, rows[0] | {"system": "Other."}])
+    line = fused(tmp_path, capsys, "--run", run(task="own", data=data, rubric=""))[1]
+    assert "training had 2 system prompts, and the template has none; its chat template has thinking off," in line
+    (tmp_path / "data.jsonl").unlink()
+    assert "system prompt of training is unknown: --data" in fused(tmp_path, capsys, "--run", where)[1]
+
+
+def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first(golden, tmp_path, capsys):
+    lora.main(["--export", "peft", "--run", str(golden("grpo")), "--out", str(tmp_path / "demo")])
+    base = json.loads((tmp_path / "demo" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert contents(hub.DEMO) == contents(hub.find(base)) and gwen.choose_model(None, tmp_path / "demo")[0] == base
+    capsys.readouterr()
+    adapter = str(golden("grpo") / "adapter")
+    lora.main(["--export", "peft", "--adapter", adapter, "--model", "smollm2", "--out", str(tmp_path / "smollm2")])
+    line = "other programs do not open smollm2 as its base: give them the whole model, by --fuse"
+    assert line in capsys.readouterr().out

@@ -25,7 +25,7 @@ def chat_ids_once(tokenizer, prompt, *, system=None, thinking=False, tools=None,
     """`chat_template.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
     key = (
         tokenizer.name_or_path,
-        tokenizer.chat_template,
+        str(tokenizer.chat_template),
         len(tokenizer),
         str(prompt),
         system,
